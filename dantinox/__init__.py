@@ -1,0 +1,1 @@
+"""DantinoX: train transformers from one YAML file and generate text with them."""

@@ -1,0 +1,229 @@
+"""Settings in and out: YAML with line numbers, overrides, and one sentence for whatever is wrong."""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from dantinox.config.sections import Config, UserError
+
+MAX_FILE_BYTES = 1 << 20
+ALIASES = {
+    "generation.max_generations": "generation.max_new_tokens",
+    "logging.eval_iters": "training.eval_every",
+}
+SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
+FIELDS: dict[str, FieldInfo] = {
+    f"{section}.{name}": field
+    for section, kind in SECTIONS.items()
+    for name, field in kind.model_fields.items()  # type: ignore[union-attr]
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that remembers lines, refuses duplicate keys and reads 5e-4 as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node), key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise UserError(f"a key must be a name, got {key!r} (line {line})")
+            if key in seen:
+                raise UserError(f"the key {key!r} appears twice, in lines {seen[key]} and {line}")
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_value(text: str) -> Any:
+    """The value a flag's text stands for, by the rules of the YAML files."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, UserError):
+        return text
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Reads a YAML file and lays `overrides` (dotted path → value) over it.
+
+    Raises:
+      UserError: the file cannot be read, is not YAML, or a setting has a wrong name, type or range.
+    """
+    path = Path(path)
+    tree, lines = _read_yaml(path)
+    where = {key: f"{path}, line {line}" for key, line in lines.items()}
+    return build_config(tree, overrides, where, str(path))
+
+
+def build_config(
+    tree: dict[str, Any], overrides: dict[str, Any] | None = None, where: dict[str, str] | None = None, source: str = ""
+) -> Config:
+    """Validates a tree of sections; `where` tells for a dotted path where it was written."""
+    where = dict(where or {})
+    flat: dict[str, Any] = {}
+    for section, content in tree.items():
+        if section not in SECTIONS:
+            raise UserError(f"unknown section {section}{_nearest(section, SECTIONS)}{_place(section, where, source)}")
+        if content is None:
+            continue
+        if not isinstance(content, dict):
+            raise UserError(f"{section} must be a section of keys, got {content!r}{_place(section, where, source)}")
+        flat |= {f"{section}.{key}": value for key, value in content.items()}
+    flat = _resolve_aliases(flat, where, source)
+    changes = _resolve_aliases(overrides or {}, {}, "command line")
+    where |= dict.fromkeys(changes, "command line")
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in (flat | changes).items():
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
+    try:
+        return Config.model_validate(nested)
+    except ValidationError as error:
+        raise UserError(_sentence(error, where, source)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The complete settings as YAML text that `load_config` reads back equal."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted path → (old, new) for every setting in which two configs differ."""
+    a, b = old.model_dump(), new.model_dump()
+    return {f"{s}.{k}": (v, b[s][k]) for s, keys in a.items() for k, v in keys.items() if v != b[s][k]}
+
+
+def json_schema() -> str:
+    """The JSON Schema of the YAML files, for editors."""
+    return json.dumps(Config.model_json_schema(), indent=1) + "\n"
+
+
+def allowed(key: str) -> str:
+    """What a setting may be, in words, from its declaration: `a number in [0, 1], or null`."""
+    field = FIELDS[key]
+    annotation: Any = field.rebuild_annotation()
+    return _in_words(TypeAdapter(annotation).json_schema())
+
+
+def _in_words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return ", or ".join(_in_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(v) for v in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type")
+    if kind == "array":
+        return f"a list (each {_in_words(schema['items'])})"
+    words = {"null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number"}[kind or ""]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if high is not None and high >= 2**31 - 1:
+        return f"{words} in [{low}, 2^{(high + 1).bit_length() - 1})"
+    if (low is not None or above is not None) and (high is not None or below is not None):
+        left = f"[{low:g}" if low is not None else f"({above:g}"
+        right = f"{high:g}]" if high is not None else f"{below:g})"
+        return f"{words} in {left}, {right}"
+    if low is not None:
+        return f"{words} ≥ {low:g}"
+    if above is not None:
+        return f"{words} > {above:g}"
+    return words
+
+
+def nearest_key(name: str) -> str:
+    """`, did you mean X?` for a misspelt dotted path or key, or nothing."""
+    by_name = {key.partition(".")[2]: key for key in FIELDS}
+    section, _, last = name.rpartition(".")
+    same = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
+    hit = difflib.get_close_matches(last, same, 1) or difflib.get_close_matches(last, by_name, 1)
+    if not hit:
+        return ""
+    key = f"{section}.{hit[0]}"
+    return f", did you mean {key if key in FIELDS else by_name[hit[0]]}?"
+
+
+def _nearest(name: str, names: Any) -> str:
+    hit = difflib.get_close_matches(name, list(names), 1)
+    return f", did you mean {hit[0]}?" if hit else f": the sections are {', '.join(names)}"
+
+
+def _place(key: str, where: dict[str, str], source: str) -> str:
+    place = where.get(key) or source
+    return f" ({place})" if place else ""
+
+
+def _resolve_aliases(flat: dict[str, Any], where: dict[str, str], source: str) -> dict[str, Any]:
+    flat = dict(flat)
+    for old, new in ALIASES.items():
+        if old not in flat:
+            continue
+        if new in flat:
+            raise UserError(f"{old} is another name of {new}: give one of them{_place(old, where, source)}")
+        flat[new] = flat.pop(old)
+        if old in where:
+            where[new] = where[old]
+    return flat
+
+
+def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        keys = [key for key in re.findall(r"[a-z]+\.[a-z_]+", message) if key in FIELDS]
+        place = next((where[key] for key in keys if key in where), source)
+        return f"{message} ({place})" if place else message
+    key = ".".join(str(part) for part in first["loc"][:2])
+    place = _place(key, where, source)
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}{nearest_key(key)}{place}"
+    return f"{key} must be {allowed(key)}, got {_shown(first['input'])}{place}"
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tree of a YAML file and the line of every section and key."""
+    try:
+        if not path.is_file():
+            raise UserError(f"no config file at {path}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES} bytes: not a config file")
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is wrong") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except UserError as error:
+        raise UserError(f"{error} in {path}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"not valid YAML: {error.problem} ({path}{line})") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"not valid YAML: {str(error).splitlines()[0]} ({path})") from None
+    if tree is None:
+        raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(SECTIONS)})")
+    if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path} must hold sections ({', '.join(SECTIONS)}), got a {type(tree).__name__}")
+    lines: dict[str, int] = {}
+    for section, content in node.value:
+        lines[section.value] = section.start_mark.line + 1
+        if isinstance(content, yaml.MappingNode):
+            lines |= {f"{section.value}.{key.value}": key.start_mark.line + 1 for key, _ in content.value}
+    return tree, lines

@@ -1,0 +1,102 @@
+"""Command-line flags made from the settings: every key, flat (`--lr`) and by path (`--training.lr`)."""
+
+import argparse
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from dantinox.config.files import ALIASES, FIELDS, allowed, nearest_key, parse_value
+from dantinox.config.sections import UserError
+
+SHORT_NAMES = {"data_path": "data.path"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are `UserError` sentences and that abbreviates nothing."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> Any:
+        raise UserError(message)
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Parses all of `argv`; an unknown flag is named together with the nearest known one."""
+        namespace, unknown = self.parse_known_args(argv)
+        if unknown:
+            name = unknown[0].lstrip("-").split("=")[0]
+            kind = "flag" if unknown[0].startswith("-") else "argument"
+            raise UserError(f"unknown {kind} {unknown[0]}{nearest_key(name) if kind == 'flag' else ''}")
+        return namespace
+
+
+def add_config_flags(parser: argparse.ArgumentParser, sections: tuple[str, ...] | None = None) -> None:
+    """Adds a flag for every setting of `sections` (default: all); `overrides` reads them back."""
+    keys = {key: key for key in FIELDS} | ALIASES
+    keys = {name: key for name, key in keys.items() if sections is None or key.partition(".")[0] in sections}
+    owners: dict[str, list[str]] = {}
+    for name in keys:
+        owners.setdefault(name.partition(".")[2], []).append(name)
+    taken = set(parser._option_string_actions)
+    group = parser.add_argument_group("settings (each also as --section.key)")
+    for name, key in keys.items():
+        flat = name.partition(".")[2]
+        names = [f"--{name}"]
+        if len(owners[flat]) == 1 and f"--{flat}" not in taken:
+            names.insert(0, f"--{flat}")
+        names += [f"--{short}" for short, target in SHORT_NAMES.items() if target == name]
+        help_text = (f"{FIELDS[key].description}: {allowed(key)}").replace("%", "%%")
+        group.add_argument(*names, dest=f"config:{name}", default=None, help=help_text, metavar="V", **_arity(key))
+    for flat, paths in owners.items():
+        if len(paths) > 1 and f"--{flat}" not in taken:
+            group.add_argument(f"--{flat}", dest=f"ambiguous:{flat}", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+
+
+def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The settings given as flags, dotted path → value.
+
+    Raises:
+      UserError: a flat name that stands in two sections.
+    """
+    found: dict[str, Any] = {}
+    for dest, given in vars(namespace).items():
+        kind, _, name = dest.partition(":")
+        if given is None or kind not in ("config", "ambiguous"):
+            continue
+        if kind == "ambiguous":
+            paths = [key for key in FIELDS if key.partition(".")[2] == name]
+            raise UserError(f"--{name} is a key of two sections: write {' or '.join('--' + path for path in paths)}")
+        found[name] = _value(ALIASES.get(name, name), given)
+    return found
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, without Annotated and None."""
+    while hasattr(annotation, "__metadata__"):
+        annotation = annotation.__origin__
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(m for option in get_args(annotation) for m in _members(option))
+    return () if annotation is type(None) else (annotation,)
+
+
+def _arity(key: str) -> dict[str, Any]:
+    kinds = _members(FIELDS[key].annotation)
+    if any(get_origin(kind) is tuple for kind in kinds):
+        return {"nargs": "+"}
+    return {"nargs": "?", "const": "true"} if kinds == (bool,) else {}
+
+
+def _value(key: str, given: str | list[str]) -> Any:
+    kinds = _members(FIELDS[key].annotation)
+    if isinstance(given, list):
+        texts = [_unescape(text) for text in given] if key == "generation.stop" else given
+        return texts[0] if len(texts) == 1 and str in kinds else texts
+    optional = type(None) in get_args(FIELDS[key].annotation)
+    if str in kinds or any(get_origin(kind) is Literal for kind in kinds):
+        return None if optional and given == "null" else given
+    return parse_value(given)
+
+
+def _unescape(text: str) -> str:
+    """Turns the two characters backslash-n of a shell argument into a line break, likewise \\t and \\\\."""
+    pieces = [piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r") for piece in text.split("\\\\")]
+    return "\\".join(pieces)

@@ -1,0 +1,326 @@
+"""The settings: names, types, ranges, defaults and help, each written here once.
+
+The tree `Config` has one frozen section per YAML section. Flags, error sentences, the JSON Schema and the sampling parameters
+are derived from it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class UserError(Exception):
+    """A mistake of the person at the keyboard, as one sentence: what is wrong, where, what is allowed."""
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown names and converts nothing but integers to floats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Size and shape of the transformer."""
+
+    dim: Count = Field(256, description="width of the residual stream")
+    n_heads: Count = Field(8, description="query heads per layer")
+    kv_heads: Count | None = Field(None, description="key/value heads per layer (null: as many as n_heads; 1: multi-query)")
+    head_size: Count | None = Field(None, description="width of one head (null: dim / n_heads)")
+    num_blocks: Count = Field(6, description="number of layers")
+    hidden_dim: Count | None = Field(
+        None, description="feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)"
+    )
+    max_context: Count = Field(256, description="longest sequence in tokens; training windows have this length")
+    weight_tying: bool = Field(True, description="the output layer is the embedding table")
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field("swiglu", description="feed-forward non-linearity")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sub-layer")
+    norm_epsilon: Positive = Field(1e-5, description="added to the variance inside the normalisations")
+    qk_norm: bool = Field(False, description="RMS-normalise queries and keys per head before positions are applied")
+    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout in training only")
+    gradient_checkpointing: bool = Field(False, description="recompute layers in the backward pass to save memory")
+    remat_policy: Literal["full", "dots"] = Field(
+        "full", description="with gradient_checkpointing: recompute everything, or all but matrix products"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
+    )
+
+
+class MoESection(Section):
+    """Mixture of experts, and the feed-forward expansion."""
+
+    use_moe: bool = Field(False, description="use experts in place of the dense feed-forward layer")
+    n_experts: Count = Field(4, description="experts per layer (with use_moe)")
+    top_k_mlp: Count = Field(2, description="experts per token (with use_moe)")
+    expansion: Positive | None = Field(None, description="feed-forward width as a multiple of dim (null: see model.hidden_dim)")
+    alpha_balance: NonNegative = Field(0.01, description="weight of the load-balance loss (with use_moe)")
+
+
+class AttentionSection(Section):
+    """Positions and what attention may see."""
+
+    use_rotary_pos: bool = Field(True, description="rotary positions (RoPE, half-split layout)")
+    trainable_pos: bool = Field(False, description="learned position embeddings")
+    absolute_pos: bool = Field(False, description="sinusoidal position embeddings")
+    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    sliding_window: bool = Field(False, description="limit attention to the last context_window + 1 keys")
+    context_window: CountOrZero | None = Field(None, description="keys before the query's own that a sliding layer sees")
+    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(_as_tuple)] = Field(
+        ("sliding",), description="with sliding_window: the kind of each layer, repeated over the depth"
+    )
+    no_sink: bool = Field(False, description="output gate: attention output times sigmoid(W x)")
+
+
+class TokenizerSection(Section):
+    """How text becomes token ids."""
+
+    tokenizer_type: Literal["char", "byte", "bpe", "file"] = Field(
+        "bpe", description="char, byte, byte-level BPE trained on the corpus, or a tokenizer.json at tokenizer_path"
+    )
+    vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] = Field(
+        4096, description="symbols a trained BPE vocabulary has, the three special ones included"
+    )
+    tokenizer_path: str | None = Field(None, description="a tokenizer.json to use (tokenizer_type: file)")
+    byte_fallback: bool = Field(False, description="char: spell unknown characters as bytes instead of refusing them")
+
+
+class DataSection(Section):
+    """The corpus."""
+
+    path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = Field(
+        None, description="text file, folder, glob, .jsonl[.gz], builtin:python, or a list of these"
+    )
+    val_path: str | None = Field(None, description="a separate validation text (null: the end of the corpus)")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share of the text kept for validation")
+    text_field: str = Field("text", description="the field of a JSON Lines record that holds the text")
+    dataset_source: Literal["local"] = Field("local", description="where the corpus is: local files")
+    dataset_name: str | None = Field(None, description="the older name of data.path")
+    streaming: bool = Field(False, description="stream a remote data set; local corpora are always memory-mapped")
+
+
+class TrainingSection(Section):
+    """Objective, optimizer and the loop."""
+
+    steps: Count | None = Field(None, description="optimizer steps (null: as many as `epochs` passes need)")
+    epochs: Positive = Field(1.0, description="passes over the training text, when steps is null")
+    batch_size: Count = Field(32, description="sequences per optimizer step, all accumulation steps together")
+    grad_accum: Count = Field(1, description="parts a batch is split into to save memory; must divide batch_size")
+    seed: Seed = Field(42, description="seeds weights, data order and dropout")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, all else by AdamW")
+    lr: Positive = Field(3e-4, description="peak learning rate of AdamW")
+    muon_lr: Positive = Field(0.02, description="peak learning rate of Muon's matrices")
+    min_lr_ratio: Fraction = Field(0.1, description="last learning rate as a share of the peak")
+    warmup_steps: CountOrZero = Field(100, description="steps of linear warm-up from zero")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="learning rate after warm-up")
+    decay_fraction: Fraction = Field(0.2, description="wsd: share of the steps spent in the final decay")
+    weight_decay: NonNegative = Field(0.1, description="decoupled decay, on matrices only")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW: decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW: decay of the second moment")
+    grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0 switches clipping off")
+    z_loss: NonNegative = Field(0.0, description="weight of the squared log-normaliser penalty")
+    eval_every: Count = Field(250, description="steps between evaluations")
+    eval_tokens: Count | None = Field(None, description="validation tokens used per evaluation (null: all)")
+    checkpoint_every: Count | None = Field(None, description="steps between checkpoints (null: at each evaluation)")
+    sample_every: Count | None = Field(None, description="steps between text samples (null: none)")
+    sample_prompt: str = Field("", description="what the samples start from (empty: a newline)")
+    keep_last: Count = Field(2, description="latest checkpoints kept, besides the best")
+    patience: Count | None = Field(None, description="stop after this many evaluations without a better loss")
+    init_from: str | None = Field(None, description="run directory whose weights to start from")
+
+
+class GenerationSection(Section):
+    """Defaults of generate.py for this run, and how a token is chosen."""
+
+    max_new_tokens: CountOrZero = Field(150, description="tokens to generate")
+    greedy: bool = Field(False, description="always the most likely token")
+    temperature: NonNegative = Field(1.0, description="divides the logits; 0 is greedy")
+    top_k: int | None = Field(None, description="keep the k most likely tokens (null or 0: off)", ge=0)
+    top_p: Fraction | None = Field(None, description="keep the smallest set of tokens with this mass (null or 1: off)")
+    min_p: Fraction = Field(0.0, description="keep tokens at least this likely, relative to the most likely (0: off)")
+    repetition_penalty: Positive = Field(1.0, description="divides positive and multiplies negative logits of seen tokens")
+    min_tokens: CountOrZero = Field(0, description="tokens before the end token or a stop string may end the text")
+    stop: Strings = Field((), description="strings that end the text")
+    keep_stop: bool = Field(False, description="keep the stop string in the text")
+    ignore_eos: bool = Field(False, description="go on after the end-of-text token")
+    n: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="samples per prompt")
+    seed: Seed | None = Field(None, description="seed of the draws (null: a fresh one per call, reported)")
+    use_cache: bool = Field(True, description="keep keys and values between tokens; off recomputes the whole text")
+    weights: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto", description="precision of the weights while decoding (auto: as the run computes)"
+    )
+
+
+class LoggingSection(Section):
+    """What a run writes down."""
+
+    log_every: Count = Field(10, description="steps between console lines and rows of metrics.jsonl")
+    log_file: str = Field("training_log.csv", description="evaluation log in the run directory", pattern=r"^[\w.\-]+$")
+    summary_file: str = Field("model_summary.json", description="model summary in the run directory", pattern=r"^[\w.\-]+$")
+    plot: bool = Field(True, description="draw plots/loss.png at the end (needs the extra `plot`)")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
+
+    `windows` holds for each layer the number of keys a query sees, its own included, or None for all.
+    """
+
+    vocab_size: int
+    dim: int
+    n_heads: int
+    kv_heads: int
+    head_size: int
+    num_blocks: int
+    hidden_dim: int
+    max_context: int
+    windows: tuple[int | None, ...]
+    position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
+    rope_theta: float = 10000.0
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float = 1e-5
+    qk_norm: bool = False
+    no_sink: bool = False
+    weight_tying: bool = True
+    dropout_rate: float = 0.0
+    remat: Literal["none", "full", "dots"] = "none"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class Config(Section):
+    """All settings of a run, one section per part of the YAML file."""
+
+    model: ModelSection = ModelSection()
+    moe: MoESection = MoESection()
+    attention: AttentionSection = AttentionSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    generation: GenerationSection = GenerationSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Config":
+        for wrong, sentence in self._conflicts():
+            if wrong:
+                raise ValueError(sentence)
+        return self
+
+    def _conflicts(self) -> list[tuple[bool, str]]:
+        """Every rule that spans settings: (is it broken, the sentence that says so)."""
+        m, a, t, d, k = self.model, self.attention, self.training, self.data, self.tokenizer
+        kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
+        positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
+        return [
+            (self.moe.use_moe, "moe.use_moe must be false: this version trains dense feed-forward layers only"),
+            (
+                m.head_size is None and m.dim % m.n_heads != 0,
+                f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}",
+            ),
+            (
+                m.n_heads % kv_heads != 0,
+                f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}",
+            ),
+            (
+                a.use_rotary_pos and head_size % 2 == 1,
+                f"model.head_size must be even with attention.use_rotary_pos, got {head_size}",
+            ),
+            (
+                a.absolute_pos and m.dim % 2 == 1,
+                f"model.dim must be even with attention.absolute_pos, got {m.dim}",
+            ),
+            (
+                m.hidden_dim is not None and self.moe.expansion is not None,
+                "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them",
+            ),
+            (
+                len(positions) > 1,
+                f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false",
+            ),
+            (
+                a.sliding_window and a.context_window is None,
+                "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null",
+            ),
+            (
+                not a.sliding_window and a.context_window is not None,
+                "attention.context_window has no effect while attention.sliding_window is false: set that to true",
+            ),
+            (len(a.layer_types) == 0, "attention.layer_types must name at least one of sliding, full, got []"),
+            (
+                t.batch_size % t.grad_accum != 0,
+                f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}",
+            ),
+            (
+                t.steps is not None and t.warmup_steps > t.steps,
+                f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}",
+            ),
+            (
+                (k.tokenizer_type == "file") != (k.tokenizer_path is not None),
+                "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file, and only then",
+            ),
+            (
+                k.byte_fallback and k.tokenizer_type != "char",
+                "tokenizer.byte_fallback is an option of tokenizer.tokenizer_type: char, "
+                f"got tokenizer_type: {k.tokenizer_type}",
+            ),
+            (
+                d.path is not None and d.dataset_name is not None,
+                "data.path and data.dataset_name both name the corpus: give one of them",
+            ),
+            (d.streaming, "data.streaming must be false: a local corpus is memory-mapped, never streamed"),
+            ("" in self.generation.stop, "generation.stop must not hold an empty string"),
+        ]
+
+    @property
+    def corpus(self) -> str | tuple[str, ...] | None:
+        """What to train on: `data.path`, or `data.dataset_name` of older configs."""
+        return self.data.path if self.data.path is not None else self.data.dataset_name
+
+    def architecture(self, vocab_size: int) -> ModelConfig:
+        """The resolved architecture for a vocabulary of `vocab_size` tokens."""
+        m, a = self.model, self.attention
+        gated = m.activation in ("swiglu", "geglu")
+        default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
+        if self.moe.expansion is not None:
+            default_hidden = max(1, round(self.moe.expansion * m.dim))
+        window = None if a.context_window is None else a.context_window + 1
+        kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
+        position = "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
+        return ModelConfig(
+            vocab_size=vocab_size,
+            dim=m.dim,
+            n_heads=m.n_heads,
+            kv_heads=m.kv_heads or m.n_heads,
+            head_size=m.head_size or m.dim // m.n_heads,
+            num_blocks=m.num_blocks,
+            hidden_dim=m.hidden_dim or default_hidden,
+            max_context=m.max_context,
+            windows=tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
+            position=position,
+            rope_theta=a.rope_theta,
+            activation=m.activation,
+            norm=m.norm,
+            norm_epsilon=m.norm_epsilon,
+            qk_norm=m.qk_norm,
+            no_sink=a.no_sink,
+            weight_tying=m.weight_tying,
+            dropout_rate=m.dropout_rate,
+            remat=m.remat_policy if m.gradient_checkpointing else "none",
+            dtype=m.dtype,
+        )
