@@ -1,0 +1,172 @@
+"""What attention reads: the keys and values of a sequence, fresh or remembered.
+
+Every kind answers one call, `attend(q, k, v, positions, window, probe) -> (out, next kind, probed)`: take in the new keys and
+values, let the queries see what they may, hand back the updated self. Attention has no branch per kind.
+
+A position of −1 marks padding: it writes nothing and nobody attends to it. The valid positions of a row are consecutive
+and stand before its padding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+
+Probe = Callable[[jax.Array, jax.Array], Any]
+
+
+def attention(
+    q_BTKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, valid_BTS: jax.Array, newest_B: jax.Array, probe: Probe | None
+) -> tuple[jax.Array, Any]:
+    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
+
+    Args:
+      valid_BTS: which keys each query may see. A query that may see none gets an average of all, to be ignored.
+      newest_B: the index in T of each row's newest query, whose scores `probe(scores_BNS, valid_BS)` is given.
+
+    Returns:
+      The output `[B, T, K, G, H]` and what the probe returned, or None.
+    """
+    B, T, K, G, H = q_BTKGH.shape
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=jnp.float32) * H**-0.5
+    masked = jnp.where(valid_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(masked, axis=-1).astype(v_BKSH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BKSH->BTKGH", weights, v_BKSH)
+    if probe is None:
+        return out_BTKGH, None
+    rows = jnp.arange(B)
+    newest_BNS = scores[rows, :, :, newest_B].reshape(B, K * G, -1)
+    return out_BTKGH, probe(newest_BNS, valid_BTS[rows, newest_B])
+
+
+def visible(query_BT: jax.Array, key_BS: jax.Array, window: int | None) -> jax.Array:
+    """`[B, T, S]`: a query sees keys at its own position and before, at most `window` of them, and no padding."""
+    query, key = query_BT[:, :, None], key_BS[:, None, :]
+    seen = (key <= query) & (key >= 0)
+    return seen if window is None else seen & (query - key < window)
+
+
+def newest(positions_BT: jax.Array) -> jax.Array:
+    """The index of each row's last token that is not padding (0 in a row of padding)."""
+    return jnp.argmax(positions_BT, axis=1)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT"], meta_fields=[])
+@dataclass(frozen=True)
+class Fresh:
+    """No memory: the keys are those of this call. With `segments_BT`, attention stays inside a document."""
+
+    segments_BT: jax.Array | None = None
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+        valid_BTS = visible(positions_BT, positions_BT, window)
+        if self.segments_BT is not None:
+            valid_BTS &= self.segments_BT[:, :, None] == self.segments_BT[:, None, :]
+        k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
+        out, probed = attention(q_BTKGH, k_BKTH, v_BKTH, valid_BTS, newest(positions_BT), probe)
+        return out, self, probed
+
+
+def _write(store_BKSH: jax.Array, new_BTKH: jax.Array, slots_BT: jax.Array) -> jax.Array:
+    """Writes each new vector to its row's slot; a slot outside the store is dropped."""
+    B, K = store_BKSH.shape[:2]
+    rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None, :]
+    return store_BKSH.at[rows, heads, slots_BT[:, :, None]].set(new_BTKH.astype(store_BKSH.dtype), mode="drop")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k_BKSH", "v_BKSH"], meta_fields=[])
+@dataclass(frozen=True)
+class Full:
+    """One slot per position: slot s holds position s."""
+
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+        B, _, S, _ = self.k_BKSH.shape
+        slots_BT = jnp.where(positions_BT < 0, S, positions_BT)
+        cache = Full(_write(self.k_BKSH, k_BTKH, slots_BT), _write(self.v_BKSH, v_BTKH, slots_BT))
+        valid_BTS = visible(positions_BT, jnp.broadcast_to(jnp.arange(S), (B, S)), window)
+        dtype = q_BTKGH.dtype
+        k, v = cache.k_BKSH.astype(dtype), cache.v_BKSH.astype(dtype)
+        out, probed = attention(q_BTKGH, k, v, valid_BTS, newest(positions_BT), probe)
+        return out, cache, probed
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k_BKSH", "v_BKSH"], meta_fields=[])
+@dataclass(frozen=True)
+class Ring:
+    """The last W positions of a sliding-window layer: slot p mod W holds the newest position p written there."""
+
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+        step = self._attend_one if positions_BT.shape[1] == 1 else self._attend_many
+        return step(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe)
+
+    def _held(self, last_B: jax.Array) -> jax.Array:
+        """The position in each slot `[B, W]` once `last_B` is the newest written; negative where none is."""
+        W = self.k_BKSH.shape[2]
+        return last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W
+
+    def _attend_one(self, q, k_B1KH, v_B1KH, positions_B1, window, probe):
+        W = self.k_BKSH.shape[2]
+        slots_B1 = jnp.where(positions_B1 < 0, W, positions_B1 % W)
+        ring = Ring(_write(self.k_BKSH, k_B1KH, slots_B1), _write(self.v_BKSH, v_B1KH, slots_B1))
+        valid_BTS = visible(positions_B1, self._held(positions_B1[:, 0]), window)
+        out, probed = attention(
+            q, ring.k_BKSH.astype(q.dtype), ring.v_BKSH.astype(q.dtype), valid_BTS, newest(positions_B1), probe
+        )
+        return out, ring, probed
+
+    def _attend_many(self, q, k_BTKH, v_BTKH, positions_BT, window, probe):
+        """Queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
+        first_B = positions_BT[:, 0]
+        k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
+        old_BS = self._held(first_B - 1)
+        keys = jnp.concatenate([self.k_BKSH.astype(q.dtype), k_BKTH], axis=2)
+        values = jnp.concatenate([self.v_BKSH.astype(q.dtype), v_BKTH], axis=2)
+        valid_BTS = visible(positions_BT, jnp.concatenate([old_BS, positions_BT], axis=1), window)
+        out, probed = attention(q, keys, values, valid_BTS, newest(positions_BT), probe)
+        wanted_BS = self._held(jnp.max(positions_BT, axis=1))
+        index = jnp.clip(wanted_BS - first_B[:, None], 0)[:, None, :, None]
+        fresh = ((wanted_BS >= first_B[:, None]) & (wanted_BS >= 0))[:, None, :, None]
+        ring = Ring(*(
+            jnp.where(fresh, jnp.take_along_axis(new, index, axis=2).astype(old.dtype), old)
+            for new, old in ((k_BKTH, self.k_BKSH), (v_BKTH, self.v_BKSH))
+        ))
+        return out, ring, probed
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@dataclass(frozen=True)
+class KVCache:
+    """What every layer remembers, a pytree to be donated from step to step."""
+
+    layers: tuple[Full | Ring, ...]
+
+    def report(self) -> dict[str, Any]:
+        """Allocated bytes (every leaf's `nbytes`) and slots per layer."""
+        return {
+            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self)),
+            "dtype": str(self.layers[0].k_BKSH.dtype),
+            "slots": [layer.k_BKSH.shape[2] for layer in self.layers],
+        }
+
+
+def make_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+    """An empty cache for `batch` rows of up to `slots` positions; a windowed layer shorter than that gets a ring."""
+
+    def layer(window: int | None) -> Full | Ring:
+        kind, size = (Ring, window) if window is not None and window < slots else (Full, slots)
+        shape = (batch, config.kv_heads, size, config.head_size)
+        return kind(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return KVCache(tuple(layer(window) for window in config.windows))

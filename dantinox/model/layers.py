@@ -1,0 +1,108 @@
+"""The small parts of a block: projections, normalisation, dropout, feed-forward."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+
+
+class Linear(nnx.Module):
+    """A projection without bias from axes `shape_in` to axes `shape_out`.
+
+    `kernel` has the shape `[*shape_in, *shape_out]`; it starts normal with standard deviation `gain / sqrt(fan in)`.
+    """
+
+    def __init__(
+        self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], *, dtype: DTypeLike, rngs: nnx.Rngs, gain: float = 1.0
+    ):
+        self.shape_in, self.shape_out, self.dtype = shape_in, shape_out, dtype
+        std = gain / math.sqrt(math.prod(shape_in))
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tensordot(x.astype(self.dtype), self.kernel[...].astype(self.dtype), axes=len(self.shape_in))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · scale over the last axis (Zhang & Sennrich 2019, eq. 4), computed in float32."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x − mean) / std · scale + bias over the last axis (Ba et al. 2016, eq. 4), computed in float32."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 − rate); without a key, the identity."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def relu2(x: jax.Array) -> jax.Array:
+    """max(x, 0)² (So et al. 2021)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+GATED: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+PLAIN: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
+
+
+class GatedFeedForward(nnx.Module):
+    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); gate and up are one kernel `gate_up [D, 2, F]`, gate first."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        D, F = config.dim, config.hidden_dim
+        self.function = GATED[config.activation]
+        self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs)
+        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        gate_up = self.gate_up(x_BTD)
+        return self.down(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :])
+
+
+class PlainFeedForward(nnx.Module):
+    """down(f(up(x)))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        D, F = config.dim, config.hidden_dim
+        self.function = PLAIN[config.activation]
+        self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs)
+        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(self.function(self.up(x_BTD)))
+
+
+def feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
+    """The feed-forward layer that `config.activation` asks for."""
+    return (GatedFeedForward if config.activation in GATED else PlainFeedForward)(config, **kwargs)

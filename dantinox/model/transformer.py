@@ -1,0 +1,159 @@
+"""The transformer. Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+from dantinox.model.cache import Fresh, Full, KVCache, Probe, Ring
+from dantinox.model.layers import NORMS, Linear, RMSNorm, dropout, feed_forward
+from dantinox.model.positions import rotary_angles, rotate, sinusoidal
+
+Angles = tuple[jax.Array, jax.Array] | None
+Constrain = Callable[[jax.Array], jax.Array]
+REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+def compute_dtype(name: str) -> DTypeLike:
+    """The dtype of activations: `auto` is float32 on a CPU, whose bfloat16 products are slow, and bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+class Attention(nnx.Module):
+    """Causal attention with grouped queries.
+
+    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        D, K, H = config.dim, config.kv_heads, config.head_size
+        G = config.n_heads // K
+        self.groups, self.window = G, window
+        self.qkv = Linear((D,), (K, G + 2, H), dtype=dtype, rngs=rngs)
+        self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+        self.q_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
+        self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
+        qkv = self.qkv(x_BTD)
+        q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
+        if self.q_norm is not None:
+            q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
+        if angles is not None:
+            q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
+        a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe)
+        if self.gate is not None:
+            a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
+        return self.out(a_BTKGH), memory, probed
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        norm = NORMS[config.norm]
+        out_gain = 1 / math.sqrt(2 * config.num_blocks)
+        self.dropout_rate = config.dropout_rate
+        self.norm1 = norm(config.dim, config.norm_epsilon)
+        self.attention = Attention(config, window, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.norm2 = norm(config.dim, config.norm_epsilon)
+        self.ffn = feed_forward(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, key: Any, probe: Probe | None):
+        keys = (None, None) if key is None else jax.random.split(key)
+        a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe)
+        x_BTD = x_BTD + dropout(a_BTD, self.dropout_rate, keys[0])
+        x_BTD = x_BTD + dropout(self.ffn(self.norm2(x_BTD)), self.dropout_rate, keys[1])
+        return x_BTD, memory, probed
+
+
+class Transformer(nnx.Module):
+    """A decoder-only transformer, built from its `ModelConfig` alone.
+
+    Weights are float32; activations have the compute dtype; logits are float32.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, V = config.dim, config.vocab_size
+        self.config, self.dtype = config, compute_dtype(config.dtype)
+        self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
+        learned = config.position == "learned"
+        self.position_embed = (
+            nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
+        )
+        self.blocks = nnx.List([Block(config, window, dtype=self.dtype, rngs=rngs) for window in config.windows])
+        self.norm_f = NORMS[config.norm](D, config.norm_epsilon)
+        self.head = None if config.weight_tying else Linear((D,), (V,), dtype=self.dtype, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
+        """`hidden` and `logits` in a row: (logits `[B, T, V]`, cache, aux)."""
+        x_BTD, cache, aux = self.hidden(tokens_BT, positions_BT, **kwargs)
+        return self.logits(x_BTD), cache, aux
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        cache: KVCache | None = None,
+        segments_BT: jax.Array | None = None,
+        rngs: nnx.Rngs | None = None,
+        probe: Probe | None = None,
+        constrain: Constrain | None = None,
+    ) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
+        """The normalised residual stream after the last layer.
+
+        Args:
+          tokens_BT: token ids, int32.
+          positions_BT: position of each token, int32; −1 marks padding, which must stand after a row's tokens.
+          cache: keys and values of the tokens before these; without one, attention sees these tokens only.
+          segments_BT: document numbers; attention never crosses documents (without a cache only).
+          rngs: with a `dropout` stream, dropout is on; None switches it off.
+          probe: called per layer as `probe(scores_BNS, valid_BS)` for the newest query of each row, before the softmax.
+          constrain: applied to the residual stream once per block.
+
+        Returns:
+          `(x_BTD, cache, aux)`; `aux["probe"]` is a tuple with what the probe returned in each layer.
+        """
+        constrain = constrain or (lambda x: x)
+        layers: tuple[Any, ...] = cache.layers if cache is not None else (Fresh(segments_BT),) * len(self.blocks)
+        keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(len(layers) + 1)]
+        x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
+        rope = self.config.position == "rope"
+        angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta) if rope else None
+        memories: list[Full | Ring] = []
+        probed = []
+        for block, memory, key in zip(self.blocks, layers, keys, strict=False):
+            run = partial(block, probe=probe)
+            if self.config.remat != "none":
+                run = jax.checkpoint(run, policy=REMAT[self.config.remat])
+            x_BTD, memory, seen = run(x_BTD, positions_BT, angles, memory, key)
+            x_BTD = constrain(x_BTD)
+            memories.append(memory)
+            probed.append(seen)
+        aux = {} if probe is None else {"probe": tuple(probed)}
+        return self.norm_f(x_BTD), None if cache is None else KVCache(tuple(memories)), aux
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Scores of the next token, float32 `[..., V]`, for any leading axes."""
+        if self.head is not None:
+            return self.head(x_BTD).astype(jnp.float32)
+        table_VD = self.embed[...].astype(self.dtype)
+        return jnp.einsum("...D,VD->...V", x_BTD.astype(self.dtype), table_VD, preferred_element_type=jnp.float32)
+
+    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        x_BTD = self.embed[...][tokens_BT]
+        if self.position_embed is not None:
+            x_BTD = x_BTD + self.position_embed[...][jnp.clip(positions_BT, 0)]
+        elif self.config.position == "sinusoidal":
+            x_BTD = x_BTD + sinusoidal(positions_BT, self.config.dim)
+        return x_BTD.astype(self.dtype)
