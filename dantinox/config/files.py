@@ -25,31 +25,85 @@ FIELDS: dict[str, FieldInfo] = {
 }
 
 
+# What other programs call our settings, where the spelling gives no hint.
+OTHER_NAMES = {
+    "learning_rate": "training.lr",
+    "max_steps": "training.steps",
+    "max_iters": "training.steps",
+    "gradient_accumulation_steps": "training.grad_accum",
+    "n_layers": "model.num_blocks",
+    "n_embd": "model.dim",
+    "hidden_size": "model.dim",
+    "block_size": "model.max_context",
+    "max_tokens": "generation.max_new_tokens",
+}
+
+
+WORDS = {"null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number"}
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """YAML that the standard allows and a config does not, with its place."""
+
+
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that remembers lines, refuses duplicate keys and reads 5e-4 as a number."""
+    """A SafeLoader that refuses duplicate keys and aliases of collections, and reads 5e-4 as a number."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        if is_alias and isinstance(node, yaml.CollectionNode):
+            # Nested ones grow without bound when they are printed ("billion laughs").
+            raise _Refused(problem="an alias (*name) may stand for a single value only", problem_mark=mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key, line = self.construct_object(key_node), key_node.start_mark.line + 1
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            key, mark = self.construct_object(key_node), key_node.start_mark
             if not isinstance(key, str):
-                raise UserError(f"a key must be a name, got {key!r} (line {line})")
+                raise _Refused(problem=f"a key must be a name, got {_shown(key)}", problem_mark=mark)
             if key in seen:
-                raise UserError(f"the key {key!r} appears twice, in lines {seen[key]} and {line}")
-            seen[key] = line
+                problem = f"the key {_shown(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
+                raise _Refused(problem=problem, problem_mark=mark)
+            seen[key] = mark.line + 1
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML lets through whatever comes
+            kind = node.tag.rpartition(":")[2]
+            value = f"{_shown(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
+            raise _Refused(problem=f"{value}cannot be read as {_name(kind)}", problem_mark=node.start_mark) from None
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+    def construct_undefined(self, node: yaml.Node) -> Any:
+        tag = _name(node.tag.replace("tag:yaml.org,2002:", "!!"))
+        problem = f"the tag {tag} is not allowed: a config holds plain values only"
+        raise _Refused(problem=problem, problem_mark=node.start_mark)
+
+
+_Loader.add_constructor(None, _Loader.construct_undefined)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A SafeDumper that quotes the text "5e-4", which `_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def parse_value(text: str) -> Any:
     """The value a flag's text stands for, by the rules of the YAML files."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except (yaml.YAMLError, UserError):
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, RecursionError):
         return text
 
 
@@ -73,17 +127,18 @@ def build_config(
     flat: dict[str, Any] = {}
     for section, content in tree.items():
         if section not in SECTIONS:
-            raise UserError(f"unknown section {section}{_nearest(section, SECTIONS)}{_place(section, where, source)}")
+            raise UserError(f"unknown section {_name(section)}{_nearest_section(section)}{_place(section, where, source)}")
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise UserError(f"{section} must be a section of keys, got {content!r}{_place(section, where, source)}")
+            raise UserError(f"{section} must be a section of keys, got {_shown(content)}{_place(section, where, source)}")
         flat |= {f"{section}.{key}": value for key, value in content.items()}
     flat = _resolve_aliases(flat, where, source)
     changes = _resolve_aliases(overrides or {}, {}, "command line")
     where |= dict.fromkeys(changes, "command line")
     nested: dict[str, dict[str, Any]] = {}
     for key, value in (flat | changes).items():
+        _check_text(key, value, where, source)
         section, _, name = key.partition(".")
         nested.setdefault(section, {})[name] = value
     try:
@@ -92,9 +147,21 @@ def build_config(
         raise UserError(_sentence(error, where, source)) from None
 
 
+def _check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
+    """Refuses text that no file system or tokenizer takes: lone surrogates, and paths that are empty or hold NUL."""
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str):
+            continue
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{_name(key)} must be valid Unicode text, got {_shown(text)}{_place(key, where, source)}")
+        is_path = key.endswith("path") or key in ("data.dataset_name", "training.init_from")
+        if is_path and (not text or "\0" in text):
+            raise UserError(f"{_name(key)} must be a path, got {_shown(text)}{_place(key, where, source)}")
+
+
 def dump_config(config: Config) -> str:
     """The complete settings as YAML text that `load_config` reads back equal."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -123,9 +190,11 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     kind = schema.get("type")
+    if "pattern" in schema:
+        return "a file name of letters, digits, - and _ and ."
     if kind == "array":
         return f"a list (each {_in_words(schema['items'])})"
-    words = {"null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number"}[kind or ""]
+    words = WORDS[kind or ""]
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if high is not None and high >= 2**31 - 1:
@@ -144,7 +213,9 @@ def _in_words(schema: dict[str, Any]) -> str:
 def nearest_key(name: str) -> str:
     """`, did you mean X?` for a misspelt dotted path or key, or nothing."""
     by_name = {key.partition(".")[2]: key for key in FIELDS}
-    section, _, last = name.rpartition(".")
+    section, _, last = name[:100].lower().rpartition(".")
+    if last in OTHER_NAMES:
+        return f", did you mean {OTHER_NAMES[last]}?"
     same = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
     hit = difflib.get_close_matches(last, same, 1) or difflib.get_close_matches(last, by_name, 1)
     if not hit:
@@ -153,9 +224,12 @@ def nearest_key(name: str) -> str:
     return f", did you mean {key if key in FIELDS else by_name[hit[0]]}?"
 
 
-def _nearest(name: str, names: Any) -> str:
-    hit = difflib.get_close_matches(name, list(names), 1)
-    return f", did you mean {hit[0]}?" if hit else f": the sections are {', '.join(names)}"
+def _nearest_section(name: str) -> str:
+    keys = [key for key in FIELDS if key.partition(".")[2] == name]
+    if keys or name in OTHER_NAMES:  # a key written outside of its section
+        return f", did you mean {' or '.join(keys or [OTHER_NAMES[name]])}?"
+    hit = difflib.get_close_matches(name[:60].lower(), list(SECTIONS), 1)
+    return f", did you mean {hit[0]}?" if hit else f": the sections are {', '.join(SECTIONS)}"
 
 
 def _place(key: str, where: dict[str, str], source: str) -> str:
@@ -186,7 +260,7 @@ def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}{nearest_key(key)}{place}"
+        return f"unknown key {_name(key)}{nearest_key(key)}{place}"
     return f"{key} must be {allowed(key)}, got {_shown(first['input'])}{place}"
 
 
@@ -195,35 +269,61 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
+def _name(text: str) -> str:
+    """A name from outside on one line, without control characters."""
+    return _shown(text)[1:-1]
+
+
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The tree of a YAML file and the line of every section and key."""
-    try:
-        if not path.is_file():
-            raise UserError(f"no config file at {path}")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES} bytes: not a config file")
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is wrong") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    text = _read_text(path)
     try:
         node = yaml.compose(text, Loader=_Loader)
-        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except UserError as error:
-        raise UserError(f"{error} in {path}") from None
+        tree = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"not valid YAML: {error.problem} ({path}{line})") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"not valid YAML: {str(error).splitlines()[0]} ({path})") from None
+        raise UserError(_yaml_sentence(error, path)) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(
+            f"not valid YAML: the character U+{int(error.character):04X} cannot stand in it ({path}, line {line})"
+        ) from None
+    except RecursionError:
+        raise UserError(f"not a config file: lists inside lists, too deep to read ({path})") from None
     if tree is None:
         raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(SECTIONS)})")
     if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} must hold sections ({', '.join(SECTIONS)}), got a {type(tree).__name__}")
+        raise UserError(f"{path} must hold sections ({', '.join(SECTIONS)}), got {_shown(tree)}")
     lines: dict[str, int] = {}
     for section, content in node.value:
         lines[section.value] = section.start_mark.line + 1
         if isinstance(content, yaml.MappingNode):
             lines |= {f"{section.value}.{key.value}": key.start_mark.line + 1 for key, _ in content.value}
     return tree, lines
+
+
+def _read_text(path: Path) -> str:
+    """The text of a config file, without a byte-order mark."""
+    try:
+        if path.is_dir():
+            raise UserError(f"{path} is a directory: name the config file in it")
+        if not path.is_file():
+            raise UserError(f"no config file at {path}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES} bytes: not a config file")
+        content = path.read_bytes()
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path} must be UTF-8 text, got the byte 0x{content[error.start]:02x} in line {line}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{_shown(str(path))} cannot be the name of a config file") from None
+
+
+def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:
+    problem = " ".join(str(error.problem).split())
+    if problem.startswith("but "):
+        problem = f"{error.context}, {problem}"
+    line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+    return f"{'' if isinstance(error, _Refused) else 'not valid YAML: '}{problem} ({path}{line})"

@@ -89,7 +89,9 @@ def _value(key: str, given: str | list[str]) -> Any:
     kinds = _members(FIELDS[key].annotation)
     if isinstance(given, list):
         texts = [_unescape(text) for text in given] if key == "generation.stop" else given
-        return texts[0] if len(texts) == 1 and str in kinds else texts
+        if len(texts) > 1 or str not in kinds:
+            return texts
+        given = texts[0]
     optional = type(None) in get_args(FIELDS[key].annotation)
     if str in kinds or any(get_origin(kind) is Literal for kind in kinds):
         return None if optional and given == "null" else given

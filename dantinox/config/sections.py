@@ -19,6 +19,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
 
 
+# Names in a run directory that its own files bear.
+RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl")
+
+FileName = Annotated[str, Field(pattern=r"^[\w\-][\w.\-]*$")]
+Position = Literal["rope", "learned", "sinusoidal", "none"]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -169,8 +174,8 @@ class LoggingSection(Section):
     """What a run writes down."""
 
     log_every: Count = Field(10, description="steps between console lines and rows of metrics.jsonl")
-    log_file: str = Field("training_log.csv", description="evaluation log in the run directory", pattern=r"^[\w.\-]+$")
-    summary_file: str = Field("model_summary.json", description="model summary in the run directory", pattern=r"^[\w.\-]+$")
+    log_file: FileName = Field("training_log.csv", description="evaluation log in the run directory")
+    summary_file: FileName = Field("model_summary.json", description="model summary in the run directory")
     plot: bool = Field(True, description="draw plots/loss.png at the end (needs the extra `plot`)")
 
 
@@ -190,7 +195,7 @@ class ModelConfig:
     hidden_dim: int
     max_context: int
     windows: tuple[int | None, ...]
-    position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
+    position: Position = "rope"
     rope_theta: float = 10000.0
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -283,8 +288,14 @@ class Config(Section):
                 d.path is not None and d.dataset_name is not None,
                 "data.path and data.dataset_name both name the corpus: give one of them",
             ),
+            (d.path == (), "data.path must name at least one file, got []"),
             (d.streaming, "data.streaming must be false: a local corpus is memory-mapped, never streamed"),
             ("" in self.generation.stop, "generation.stop must not hold an empty string"),
+            (
+                len({self.logging.log_file, self.logging.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2,
+                "logging.log_file and logging.summary_file must differ from each other and from "
+                f"{', '.join(RUN_FILES)}, got {self.logging.log_file} and {self.logging.summary_file}",
+            ),
         ]
 
     @property
@@ -301,7 +312,9 @@ class Config(Section):
             default_hidden = max(1, round(self.moe.expansion * m.dim))
         window = None if a.context_window is None else a.context_window + 1
         kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
-        position = "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
+        position: Position = (
+            "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
+        )
         return ModelConfig(
             vocab_size=vocab_size,
             dim=m.dim,
