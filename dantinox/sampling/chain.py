@@ -92,6 +92,6 @@ def _run(name: str, logits_V: Array, row: SamplingParams, state: SamplerState) -
 
 def _logprob(logits_V: Array, token: Array) -> Array:
     """ln softmax(logits_V)[token]; -inf in an empty row."""
-    largest = jnp.max(logits_V)
-    shifted_V = logits_V - jnp.where(largest == -jnp.inf, 0.0, largest)
-    return shifted_V[token] - jnp.log(jnp.sum(jnp.exp(shifted_V)))
+    shifted_V = logits_V - steps.finite_max(logits_V)
+    mass = jnp.sum(jnp.exp(shifted_V))
+    return jnp.where(mass > 0, shifted_V[token] - jnp.log(mass), -jnp.inf)

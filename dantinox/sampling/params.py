@@ -161,7 +161,7 @@ def _validated(row: Row | GenerationSection) -> dict[str, Any]:
 
 
 def _is_greedy(row: Row) -> bool:
-    return bool(np.float32(row["temperature"]) < np.float32(GREEDY_BELOW))
+    return bool(np.float32(min(row["temperature"], 1.0)) < np.float32(GREEDY_BELOW))  # as the compiled comparison
 
 
 def _steps_on(row: Row) -> set[str]:

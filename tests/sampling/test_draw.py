@@ -1,0 +1,83 @@
+"""The draw against the exact distribution, and its promises about removed tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.sampling.draw import draw, pick, row_key
+from dantinox.sampling.search import blocks, first_past, nth_true
+
+PICK = jax.jit(pick)
+
+
+def chi_square_bound(freedom):
+    """A value that χ² with many degrees of freedom exceeds once in about 30,000 times (Wilson and Hilferty 1931)."""
+    return freedom * (1 - 2 / (9 * freedom) + 4 * np.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize(("V", "draws"), [(1, 100), (50, 20_000), (5000, 60_000)])
+def test_frequencies_follow_the_distribution(V, draws):
+    rng = np.random.default_rng(V)
+    x_V = (rng.normal(size=V) * 1.5).astype(np.float32)
+    x_V[rng.random(V) < 0.2] = -np.inf
+    x_V[0] = 0.0
+    keys = jax.vmap(lambda i: row_key(7, 0, i))(jnp.arange(draws))
+    tokens = np.asarray(jax.jit(lambda k: jax.lax.map(lambda key: draw(jnp.asarray(x_V), key), k, batch_size=500))(keys))
+    expected = np.exp(np.float64(x_V))
+    expected *= draws / expected.sum()
+    counts = np.bincount(tokens, minlength=V)
+    assert counts[x_V == -np.inf].sum() == 0
+    often = expected >= 5
+    cells = np.append(counts[often], counts[~often].sum()), np.append(expected[often], expected[~often].sum())
+    used = cells[1] > 0
+    statistic = np.sum((cells[0][used] - cells[1][used]) ** 2 / cells[1][used])
+    assert statistic <= chi_square_bound(max(used.sum() - 1, 1))
+
+
+@pytest.mark.parametrize("V", [1, 7, 512, 513, 2000])
+def test_the_ends_of_the_unit_interval_pick_living_tokens(V):
+    nearly_one = np.float32(1 - 2**-24)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        x_V = np.full(V, -np.inf, np.float32)
+        alive = np.unique(rng.integers(0, V, rng.integers(1, min(V, 6) + 1)))
+        x_V[alive] = rng.choice([0.0, -20.0, -30.0, 5.0], len(alive))  # masses far below 1e-7 among them
+        for u in np.float32([0, 1e-8, 0.3, nearly_one, 1.0]):
+            for v in np.float32([0, 1e-8, 0.7, nearly_one, 1.0]):
+                assert int(PICK(x_V, jnp.array([u, v]))) in alive
+
+
+def test_tokens_of_tiny_mass_are_drawn_when_their_turn_comes():
+    x_V = jnp.array([0.0, -14.0, -jnp.inf])  # the last 8e-7 of the interval
+    assert int(pick(x_V, jnp.array([0.0, 1 - 2**-23]))) == 1
+    assert int(pick(x_V, jnp.array([0.0, 0.5]))) == 0
+
+
+def test_an_empty_row_gives_token_zero():
+    assert int(draw(jnp.full(600, -jnp.inf), jax.random.key(0))) == 0
+
+
+def test_the_key_is_the_three_numbers_and_nothing_else():
+    data = [np.asarray(jax.random.key_data(row_key(*map(jnp.uint32, numbers)))).tolist() for numbers in np.ndindex(3, 3, 3)]
+    assert len({tuple(d) for d in data}) == 27
+    expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(2**32 - 1), 5), 9)
+    got = row_key(jnp.uint32(2**32 - 1), jnp.int32(5), jnp.int32(9))
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(expected))
+
+
+@pytest.mark.parametrize("V", [3, 512, 1300])
+def test_running_counts_agree_with_a_plain_loop(V):
+    hit_V = np.random.default_rng(V).random(V) < 0.3
+    hit_V[1] = True
+    ids = np.flatnonzero(hit_V)
+    for n in {1, 2, len(ids) // 2, len(ids)} & set(range(1, len(ids) + 1)):
+        assert int(nth_true(jnp.asarray(hit_V), jnp.int32(n))) == ids[n - 1]
+    assert int(nth_true(jnp.asarray(hit_V), jnp.int32(0))) == -1
+    assert int(nth_true(jnp.asarray(hit_V), jnp.int32(V + 1))) == ids[-1]
+    assert float(blocks(jnp.ones(V)).sum()) == V
+
+
+def test_the_first_past_a_target_has_weight():
+    index, before = first_past(jnp.array([0.0, 2.0, 0.0, 1.0, 0.0]), lambda total: 0.75 * total)
+    assert (int(index), float(before)) == (3, 2.0)

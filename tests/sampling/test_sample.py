@@ -1,0 +1,218 @@
+"""Whole batches: parameters, plans, state, greedy rows, independence of rows, and what recompiles."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import GenerationSection, UserError
+from dantinox.sampling import SamplingParams, init_state, sample, update
+
+V, B = 700, 6
+LOGITS = jax.random.normal(jax.random.key(1), (B, V)) * 2
+MIXED = [
+    {"temperature": 0.7, "top_k": 20, "seed": 3},
+    {"temperature": 0, "top_p": 0.5},
+    {"top_p": 0.8, "seed": 5, "repetition_penalty": 1.3},
+    {"greedy": True, "repetition_penalty": 5.0, "min_tokens": 2},
+    {"min_p": 0.05, "seed": 2**32 - 1, "min_tokens": 4},
+    {"seed": 9},
+]
+
+
+@partial(jax.jit, static_argnames="report")
+def jitted(logits_BV, params, state, active_B=None, report=True):
+    return sample(logits_BV, params, state, active_B, report=report)
+
+
+def start(params, prompt=((1, 2, 3),), vocab_size=V):
+    tokens = jnp.broadcast_to(jnp.asarray(prompt), (params.batch, len(prompt[0])))
+    return init_state(params, tokens, jnp.ones(tokens.shape, bool), vocab_size)
+
+
+def decode(logits_BV, params, n):
+    state, tokens = start(params), []
+    for _ in range(n):
+        token_B, state, _ = jitted(logits_BV, params, state)
+        tokens.append(np.asarray(token_B))
+    return np.stack(tokens, 1)
+
+
+def test_the_plan_is_what_some_row_has_on():
+    assert SamplingParams.build(MIXED, stop_ids=[0]).plan == (
+        "min_tokens",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+    )
+    greedy = SamplingParams.build({"greedy": True, "top_k": 5, "temperature": 0.3}, batch=3)
+    assert (greedy.plan, greedy.draws, greedy.batch) == ((), False, 3)
+    assert SamplingParams.build({"temperature": 9e-6}).draws is False
+    off = SamplingParams.build({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 5, "seed": 0})
+    assert (off.plan, off.draws) == ((), True)
+    section = GenerationSection(top_k=4, seed=1, max_new_tokens=7)
+    assert SamplingParams.build(section, batch=2).plan == ("top_k",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"top_p": 1.7, "seed": 1}, "generation.top_p must be a number in [0, 1], or null, got 1.7"),
+        ({"temperature": float("nan"), "seed": 1}, "generation.temperature must be"),
+        ({"top_kk": 3}, "did you mean generation.top_k"),
+        ({"max_new_tokens": 3}, "generation.max_new_tokens is no sampling parameter"),
+        ({"top_k": 5}, "generation.seed must be an integer"),
+        ({"seed": -1}, "generation.seed must be"),
+        ([{"greedy": True}] * 2, "2 sets for 3 rows"),
+    ],
+)
+def test_wrong_numbers_are_refused_in_words(rows, words):
+    with pytest.raises(UserError, match=words.replace("[", r"\[").replace("]", r"\]")):
+        SamplingParams.build(rows, batch=3)
+
+
+def test_numbers_beyond_float32_stay_finite():
+    params = SamplingParams.build({"temperature": 1e300, "top_k": 10**12, "repetition_penalty": 1e-60, "seed": np.uint32(4)})
+    assert np.isfinite(params.temperature).all() and int(params.top_k[0]) == 2**31 - 1 and params.repetition_penalty[0] > 0
+    token_B, _, info = jitted(LOGITS[:1], params, start(params))
+    assert np.isfinite(info.logprob_sampled).all()
+
+
+def test_greedy_rows_take_the_first_of_the_best_after_penalties_and_ignore_the_rest():
+    logits = jnp.zeros((3, V)).at[:, 5].set(4.0).at[:, 3].set(4.0).at[:, 1].set(6.0)
+    rows = [
+        {"greedy": True, "repetition_penalty": 2.0, "temperature": 0.5, "top_k": 1, "seed": 1},
+        {"temperature": 0.0, "min_tokens": 1},
+        {"temperature": 2.0, "seed": 4},
+    ]
+    params = SamplingParams.build(rows, stop_ids=[1])
+    token_B, _, info = jitted(logits, params, start(params))
+    assert token_B[:2].tolist() == [5, 3]  # the prompt holds 1 and 3; the second row bans 1
+    assert info.logprob_sampled[:2].tolist() == [0, 0]
+    again = SamplingParams.build([rows[0] | {"seed": 8, "top_k": 3}, *rows[1:]], stop_ids=[1])
+    assert jitted(logits, again, start(again))[0].tolist() == token_B.tolist()
+
+
+def test_an_all_greedy_batch_compiles_no_draw():
+    greedy, drawn = (SamplingParams.build(row, batch=B) for row in ({"greedy": True}, {"seed": 1}))
+    text = [str(jax.make_jaxpr(sample)(LOGITS, params, start(params))) for params in (greedy, drawn)]
+    assert "threefry" not in text[0] and "random" not in text[0] and "random" in text[1]
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
+    params = SamplingParams.build(MIXED, stop_ids=[4])
+    expected = decode(LOGITS, params, 12)
+    order = np.array([3, 5, 0, 4, 2, 1])
+    shuffled = SamplingParams.build([MIXED[i] for i in order], stop_ids=[4])
+    np.testing.assert_array_equal(decode(LOGITS[order], shuffled, 12), expected[order])
+    for alone in range(B):
+        others = [
+            {
+                "temperature": 1.9,
+                "top_k": 2,
+                "top_p": 0.1,
+                "min_p": 0.3,
+                "seed": 77 + i,
+                "min_tokens": 9,
+                "repetition_penalty": 2,
+            }
+            for i in range(B)
+        ]
+        strangers = jax.random.normal(jax.random.key(alone + 10), (B, V)).at[alone].set(LOGITS[alone])
+        others[alone] = MIXED[alone]
+        padded = SamplingParams.build(others, stop_ids=[4])
+        np.testing.assert_array_equal(decode(strangers, padded, 12)[alone], expected[alone])
+        if alone in (0, 4):
+            solo = SamplingParams.build(MIXED[alone], stop_ids=[4])
+            np.testing.assert_array_equal(decode(LOGITS[alone : alone + 1], solo, 12)[0], expected[alone])
+
+
+def test_the_same_request_twice_differs_by_its_sample_index_only():
+    params = SamplingParams.build({"seed": 5}, batch=4, sample_index=[0, 1, 0, 1])
+    tokens = decode(jnp.tile(LOGITS[:1], (4, 1)), params, 8)
+    np.testing.assert_array_equal(tokens[:2], tokens[2:])
+    assert (tokens[0] != tokens[1]).any()
+
+
+def test_changed_numbers_do_not_recompile():
+    calls = jax.jit(sample)
+    for shift in range(3):
+        rows = [
+            row | {"seed": shift} | ({"temperature": 0.5 + shift} if "top_k" in row else {}) | {"min_tokens": 1 + shift}
+            for row in MIXED
+        ]
+        params = SamplingParams.build(rows, stop_ids=[4])
+        calls(LOGITS, params, start(params))
+    assert calls._cache_size() == 1
+    without = SamplingParams.build([{"seed": 1}] * B)
+    calls(LOGITS, without, start(without))
+    assert calls._cache_size() == 2
+
+
+def test_state_holds_the_newest_place_of_every_token():
+    params = SamplingParams.build({"repetition_penalty": 1.5, "seed": 1}, batch=2)
+    prompt, valid = jnp.array([[9, 9, 3, 4, 3], [3, 5, 5, 8, 8]]), jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+    state = init_state(params, prompt, valid, 10)
+    np.testing.assert_array_equal(state.last_seen, [[-1, -1, -1, 2, 1] + [-1] * 5, [-1, -1, -1, 0, -1, 2] + [-1] * 4])
+    assert state.length.tolist() == [3, 3]
+    state = update(state, jnp.array([7, 7]), jnp.array([True, False]))
+    assert state.length.tolist() == [4, 3] and state.n_generated.tolist() == [1, 0]
+    assert state.last_seen[:, 7].tolist() == [3, -1]
+    plain = SamplingParams.build({"seed": 1}, batch=2)
+    assert init_state(plain, prompt, valid, 10).last_seen is None
+
+
+def test_the_penalty_follows_generated_tokens():
+    """Each token halves its logit once it is there, so a greedy row walks down the list."""
+    logits = jnp.full((1, V), -5.0).at[0, :4].set(jnp.array([10.0, 9.0, 8.0, 7.0]))
+    params = SamplingParams.build({"greedy": True, "repetition_penalty": 2.0})
+    state = init_state(params, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), bool), V)
+    tokens = []
+    for _ in range(5):
+        token_B, state, _ = jitted(logits, params, state)
+        tokens.append(int(token_B[0]))
+    assert tokens == [0, 1, 2, 3, 0]
+
+
+def test_log_probabilities_are_those_of_the_model_and_of_the_draw():
+    params = SamplingParams.build({"temperature": 0.5, "top_k": 3, "seed": 2}, batch=B)
+    token_B, _, info = jitted(LOGITS, params, start(params))
+    x = np.asarray(LOGITS, np.float64)
+    raw = x - np.log(np.exp(x).sum(1, keepdims=True))
+    cut = np.where(x >= np.sort(x, 1)[:, -3:-2], x / 0.5, -np.inf)
+    drawn = cut - np.log(np.exp(cut).sum(1, keepdims=True))
+    index = np.arange(B), np.asarray(token_B)
+    np.testing.assert_allclose(info.logprob, raw[index], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(info.logprob_sampled, drawn[index], rtol=1e-5, atol=1e-5)
+    assert jitted(LOGITS, params, start(params), report=False)[2].logprob is None
+
+
+def test_bad_logits_are_flagged_and_still_give_tokens():
+    rows = jnp.full((3, V), -jnp.inf).at[0, 9].set(jnp.nan).at[0, 4].set(1.0).at[1, 8].set(jnp.inf)
+    for numbers in ({"seed": 1, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "temperature": 0.5}, {"greedy": True}):
+        params = SamplingParams.build(numbers, batch=3)
+        token_B, _, info = jitted(rows.astype(jnp.bfloat16), params, start(params))
+        assert token_B.tolist() == [4, 8, 0]
+        assert info.repaired.tolist() == [True, True, False] and info.empty.tolist() == [False, False, True]
+        assert not np.isnan(info.logprob).any() and not np.isnan(info.logprob_sampled).any()
+
+
+def test_state_and_parameters_live_in_a_decode_loop():
+    params = SamplingParams.build(MIXED, stop_ids=[4])
+
+    @jax.jit
+    def loop(params, state):
+        def body(_, carry):
+            state, last = carry
+            token_B, state, _ = sample(LOGITS, params, state, last >= 0)
+            return state, token_B
+
+        return jax.lax.fori_loop(0, 5, body, (state, jnp.zeros(B, jnp.int32)))
+
+    state, token_B = loop(params, start(params))
+    np.testing.assert_array_equal(token_B, decode(LOGITS, params, 5)[:, -1])
+    assert state.n_generated.tolist() == [5] * B
