@@ -1,0 +1,103 @@
+"""What a person sees while a run trains: a live display at a terminal, plain lines everywhere else. All of it on stderr."""
+
+import os
+import sys
+import unicodedata
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+from dantinox.report.summary import human_count, human_time
+
+Row = Mapping[str, Any]
+
+
+def open_console(stream: TextIO | None = None) -> "Console":
+    """A live display where `stream` (default: stderr) is a terminal that can move its cursor, plain lines where not."""
+    stream = stream or sys.stderr
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        from dantinox.report.live import LiveConsole  # rich takes 60 ms to import
+
+        return LiveConsole(stream)
+    return Console(stream)
+
+
+class Console:
+    """Plain lines of `key value` pairs, one per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
+
+    Rows are those of the metric files. `seconds_left` in a row is shown as a time.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.total_steps = 0
+
+    def start(self, total_steps: int, step: int = 0) -> None:
+        """Called before the first step; `step` is the one a resumed run stands at."""
+        self.total_steps = total_steps
+
+    def interval(self, row: Row) -> None:
+        """A row of the training loop."""
+        self._write(pairs(row))
+
+    def evaluation(self, row: Row) -> None:
+        """A row with the validation loss."""
+        self._write(pairs(row))
+
+    def sample(self, text: str, step: int) -> None:
+        """A text the model wrote."""
+        self._write(f"sample at step {step}:\n{printable(text)}")
+
+    def note(self, text: str) -> None:
+        """A sentence to the person: where the run lies, what it resumed from, why it stops."""
+        self._write(printable(text))
+
+    def close(self) -> None:
+        """Leaves the terminal as it was; may be called twice."""
+
+    def _write(self, text: str) -> None:
+        """Prints a line; a reader that went away (`| head`) does not stop the training."""
+        try:
+            print(text, file=self.stream, flush=True)
+        except BrokenPipeError:
+            self.stream = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def pairs(row: Row) -> str:
+    """`step 10 train_loss 3.2104 lr 0.0003`, the row's names unchanged so that a script can read them."""
+    return " ".join(f"{name} {_number(name, value)}" for name, value in row.items() if value is not None)
+
+
+def headline(row: Row) -> str:
+    """The same row as a person reads it: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
+    parts = {
+        "train_loss": lambda x: f"loss {x:.4f}",
+        "val_loss": lambda x: f"val {x:.4f}",
+        "bits_per_byte": lambda x: f"{x:.3f} bits/byte",
+        "lr": lambda x: f"lr {x:.1e}",
+        "tokens_per_s": lambda x: f"{human_count(x)} tok/s",
+        "memory_gb": lambda x: f"{x:.2f} GB",
+    }
+    return " · ".join(form(float(row[name])) for name, form in parts.items() if row.get(name) is not None)
+
+
+def printable(text: str) -> str:
+    """The text with its line breaks and tabs, but no character that could command a terminal."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text)
+
+
+def _number(name: str, value: Any) -> str:
+    if name == "seconds_left":
+        return human_time(float(value))
+    if isinstance(value, str):
+        return printable(value)
+    number = float(value)
+    if name.endswith("loss"):
+        return f"{number:.4f}"
+    return f"{number:.0f}" if number.is_integer() or abs(number) >= 1000 else f"{number:.4g}"

@@ -1,0 +1,66 @@
+"""The live display at a terminal, drawn by rich. Imported only there."""
+
+from typing import TextIO
+
+from rich.console import Console as Screen
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from dantinox.report.console import Console, Row, headline, printable
+from dantinox.report.summary import human_time
+
+
+class LiveConsole(Console):
+    """A progress bar and the newest numbers at the bottom; evaluations, samples and notes scroll above it.
+
+    Whatever comes from outside is shown as `Text`, which rich prints as it stands and never reads as markup.
+    """
+
+    def __init__(self, stream: TextIO, screen: Screen | None = None):
+        super().__init__(stream)
+        self.screen = screen or Screen(file=stream, highlight=False, markup=False, emoji=False)
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.screen,
+            expand=True,
+        )
+        self.task = self.progress.add_task("train", total=None, left="")
+        self.live = Live(console=self.screen, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
+        self.newest: dict[str, object] = {}
+        self.best: float | None = None
+
+    def start(self, total_steps: int, step: int = 0) -> None:
+        super().start(total_steps, step)
+        self.progress.update(self.task, total=total_steps, completed=step)
+        self.live.update(Group(self.progress, Text("compiling the first step …", style="dim")))
+        self.live.start()
+
+    def interval(self, row: Row) -> None:
+        self.newest |= row
+        left = f"{human_time(float(row['seconds_left']))} left" if row.get("seconds_left") is not None else ""
+        self.progress.update(self.task, completed=int(row["step"]), left=left)
+        self.live.update(Group(self.progress, Text(headline(self.newest), style="dim", overflow="ellipsis", no_wrap=True)))
+
+    def evaluation(self, row: Row) -> None:
+        self.newest |= {name: row[name] for name in ("val_loss", "bits_per_byte") if name in row}
+        loss = float(row["val_loss"])
+        is_best = self.best is None or loss < self.best
+        self.best = loss if is_best else self.best
+        line = Text.assemble((f"step {row['step']:>7}  ", "bold"), headline(row), ("  best so far" if is_best else "", "green"))
+        self.screen.print(line)
+
+    def sample(self, text: str, step: int) -> None:
+        self.screen.print(Panel(Text(printable(text)), title=Text(f"sample at step {step}"), border_style="dim"))
+
+    def note(self, text: str) -> None:
+        self.screen.print(Text(printable(text)))
+
+    def close(self) -> None:
+        self.live.stop()

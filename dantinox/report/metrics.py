@@ -1,0 +1,174 @@
+"""The metric files of a run: a CSV row per evaluation, a line of JSON per evaluation and interval.
+
+Every row is on the disk before `append` returns, floats are written so that they read back bitwise, and `cut` takes a log back
+to an earlier step.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dantinox.config import UserError
+
+COLUMNS = (
+    "step",
+    "train_loss",
+    "val_loss",
+    "ms_per_step",
+    "lr",
+    "grad_norm",
+    "bits_per_byte",
+    "tokens",
+    "tokens_per_s",
+    "memory_gb",
+)
+
+
+@dataclass(frozen=True)
+class MetricsLog:
+    """The two files. `columns` are those of the CSV; a row may leave cells empty, its JSON line leaves them out."""
+
+    path_csv: Path
+    path_jsonl: Path
+    columns: Sequence[str] = COLUMNS
+
+    def interval(self, row: Mapping[str, Any]) -> None:
+        """Adds a row of `logging.log_every` steps to the JSON lines."""
+        self._append_json("interval", row)
+
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        """Adds an evaluation to both files.
+
+        Raises:
+          UserError: a file cannot be written, or the CSV was begun with other columns.
+          ValueError: `row` has a name that is no column.
+        """
+        unknown = set(row) - set(self.columns)
+        if unknown:
+            raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
+        cells = [_cell(row.get(column)) for column in self.columns]
+        lines = [cells] if self._has_header() else [list(self.columns), cells]
+        _append(self.path_csv, "".join(",".join(line) + "\n" for line in lines))
+        self._append_json("evaluation", row)
+
+    def cut(self, step: int, write: Callable[[Path, bytes], None]) -> None:
+        """Removes all rows past `step`, and whatever a crash tore, from both files.
+
+        Args:
+          write: replaces a file atomically; called only where something has to go.
+        """
+        cut(self.path_csv, step, write)
+        cut(self.path_jsonl, step, write)
+
+    def _append_json(self, kind: Literal["interval", "evaluation"], row: Mapping[str, Any]) -> None:
+        plain = {name: _plain(value) for name, value in row.items() if value is not None}
+        # JSON has no NaN: such a value is null here, and `nan` in the CSV.
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
+        _append(self.path_jsonl, json.dumps({"kind": kind} | finite, allow_nan=False) + "\n")
+
+    def _has_header(self) -> bool:
+        try:
+            with open(self.path_csv, encoding="utf-8") as file:
+                header = file.readline().rstrip("\n")
+        except FileNotFoundError:
+            return False
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {self.path_csv}: {_reason(error)}") from None
+        if header and header != ",".join(self.columns):
+            raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {','.join(self.columns)}")
+        return bool(header)
+
+
+def cut(path: Path, step: int, write: Callable[[Path, bytes], None]) -> None:
+    """Keeps the header and the leading whole rows up to `step` of a CSV or JSON-lines file; a missing file stays missing."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+    step_of = _step_of_json if path.suffix == ".jsonl" else _step_of_csv
+    kept = []
+    for number, line in enumerate(content.splitlines(keepends=True)):
+        is_header = number == 0 and step_of is _step_of_csv
+        at = -1 if is_header else step_of(line)
+        if not line.endswith(b"\n") or at is None or at > step:
+            break
+        kept.append(line)
+    if len(result := b"".join(kept)) != len(content):
+        write(path, result)
+
+
+def read_csv(path: Path) -> list[dict[str, float]]:
+    """The rows of a log; empty cells are left out, and so is a torn last line.
+
+    Raises:
+      UserError: the file cannot be read or is no log.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+    whole = text[: text.rfind("\n") + 1]
+    try:
+        reader = csv.DictReader(io.StringIO(whole), strict=True)
+        return [{name: float(cell) for name, cell in row.items() if cell} for row in reader]
+    except (ValueError, TypeError, csv.Error):
+        raise UserError(f"{path} is not a training log: a cell is not a number") from None
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, without a torn last line.
+
+    Raises:
+      UserError: the file cannot be read or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n") if line]
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+
+
+def _append(path: Path, text: str) -> None:
+    """Adds text and waits for the disk. Opened each time: a directory that vanished is noticed at once."""
+    try:
+        with open(path, "a", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {_reason(error)}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A Python number for a NumPy or jax scalar."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else repr(_plain(value))
+
+
+def _step_of_csv(line: bytes) -> int | None:
+    first = line.split(b",", 1)[0]
+    return int(first) if first.isdigit() else None
+
+
+def _step_of_json(line: bytes) -> int | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    at = row.get("step") if isinstance(row, dict) else None
+    return at if isinstance(at, int) else None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]

@@ -1,0 +1,89 @@
+"""Curves as pictures. matplotlib is an extra and slow to import: it is loaded when a picture is drawn."""
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dantinox.config import UserError
+from dantinox.report.metrics import read_csv, read_jsonl
+from dantinox.report.summary import human_count
+
+TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
+
+
+def plot_loss(path_csv: Path, path_jsonl: Path, out: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes) -> None:
+    """Draws train and validation loss over steps, tokens along the upper edge where the log has them.
+
+    Args:
+      write: puts the PNG into place (`run.atomic_write` in a run).
+
+    Raises:
+      UserError: matplotlib is not installed, there is no row to draw yet, or a file cannot be read or written.
+    """
+    evaluations = read_csv(path_csv) if path_csv.is_file() else []
+    rows = read_jsonl(path_jsonl) if path_jsonl.is_file() else []
+    train = _points([row for row in rows if row.get("kind") == "interval"] or evaluations, "train_loss")
+    validation = _points(evaluations, "val_loss")
+    if not train and not validation:
+        raise UserError(f"nothing to plot yet: {path_csv} and {path_jsonl} hold no loss")
+    picture = _draw(train, validation, _tokens_per_step([*rows, *evaluations]))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write(out, picture)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(step, value) for every row that has a finite value of that name."""
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and "step" in row]
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def _tokens_per_step(rows: list[dict[str, Any]]) -> float | None:
+    both = [(row["step"], row["tokens"]) for row in rows if row.get("tokens") and row.get("step")]
+    return both[-1][1] / both[-1][0] if both else None
+
+
+def _draw(train: list[tuple[float, float]], validation: list[tuple[float, float]], tokens_per_step: float | None) -> bytes:
+    """The picture as PNG."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("plots need matplotlib: pip install 'dantinox[plot]'") from None
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    if train:
+        axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.2, label="train")
+    if validation:
+        axes.plot(
+            *zip(*validation, strict=True), color=VALIDATION, linewidth=1.8, marker="o", markersize=3.5, label="validation"
+        )
+        _mark_best(axes, *min(validation, key=lambda point: point[1]))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["right"] if tokens_per_step else ["right", "top"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    if tokens_per_step:
+        _add_tokens(axes, tokens_per_step)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def _mark_best(axes: Any, step: float, loss: float) -> None:
+    axes.axhline(loss, color=GREY, linewidth=0.7, linestyle=":")
+    label = f"best {loss:.3f} at step {step:.0f}"
+    side = "right" if step > sum(axes.get_xlim()) / 2 else "left"  # towards the middle of the picture
+    axes.annotate(label, (step, loss), xytext=(0, 22), textcoords="offset points", ha=side, fontsize=9, color=GREY)
+
+
+def _add_tokens(axes: Any, per_step: float) -> None:
+    """A second scale along the upper edge."""
+    top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+    top.xaxis.set_major_formatter(lambda value, _: human_count(value))
+    top.set_xlabel("tokens")

@@ -1,0 +1,145 @@
+"""The console: plain lines a script can read, a live display that trusts no text, nothing on stdout."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console as Screen
+
+from dantinox.report.console import Console, headline, open_console, printable
+from dantinox.report.live import LiveConsole
+from dantinox.report.summary import human_bytes, human_count, human_time, table
+
+ROW = {
+    "step": 20,
+    "train_loss": 2.0,
+    "lr": 3e-4,
+    "tokens": 15360,
+    "tokens_per_s": 18640.2,
+    "memory_gb": 0.41,
+    "seconds_left": 83,
+}
+
+
+def through_both(action) -> tuple[str, str]:
+    """What the plain and the live console show of one action."""
+    plain, live = io.StringIO(), io.StringIO()
+    screen = Screen(file=live, force_terminal=True, width=100, height=30, color_system=None, markup=False, emoji=False)
+    for console in (Console(plain), LiveConsole(live, screen)):
+        with console:
+            console.start(2000, step=10)
+            action(console)
+    return plain.getvalue(), live.getvalue()
+
+
+def test_plain_lines_are_pairs_of_key_and_value():
+    plain, _ = through_both(lambda console: console.interval(ROW))
+    expected = "step 20 train_loss 2.0000 lr 0.0003 tokens 15360 tokens_per_s 18640 memory_gb 0.41 seconds_left 1m23s\n"
+    assert plain == expected
+    words = plain.split()
+    assert dict(zip(words[::2], words[1::2], strict=True)).keys() == ROW.keys()
+
+
+def test_a_value_that_is_missing_is_left_out():
+    plain, _ = through_both(lambda console: console.evaluation({"step": 20, "train_loss": None, "val_loss": float("nan")}))
+    assert plain == "step 20 val_loss nan\n"
+
+
+def test_the_live_display_shows_progress_and_the_newest_numbers():
+    _, live = through_both(lambda console: console.interval(ROW))
+    assert "20/2000" in live and "1m23s left" in live
+    assert "loss 2.0000 · lr 3.0e-04 · 18.6k tok/s · 0.41 GB" in live
+
+
+def test_the_best_evaluation_is_marked():
+    def evaluations(console):
+        for step, loss in ((10, 2.0), (20, 1.5), (30, 1.8)):
+            console.evaluation({"step": step, "val_loss": loss})
+
+    _, live = through_both(evaluations)
+    marked = {
+        loss: any(f"val {loss}" in line and "best" in line for line in live.splitlines()) for loss in ("2.0", "1.5", "1.8")
+    }
+    assert marked == {"2.0": True, "1.5": True, "1.8": False}
+
+
+@pytest.mark.parametrize("text", ["[bold]KING[/bold]", "[/]", "a :smile: b", "[red", "[link=x]y"])
+def test_what_a_model_writes_is_never_markup(text):
+    for shown in through_both(lambda console: console.sample(text, 20)) + through_both(lambda console: console.note(text)):
+        assert text in shown
+
+
+def test_what_a_model_writes_cannot_command_the_terminal():
+    evil = "a\x1b[2Jb\x07c\rd\x9be\ud800"
+    for shown in through_both(lambda console: console.sample(evil, 20)):
+        assert "\x1b[2J" not in shown and "\x07" not in shown and "\x9b" not in shown
+    assert printable("a\tb\nè\u200d") == "a\tb\nè\u200d"
+    assert printable(evil) == "a�[2Jb�c�d�e�"
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_run():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    console = Console(Closed())
+    console.note("one")
+    console.note("two")
+
+
+def test_piped_output_is_plain_goes_to_stderr_and_needs_no_rich():
+    code = (
+        "import sys; from dantinox.report import open_console; c = open_console(); c.start(5); c.note('hi'); c.close();"
+        "assert 'rich' not in sys.modules and 'matplotlib' not in sys.modules and 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "hi\n")
+
+
+def test_a_terminal_gets_the_live_display_and_a_dumb_one_does_not(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert isinstance(open_console(Terminal()), LiveConsole)
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(open_console(Terminal())) is Console
+
+
+def test_closing_twice_is_fine():
+    def close(console):
+        console.close()
+
+    through_both(close)
+
+
+def test_headline_without_numbers_is_empty():
+    assert headline({"step": 3}) == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (human_bytes(0), "0 B"),
+        (human_bytes(999), "999 B"),
+        (human_bytes(1000), "1.00 kB"),
+        (human_bytes(999_700), "1.00 MB"),
+        (human_bytes(1.42e9), "1.42 GB"),
+        (human_bytes(5e15), "5000 TB"),
+        (human_count(812), "812"),
+        (human_count(25_132), "25.1k"),
+        (human_count(1_310_000), "1.31M"),
+        (human_count(7e9), "7.00B"),
+        (human_time(0.4), "0s"),
+        (human_time(59.6), "1m00s"),
+        (human_time(125), "2m05s"),
+        (human_time(3 * 3600 + 7 * 60), "3h07m"),
+        (human_time(2 * 86400 + 4 * 3600), "2d04h"),
+        (table([("layers", 4), ("dim", 64)]), "layers  4\ndim     64\n"),
+        (table([]), ""),
+    ],
+)
+def test_numbers_as_a_person_reads_them(shown, expected):
+    assert shown == expected

@@ -1,0 +1,144 @@
+"""Metric files: what is written reads back bitwise, and a cut leaves what an uninterrupted run would have had."""
+
+import errno
+import json
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dantinox.report.metrics as metrics
+from dantinox.config import UserError
+from dantinox.report import COLUMNS, MetricsLog, read_csv, read_jsonl
+
+
+@pytest.fixture
+def log(tmp_path):
+    return MetricsLog(tmp_path / "training_log.csv", tmp_path / "metrics.jsonl")
+
+
+def write(path, data):
+    path.write_bytes(data)
+
+
+def never(path, data):
+    raise AssertionError(f"{path} was rewritten")
+
+
+def fill(log, steps):
+    for step in steps:
+        log.interval({"step": step, "train_loss": 1 / step})
+        if step % 20 == 0:
+            log.evaluation({"step": step, "train_loss": 1 / step, "val_loss": 2 / step})
+
+
+def test_the_columns_begin_as_they_always_did(log):
+    log.evaluation({"step": 1, "val_loss": 2.5})
+    header, row = log.path_csv.read_text().splitlines()
+    assert header.startswith("step,train_loss,val_loss,ms_per_step,lr,")
+    assert header == ",".join(COLUMNS)
+    assert row == "1,,2.5" + "," * (len(COLUMNS) - 3)
+
+
+def test_intervals_go_to_the_json_lines_only(log):
+    fill(log, (10, 20))
+    assert [row["step"] for row in read_csv(log.path_csv)] == [20]
+    assert [(row["kind"], row["step"]) for row in read_jsonl(log.path_jsonl)] == [
+        ("interval", 10),
+        ("interval", 20),
+        ("evaluation", 20),
+    ]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_round_trip(tmp_path_factory, value):
+    directory = tmp_path_factory.mktemp("log")
+    log = MetricsLog(directory / "a.csv", directory / "a.jsonl")
+    log.evaluation({"step": 3, "val_loss": value})
+    assert read_csv(log.path_csv) == [{"step": 3, "val_loss": value}]
+    assert read_jsonl(log.path_jsonl) == [{"kind": "evaluation", "step": 3, "val_loss": value}]
+
+
+def test_numpy_scalars_are_numbers(log):
+    log.evaluation({"step": np.int64(4), "val_loss": np.float32(0.1)})
+    assert read_csv(log.path_csv) == [{"step": 4, "val_loss": float(np.float32(0.1))}]
+
+
+def test_not_a_number_is_null_in_json_and_nan_in_the_csv(log):
+    log.evaluation({"step": 1, "val_loss": float("nan"), "train_loss": float("inf")})
+    assert json.loads(log.path_jsonl.read_text(), parse_constant=never)["val_loss"] is None
+    assert ",nan," in log.path_csv.read_text()
+
+
+def test_an_unknown_column_is_refused(log):
+    with pytest.raises(ValueError, match="no such column: loss"):
+        log.evaluation({"step": 1, "loss": 2.0})
+
+
+def test_other_columns_in_the_file_are_a_sentence(log):
+    log.path_csv.write_text("step,loss\n")
+    with pytest.raises(UserError, match="has the columns step,loss, this version writes step,train_loss"):
+        log.evaluation({"step": 1})
+
+
+@pytest.mark.parametrize("step", [0, 9, 10, 19, 20, 25, 39, 40])
+def test_a_cut_and_continued_log_is_the_uninterrupted_one(tmp_path, step):
+    one = MetricsLog(tmp_path / "one.csv", tmp_path / "one.jsonl")
+    two = MetricsLog(tmp_path / "two.csv", tmp_path / "two.jsonl")
+    steps = range(10, 61, 10)
+    fill(one, steps)
+    fill(two, steps[:4])
+    two.cut(step, write)
+    fill(two, [s for s in steps if s > step])
+    assert two.path_csv.read_bytes() == one.path_csv.read_bytes()
+    assert two.path_jsonl.read_bytes() == one.path_jsonl.read_bytes()
+
+
+def test_a_log_torn_at_any_byte_heals(tmp_path):
+    whole = MetricsLog(tmp_path / "whole.csv", tmp_path / "whole.jsonl")
+    fill(whole, range(10, 41, 10))
+    csv_bytes, json_bytes = whole.path_csv.read_bytes(), whole.path_jsonl.read_bytes()
+    torn = MetricsLog(tmp_path / "torn.csv", tmp_path / "torn.jsonl")
+    for size in range(len(csv_bytes)):
+        torn.path_csv.write_bytes(csv_bytes[:size])
+        torn.cut(20, write)
+        kept = torn.path_csv.read_bytes()
+        assert csv_bytes.startswith(kept) and (not kept or kept.endswith(b"\n")) and len(kept) <= size
+    for size in range(len(json_bytes)):
+        torn.path_jsonl.write_bytes(json_bytes[:size] + b"\0\0\0")
+        torn.cut(40, write)
+        kept = torn.path_jsonl.read_bytes()
+        assert json_bytes.startswith(kept) and len(kept) <= size
+
+
+def test_nothing_to_cut_rewrites_nothing(log):
+    log.cut(5, never)
+    assert not log.path_csv.exists()
+    fill(log, (10, 20))
+    log.cut(20, never)
+
+
+def test_a_full_disk_and_a_vanished_directory_are_sentences(log, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics.os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No space left on device"):
+        log.interval({"step": 1})
+    gone = MetricsLog(tmp_path / "gone" / "a.csv", tmp_path / "gone" / "a.jsonl")
+    with pytest.raises(UserError, match=r"cannot write .*a.csv: No such file or directory"):
+        gone.evaluation({"step": 1})
+
+
+def test_what_is_no_log_is_a_sentence(log):
+    for content in (b"step,loss\n1,abc\n", b"\xff\xfe", b"a\n1,2,3\n", b'{"a": 1}\n{\n'):
+        log.path_csv.write_bytes(content)
+        for read in (read_csv, read_jsonl):
+            try:
+                read(log.path_csv)
+            except UserError as error:
+                assert len(str(error).splitlines()) == 1
+            else:
+                assert read is read_csv and b"{" in content, (read, content)
