@@ -92,7 +92,7 @@ class Transformer(nnx.Module):
         )
         self.blocks = nnx.List([Block(config, window, dtype=self.dtype, rngs=rngs) for window in config.windows])
         self.norm_f = NORMS[config.norm](D, config.norm_epsilon)
-        self.head = None if config.weight_tying else Linear((D,), (V,), dtype=self.dtype, rngs=rngs)
+        self.head = nnx.data(None if config.weight_tying else Linear((D,), (V,), dtype=self.dtype, rngs=rngs))
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
         """`hidden` and `logits` in a row: (logits `[B, T, V]`, cache, aux)."""

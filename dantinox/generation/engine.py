@@ -1,0 +1,394 @@
+"""Decoding: `generate`, the compiled core `_generate_toks`, and the `Session` that runs it chunk by chunk.
+
+Everything a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling numbers. So rows
+of different length and different settings share one compiled program.
+"""
+
+import secrets
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import UserError
+from dantinox.generation.prepare import NARROW_ROWS, widen
+from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.sampling import SamplerState, SamplingParams, init_state, sample
+
+CHUNK = 32
+NO_ID = -1
+
+
+def bucket(length: int) -> int:
+    """The padded length: the next power of two from 16, above 256 the next multiple of 256."""
+    return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
+
+
+class StepInfo(NamedTuple):
+    """What is reported about each generated token, an array `[B, steps]` per field.
+
+    Attributes:
+      logprob: ln p of the token under the model, before bans, penalties and filters.
+      logprob_sampled: ln p under the distribution it was drawn from; 0 in greedy rows.
+      top_ids, top_logprobs: `[B, steps, k]`, the most likely tokens of the model, best first.
+    """
+
+    logprob: jax.Array
+    logprob_sampled: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "text_BS"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class DecodeState:
+    """A batch between two tokens.
+
+    Attributes:
+      token_B: the newest token, not yet seen by the model, and `position_B` its position.
+      remaining_B: tokens the row may still generate.
+      done_B: finished rows; they emit padding and write nothing.
+      eos_BE: the ids that end a row; −1 fills unused places.
+      text_BS: the whole text so far, kept only where there is no cache.
+    """
+
+    token_B: jax.Array
+    position_B: jax.Array
+    remaining_B: jax.Array
+    done_B: jax.Array
+    eos_BE: jax.Array
+    sampler: SamplerState
+    text_BS: jax.Array | None
+
+
+class Emitted(NamedTuple):
+    """One step's outcome `[B]`, or a chunk of them `[B, steps]`: `active` tells which tokens are real."""
+
+    tokens: jax.Array
+    active: jax.Array
+    info: StepInfo | None
+
+
+@partial(
+    nnx.jit,
+    static_argnames=("use_cache", "report", "chunk", "slots", "samples"),
+    donate_argnames=("cache",),
+    graph_updates=False,
+)
+def _generate_toks(
+    model: Transformer,
+    cache: KVCache | None,
+    state: DecodeState,
+    params: SamplingParams,
+    steps: jax.Array,
+    prompt: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    use_cache: bool,
+    report: int | None,
+    chunk: int = CHUNK,
+    slots: int = 0,
+    samples: int = 1,
+) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
+    """Generates up to `chunk` tokens per row: the first one from `prompt` where that is given, else `steps` more.
+
+    Args:
+      cache: keys and values up to `state`; donated. None with a prompt, which makes it, and without `use_cache`.
+      steps: tokens to decode, at most `chunk`; traced, so that a short chunk is no other program.
+      prompt: (tokens `[P, T]` right-padded, lengths `[P]`) with `P · samples` rows in all.
+      report: None, or the number of alternatives to report beside the log-probabilities.
+      slots: the cache's size per row when it is made.
+
+    Returns:
+      Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and the log-probabilities of the prompt's own
+      tokens `[P, T]` when a prompt is given and something is to be reported.
+    """
+    rows = state.token_B.shape[0]
+    if prompt is not None:
+        logits_BV, cache, echo_PT = _prefill(widen(model), prompt, use_cache, report, slots, samples)
+        state, emitted = _choose(logits_BV, state, params, report)
+        return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
+    model = model if rows <= NARROW_ROWS else widen(model)
+
+    def step(cache, state):
+        logits_BV, cache = _next_logits(model, cache, state, use_cache)
+        return cache, *_choose(logits_BV, state, params, report)
+
+    def body(i, carry):
+        cache, state, buffers = carry
+        cache, state, emitted = step(cache, state)
+        return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
+
+    shapes = jax.eval_shape(step, cache, state)[2]
+    buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
+    cache, state, emitted = jax.lax.fori_loop(0, jnp.minimum(steps, chunk), body, (cache, state, buffers))
+    return cache, state, emitted, None
+
+
+def _prefill(model, prompt, use_cache, report, slots, samples):
+    """Logits `[P · samples, V]` after the prompts, the cache they leave, the log-probabilities of their tokens."""
+    tokens_PT, lengths_P = prompt
+    P, T = tokens_PT.shape
+    places_T = jnp.arange(T)
+    positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
+    cache = make_cache(model.config, P, slots, model.dtype) if use_cache else None
+    x_PTD, cache, _ = model.hidden(tokens_PT, positions_PT, cache=cache)
+    logits_PV = model.logits(x_PTD[jnp.arange(P), lengths_P - 1])
+    echo_PT = None
+    if report is not None:
+        logprobs_PTV = jax.nn.log_softmax(model.logits(x_PTD[:, :-1]))
+        said_PT = jnp.take_along_axis(logprobs_PTV, tokens_PT[:, 1:, None], axis=2)[..., 0]
+        echo_PT = jnp.pad(said_PT, ((0, 0), (1, 0)))
+    if samples > 1:
+        cache, logits_PV = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, logits_PV))
+    return logits_PV, cache, echo_PT
+
+
+def _next_logits(model, cache, state, use_cache):
+    """Logits `[B, V]` after the newest token of every row, and the cache with that token in it."""
+    if use_cache:
+        positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
+        x_B1D, cache, _ = model.hidden(state.token_B[:, None], positions_B1, cache=cache)
+        return model.logits(x_B1D[:, 0]), cache
+    B, S = state.text_BS.shape
+    places_S = jnp.arange(S)
+    positions_BS = jnp.where(places_S <= state.position_B[:, None], places_S, -1)
+    x_BSD, _, _ = model.hidden(state.text_BS, positions_BS)
+    return model.logits(x_BSD[jnp.arange(B), state.position_B]), cache
+
+
+def _choose(logits_BV, state, params, report):
+    """Draws the next token of every row that is not done and moves the rows' state past it."""
+    active_B = ~state.done_B
+    token_B, sampler, drawn = sample(logits_BV, params, state.sampler, active_B, report=report is not None)
+    info = None
+    if report is not None:
+        top_logprobs, top_ids = jax.lax.top_k(jax.nn.log_softmax(logits_BV), report)
+        info = StepInfo(drawn.logprob, drawn.logprob_sampled, top_ids, top_logprobs)
+    position_B = state.position_B + active_B
+    remaining_B = state.remaining_B - active_B
+    ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
+    text_BS = state.text_BS
+    if text_BS is not None:
+        place_B = jnp.where(active_B, position_B, text_BS.shape[1])
+        text_BS = text_BS.at[jnp.arange(token_B.shape[0]), place_B].set(token_B, mode="drop")
+    state = replace(
+        state,
+        token_B=jnp.where(active_B, token_B, state.token_B),
+        position_B=position_B,
+        remaining_B=remaining_B,
+        done_B=state.done_B | ended_B,
+        sampler=sampler,
+        text_BS=text_BS,
+    )
+    return state, Emitted(token_B, active_B, info)
+
+
+class Chunk(NamedTuple):
+    """What the host gets: `tokens[b, :counts[b]]` are row b's new tokens, `done` the rows that ended."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    done: np.ndarray
+    info: StepInfo | None
+
+
+class Session:
+    """A batch being decoded. `start` reads the prompts and gives the first tokens, `advance` the next ones."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompt_PT: np.ndarray,
+        lengths_P: np.ndarray,
+        params: SamplingParams,
+        *,
+        limits_B: np.ndarray,
+        eos_ids: Sequence[Sequence[int]],
+        samples: int = 1,
+        use_cache: bool = True,
+        report: int | None = None,
+    ):
+        P, T = prompt_PT.shape
+        padded_PT = np.zeros((P, bucket(T)), np.int32)
+        padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
+        lengths_B = np.repeat(lengths_P, samples)
+        slots = bucket(int(np.max(lengths_B + limits_B)))
+        tokens_BT = np.repeat(padded_PT, samples, axis=0)
+        valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
+        eos_BE = np.full((P * samples, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)
+        for row, ids in zip(eos_BE, eos_ids, strict=True):
+            row[: len(ids)] = ids
+        text_BS = np.zeros((P * samples, max(slots, padded_PT.shape[1])), np.int32)
+        text_BS[:, : padded_PT.shape[1]] = tokens_BT
+        self._model, self._params = model, params
+        self._prompt = (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
+        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
+        self._first: dict[str, Any] = {"slots": slots, "samples": samples}
+        self.cache: KVCache | None = None
+        self.echo: np.ndarray | None = None
+        self.state = DecodeState(
+            token_B=jnp.zeros(P * samples, jnp.int32),
+            position_B=jnp.asarray(lengths_B - 1, jnp.int32),
+            remaining_B=jnp.asarray(limits_B, jnp.int32),
+            done_B=jnp.asarray(limits_B <= 0),
+            eos_BE=jnp.asarray(eos_BE),
+            sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size),
+            text_BS=None if use_cache else jnp.asarray(text_BS),
+        )
+        self._left = int(np.max(limits_B, initial=0))
+
+    def start(self) -> Chunk:
+        """Prefill and the first token of every row."""
+        self.cache, self.state, emitted, echo = _generate_toks(
+            self._model, None, self.state, self._params, jnp.int32(0), self._prompt, **self._options, **self._first
+        )
+        self.echo = None if echo is None else np.asarray(echo)
+        return self._hand_over(emitted, 1)
+
+    def advance(self, steps: int = CHUNK) -> Chunk:
+        """Up to `steps` ≤ 32 more tokens; nothing past the longest row's limit."""
+        steps = min(steps, CHUNK, self._left)
+        self.cache, self.state, emitted, _ = _generate_toks(
+            self._model, self.cache, self.state, self._params, jnp.int32(steps), **self._options
+        )
+        return self._hand_over(emitted, steps)
+
+    def finish(self, rows: np.ndarray) -> None:
+        """Ends the rows marked in `rows [B]` before their next token."""
+        self.state = replace(self.state, done_B=self.state.done_B | jnp.asarray(rows))
+
+    def _hand_over(self, emitted: Emitted, steps: int) -> Chunk:
+        self._left -= steps
+        tokens, active, info, done = jax.device_get((emitted.tokens, emitted.active, emitted.info, self.state.done_B))
+        info = None if info is None else jax.tree.map(lambda x: x[:, :steps], info)
+        return Chunk(tokens[:, :steps], active[:, :steps].sum(1), done, info)
+
+
+def generate(
+    model: Transformer,
+    input_ids: Any,
+    max_generations: int = 150,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    greedy: bool = False,
+    seed: int | None = None,
+    use_cache: bool = True,
+    prompt_lengths: Any = None,
+    eos_ids: Sequence[int] = (),
+    min_tokens: int = 0,
+    pad_id: int = 0,
+    n: int = 1,
+    logprobs: int | None = None,
+    return_info: bool = False,
+) -> Any:
+    """Continues token sequences.
+
+    Args:
+      input_ids: prompts `[B, T]`, right-padded where they differ in length.
+      max_generations: new tokens per row; less where `max_context` ends, with a warning. 0 returns the input.
+      prompt_lengths: `[B]`, the tokens of each row that count; None: all T.
+      seed: of the draws, the same for every row; None takes a fresh one from the operating system.
+      eos_ids: ids that end a row (the id itself is kept).
+      n: samples per prompt; their rows follow each other.
+      logprobs: alternatives to report per token with `return_info`; None reports none.
+      temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
+
+    Returns:
+      int32 `[B · n, T + max_generations]`: each row's prompt, its continuation right behind it, then `pad_id`. With
+      `return_info` also a dict: `lengths` (prompt and continuation), `reasons` (`eos` or `length`), `seed`, `seconds`,
+      and `info`, a `StepInfo` or None.
+
+    Raises:
+      UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
+    """
+    tokens_BT, lengths_B = _checked_prompts(model, input_ids, prompt_lengths)
+    if max_generations < 0:
+        raise UserError(f"max_generations must be an integer ≥ 0, got {max_generations}")
+    B, T = tokens_BT.shape
+    seed = secrets.randbits(32) if seed is None else seed
+    row = dict(
+        greedy=greedy, temperature=float(temperature), top_k=top_k, top_p=top_p if top_p is None else float(top_p),
+        min_p=float(min_p), repetition_penalty=float(repetition_penalty), min_tokens=min_tokens, seed=seed,
+    )  # fmt: skip
+    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, sample_index=np.tile(np.arange(n), B))
+    limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
+    lengths_N = np.repeat(lengths_B, n)
+    out = np.full((B * n, T + max_generations), pad_id, np.int32)
+    for b, length in enumerate(lengths_N):
+        out[b, :length] = tokens_BT[b // n, :length]
+    start = time.perf_counter()
+    reasons, infos = ["length"] * (B * n), []
+    if max_generations > 0:
+        session = Session(
+            model, tokens_BT, lengths_B, params, limits_B=limits_B, eos_ids=[list(eos_ids)] * (B * n),
+            samples=n, use_cache=use_cache, report=logprobs if return_info else None,
+        )  # fmt: skip
+        chunk = session.start()
+        while True:
+            for b, count in enumerate(chunk.counts):
+                out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
+                lengths_N[b] += count
+            infos.append(chunk.info)
+            if chunk.done.all():
+                break
+            chunk = session.advance()
+        last = out[np.arange(B * n), lengths_N - 1]
+        reasons = ["eos" if token in eos_ids else "length" for token in last]
+    if not return_info:
+        return out
+    info = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None
+    seconds = time.perf_counter() - start
+    return out, {"lengths": lengths_N, "reasons": reasons, "seed": seed, "seconds": seconds, "info": info}
+
+
+def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
+    """New tokens per row that still fit into the context; one warning says how many were cut, and where.
+
+    Raises:
+      UserError: a prompt leaves no room at all.
+    """
+    room_B = max_context - lengths_B
+    if (room_B <= 0).any() and (wanted_B > 0).any():
+        raise UserError(
+            f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
+        )
+    cut = int(np.max(wanted_B - room_B, initial=0))
+    if cut > 0:
+        row = int(np.argmax(wanted_B - room_B))
+        warnings.warn(
+            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens behind a prompt of "
+            f"{lengths_B[row]}: {cut} fewer than asked for",
+            stacklevel=3,
+        )
+    return np.minimum(wanted_B, room_B)
+
+
+def _checked_prompts(model: Transformer, input_ids: Any, prompt_lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    tokens_BT = np.asarray(input_ids)
+    if tokens_BT.ndim != 2 or not np.issubdtype(tokens_BT.dtype, np.integer) or 0 in tokens_BT.shape:
+        raise UserError(f"input_ids must be integers [B, T] with B, T ≥ 1, got {tokens_BT.dtype} {list(tokens_BT.shape)}")
+    B, T = tokens_BT.shape
+    lengths_B = np.full(B, T) if prompt_lengths is None else np.asarray(prompt_lengths)
+    if lengths_B.shape != (B,) or not ((lengths_B >= 1) & (lengths_B <= T)).all():
+        raise UserError(f"prompt_lengths must be {B} integers in [1, {T}], got {lengths_B.tolist()}")
+    ids = tokens_BT[np.arange(T) < lengths_B[:, None]]
+    V = model.config.vocab_size
+    if ids.min() < 0 or ids.max() >= V:
+        bad = ids.min() if ids.min() < 0 else ids.max()
+        raise UserError(f"input_ids must be in [0, {V}), got {bad}")
+    return tokens_BT.astype(np.int32), lengths_B.astype(np.int32)
