@@ -1,0 +1,281 @@
+"""From settings to a tokenizer and its token store: found again on disk if nothing changed, else built."""
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dantinox.config import Config, UserError
+from dantinox.text.corpus import Corpus, Extent
+from dantinox.text.cutting import cut_up
+from dantinox.text.store import Counts, TokenStore
+from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
+from dantinox.text.vocabulary import train_tokenizer
+
+FORMAT = 1
+HEADER = "tokens.json"
+CHUNK_CHARACTERS = 1 << 16  # what one core encodes at a time
+BATCH_CHARACTERS = 4 << 20  # what is encoded between two calls of `progress`
+MAX_HEADER_BYTES = 1 << 16
+
+Header = dict[str, Any]
+Progress = Callable[[str, int, int], None]  # (what is being done, characters done, characters in all)
+
+
+class Chunk(NamedTuple):
+    """A stretch of text of part 0 (training) or 1 (validation); `starts`/`ends`: a document does so here."""
+
+    part: int
+    starts: bool
+    ends: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to encode: the corpora, their contents, and the character of the first at which validation begins."""
+
+    corpora: tuple[Corpus, ...]
+    extents: tuple[Extent, ...]
+    cut: int
+
+    @property
+    def characters(self) -> int:
+        return sum(extent.characters for extent in self.extents)
+
+    def parts(self) -> Iterator[tuple[int, tuple[int, int], str]]:
+        """(part, document, text) in order; documents are numbered per corpus."""
+        for number, (corpus, extent) in enumerate(zip(self.corpora, self.extents, strict=True)):
+            position = 0
+            for document, text in corpus.pieces(extent.digest):
+                split = min(max(self.cut - position, 0), len(text)) if number == 0 else 0
+                position += len(text)
+                if split:
+                    yield 0, (number, document), text[:split]
+                if split < len(text):
+                    yield 1, (number, document), text[split:]
+
+    def texts(self, part: int | None = None) -> Iterator[str]:
+        return (text for p, _, text in self.parts() if part is None or p == part)
+
+
+def prepare_data(
+    config: Config, directory: str | Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None
+) -> tuple[Tokenizer, TokenStore]:
+    """The tokenizer and the tokens of the corpus that the settings name.
+
+    The tokens in `directory` are used again if corpus, tokenizer and options are what they were built from, else built anew.
+    A corpus of several documents is divided for validation where one ends, nearest to `data.val_fraction`; a single document is
+    cut at that character. BPE is trained on the training part; characters are those of both.
+
+    Args:
+      tokenizer: use this one; None trains or loads the one that the settings describe.
+      progress: called with (what is being done, characters done, characters in all).
+
+    Raises:
+      UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
+    """
+    data = config.data
+    if config.corpus is None:
+        raise UserError("no text to train on: set data.path in the config, or give --data_path")
+    corpora = tuple(Corpus.open(p, data.text_field) for p in (config.corpus, data.val_path) if p is not None)
+    extents: tuple[Extent, ...] | None = None
+    if tokenizer is None:
+        extents = tuple(corpus.scan() for corpus in corpora)
+        tokenizer = _make_tokenizer(config, _plan(corpora, extents, data.val_fraction), progress)
+    wanted = {
+        "format": FORMAT,
+        "sources": [extent.digest for extent in extents] if extents else [corpus.digest() for corpus in corpora],
+        "tokenizer": tokenizer.fingerprint,
+        "options": {"text_field": data.text_field, "val_fraction": data.val_fraction},
+    }
+    directory = Path(directory)
+    header = _read_header(directory, wanted)
+    if header is None:
+        plan = _plan(corpora, extents or tuple(corpus.scan() for corpus in corpora), data.val_fraction)
+        header = _build(plan, tokenizer, directory, wanted, progress)
+    return tokenizer, _open(directory, header, config, tokenizer)
+
+
+def _plan(corpora: tuple[Corpus, ...], extents: tuple[Extent, ...], val_fraction: float) -> _Plan:
+    ends, total = extents[0].ends, extents[0].characters
+    if len(corpora) > 1:
+        cut = total
+    elif len(ends) > 1:
+        cut = int(ends[np.abs(ends[:-1] - total * (1 - val_fraction)).argmin()])
+    else:
+        cut = int(total * (1 - val_fraction))
+    return _Plan(corpora, extents, cut)
+
+
+def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> Tokenizer:
+    part = 0 if config.tokenizer.tokenizer_type == "bpe" else None
+
+    def documents() -> Iterator[str]:
+        done = 0
+        for text in plan.texts(part):
+            done += len(text)
+            if progress:
+                progress("training the tokenizer", done, plan.characters)
+            yield text
+
+    return train_tokenizer(config.tokenizer, documents)
+
+
+def _chunks(plan: _Plan, tokenizer: Tokenizer) -> Iterator[Chunk]:
+    """The text in stretches to encode. Only our own BPE may be cut between lines without a change in its tokens."""
+    size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
+    flat = ((part, document, text) for part, document, whole in plan.parts() for text in cut_up(whole, size))
+    before: tuple[int, int] | None = None
+    held: Chunk | None = None
+    for part, document, text in flat:
+        starts = document != before or (held is not None and part != held.part)
+        if held is not None:
+            yield held._replace(ends=document != before)
+        held, before = Chunk(part, starts, False, text), document
+    if held is not None:
+        yield held._replace(ends=True)
+
+
+def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    batch: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _build(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, progress: Progress | None) -> Header:
+    """Encodes everything into a file named by its content, then writes the header that names it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # dies with its process
+            header = _read_header(directory, wanted)
+            if header is None:
+                header = _write(plan, tokenizer, directory, wanted, progress)
+            return header
+    except OSError as error:
+        raise UserError(f"cannot write the tokens in {directory}: {error.strerror or error}") from None
+
+
+def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, progress: Progress | None) -> Header:
+    for leftover in directory.glob(".tokens-*"):  # of a build that was killed: we hold the lock
+        leftover.unlink()
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    handle, name = tempfile.mkstemp(prefix=".tokens-", dir=directory)
+    try:
+        with open(handle, "wb") as file:
+            digest, counts = hashlib.sha256(), [Counts(0, 0, 0, 0), Counts(0, 0, 0, 0)]
+            done = 0
+            for batch in _batches(_chunks(plan, tokenizer)):
+                for chunk, ids in zip(batch, _encode(tokenizer, batch, done), strict=True):
+                    data = ids.astype(dtype).tobytes()
+                    file.write(data)
+                    digest.update(data)
+                    counts[chunk.part] = _added(counts[chunk.part], chunk, len(ids))
+                    done += len(chunk.text)
+                if progress:
+                    progress("encoding the corpus", done, plan.characters)
+            file.flush()
+            os.fsync(file.fileno())
+        header = wanted | {
+            "file": f"tokens-{digest.hexdigest()[:16]}.bin",
+            "dtype": dtype,
+            "train": counts[0]._asdict(),
+            "val": counts[1]._asdict(),
+        }
+        os.replace(name, directory / header["file"])
+    finally:
+        Path(name).unlink(missing_ok=True)
+    _write_header(directory, header)
+    return header
+
+
+def _encode(tokenizer: Tokenizer, batch: list[Chunk], before: int) -> Iterator[np.ndarray]:
+    try:
+        encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
+    except UnknownCharacter as error:
+        raise _placed(error, batch, before) from None
+    for chunk, ids in zip(batch, encoded, strict=True):
+        yield np.append(ids, tokenizer.eos_id) if chunk.ends and tokenizer.eos_id is not None else ids
+
+
+def _placed(error: UnknownCharacter, batch: list[Chunk], before: int) -> UnknownCharacter:
+    """The same error with the position in the corpus, not in the chunk."""
+    return UnknownCharacter(error.character, before + "".join(chunk.text for chunk in batch).index(error.character))
+
+
+def _added(counts: Counts, chunk: Chunk, tokens: int) -> Counts:
+    return Counts(
+        counts.tokens + tokens,
+        counts.documents + chunk.starts,
+        counts.characters + len(chunk.text),
+        counts.bytes + len(chunk.text.encode()),
+    )
+
+
+def _write_header(directory: Path, header: Header) -> None:
+    handle, name = tempfile.mkstemp(prefix=".tokens-", dir=directory)
+    try:
+        with open(handle, "w") as file:
+            json.dump(header, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, directory / HEADER)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    for old in directory.glob("tokens-*.bin"):
+        if old.name != header["file"]:
+            old.unlink()
+
+
+def _read_header(directory: Path, wanted: Header) -> Header | None:
+    """The header in a directory, if it says what is wanted and its token file has the size it says."""
+    try:
+        path = directory / HEADER
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            return None
+        header = json.loads(path.read_bytes())
+        if {key: header[key] for key in wanted} != wanted:
+            return None
+        tokens = Counts(**header["train"]).tokens + Counts(**header["val"]).tokens
+        size = (directory / header["file"]).stat().st_size
+        sound = header["dtype"] in ("<u2", "<u4") and size == tokens * np.dtype(header["dtype"]).itemsize
+        return header if sound and Path(header["file"]).name == header["file"] else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _open(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
+    train, val = Counts(**header["train"]), Counts(**header["val"])
+    path = directory / header["file"]
+    # A file without a byte cannot be mapped.
+    tokens = np.memmap(path, header["dtype"], mode="r") if train.tokens + val.tokens else np.empty(0, header["dtype"])
+    return TokenStore(
+        tokens[: train.tokens],
+        tokens[train.tokens :],
+        batch_size=config.training.batch_size,
+        sequence_length=config.model.max_context,
+        seed=config.training.seed,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        counts=(train, val),
+    )

@@ -1,0 +1,93 @@
+"""Tokens in, text out, a few at a time."""
+
+import codecs
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dantinox.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 4  # bytes of UTF-8
+
+
+class Detokenizer:
+    """Turns token ids into text as they come.
+
+    Everything pushed and flushed is exactly `tokenizer.decode` of all the ids. A character is emitted when its last byte has
+    come, never in halves; the cost of a token does not depend on how many came before. Special tokens spell nothing.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        pieces = tokenizer.pieces
+        self._speller = _Joined(tokenizer) if pieces is None else _Spelled(pieces.first, pieces.inner)
+
+    def push(self, ids: "Iterable[int] | np.ndarray") -> str:
+        """The text that is certain once `ids` (a list or a 1-D array) have come; ids outside the vocabulary spell nothing."""
+        return self._speller.push(ids.tolist() if isinstance(ids, np.ndarray) else ids)
+
+    def flush(self) -> str:
+        """The rest, at the end of the text; a torn character becomes U+FFFD. The next push starts a new text."""
+        return self._speller.flush()
+
+
+class _Spelled:
+    """For vocabularies whose every token spells fixed bytes."""
+
+    def __init__(self, first: list[bytes], inner: list[bytes]) -> None:
+        self._first, self._inner = first, inner
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._started = first is inner
+
+    def push(self, ids: Iterable[int]) -> str:
+        known = [i for i in ids if 0 <= i < len(self._inner)]
+        start: list[bytes] = []
+        while known and not self._started:
+            head = known.pop(0)
+            start.append(self._first[head])
+            self._started = self._inner[head] != b""  # special tokens leave the text unbegun
+        return self._utf8.decode(b"".join(start) + b"".join([self._inner[i] for i in known]))
+
+    def flush(self) -> str:
+        self._started = self._first is self._inner
+        return self._utf8.decode(b"", final=True)
+
+
+class _Joined:
+    """For decoders that look at neighbours: decodes a short window twice, with and without the newest token.
+
+    Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._core, self._specials = tokenizer.core, tokenizer.special_ids
+        self._reset()
+
+    def _reset(self) -> None:
+        self._window: list[int] = []
+        self._kept = 0  # leading ids of the window whose text is out
+        self._shown = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        return "".join([self._next(i) for i in ids if i not in self._specials and self._core.id_to_token(i) is not None])
+
+    def _next(self, token: int) -> str:
+        self._window.append(token)
+        text = self._core.decode(self._window)
+        if text.endswith(REPLACEMENT) and len(self._window) - self._kept < LONGEST_CHARACTER:
+            return ""
+        return self._emit(text)
+
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._shown) :]
+        self._window = self._window[self._kept :]
+        self._kept = len(self._window)
+        self._shown = self._core.decode(self._window)
+        return piece
+
+    def flush(self) -> str:
+        piece = self._core.decode(self._window)[len(self._shown) :]
+        self._reset()
+        return piece

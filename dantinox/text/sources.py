@@ -1,0 +1,137 @@
+"""Which files a corpus is: names, folders, globs and the built-in one, resolved to regular files in a fixed order."""
+
+import glob
+import os
+import stat
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+from dantinox.config import UserError
+
+BUILTIN = "builtin:python"
+BUILTIN_BYTES = 8_000_000
+# Not the library's own prose and code: what others installed, tests with their odd files, and tables of character codes.
+_BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+_SUFFIXES = """
+.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .jsonl .py .pyi .c .h .cc .cpp .hpp
+.cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css
+"""
+TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
+
+
+class Source(NamedTuple):
+    """A file of text, or of JSON Lines records; `named`: a person gave its name, so it may not be empty."""
+
+    path: Path
+    records: bool
+    named: bool
+
+
+def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
+    """The files behind `data.path`, in the order given; folders and globs sorted by name, folders with all below them.
+
+    In folders, names that start with a dot and files without a suffix of text (`TEXT_SUFFIXES`, also with `.gz`) are left out.
+
+    Raises:
+      UserError: a path that does not exist, cannot be read, or leads to no text file.
+    """
+    found = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path)]
+    if not found:
+        raise UserError("data.path is an empty list: give at least one text file")
+    return tuple(found)
+
+
+def _resolve(name: str) -> list[Source]:
+    if name == BUILTIN:
+        return _builtin()
+    if name.startswith("builtin:"):
+        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN}?")
+    path = Path(os.path.expanduser(name))
+    kind = _kind(path)
+    if kind is None and glob.has_magic(name):
+        return _matches(str(path), name)
+    if kind is None:
+        raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, or {BUILTIN}")
+    return _folder(path) if stat.S_ISDIR(kind) else [_source(path, kind, named=True)]
+
+
+def _matches(pattern: str, name: str) -> list[Source]:
+    found: list[Source] = []
+    for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
+        kind = _kind(path)
+        if kind is None or not stat.S_ISDIR(kind):
+            found.append(_source(path, kind, named=False))
+    if not found:
+        raise UserError(f"no file matches {name!r}")
+    return found
+
+
+def _folder(path: Path) -> list[Source]:
+    files = sorted(_walk(path, ()), key=lambda p: p.relative_to(path).as_posix())
+    if not files:
+        raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz)")
+    return [_source(file, _kind(file), named=False) for file in files]
+
+
+def _walk(folder: Path, parents: tuple[tuple[int, int], ...]) -> list[Path]:
+    """Files of text below a folder. Linked folders are followed, but not back into one that holds them."""
+    found: list[Path] = []
+    try:
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in parents:
+            raise UserError(f"{folder} is a link back to a folder that holds it")
+        parents = (*parents, (status.st_dev, status.st_ino))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    found += _walk(Path(entry.path), parents)
+                elif Path(entry.name.removesuffix(".gz")).suffix.lower() in TEXT_SUFFIXES:
+                    found.append(Path(entry.path))
+    except OSError as error:
+        raise UserError(f"cannot read the folder {folder}: {error.strerror}") from None
+    return found
+
+
+def _kind(path: Path) -> int | None:
+    """The mode of what a path leads to, None if there is nothing."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _source(path: Path, kind: int | None, named: bool) -> Source:
+    if kind is None:
+        raise UserError(f"{path} is a link to a file that does not exist")
+    if not stat.S_ISREG(kind):
+        names = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'not a file')}: a corpus is read more than once, give a file")
+    if path.suffix == ".zst":
+        raise UserError(f"{path} is compressed by zstd, which is not read: unpack it, or pack it with gzip")
+    return Source(path, path.name.removesuffix(".gz").endswith(".jsonl"), named)
+
+
+def _builtin() -> list[Source]:
+    """Sources of the running interpreter's standard library, sorted by name, up to BUILTIN_BYTES."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    inside = [path for path in root.rglob("*.py") if not _BUILTIN_SKIPS & set(path.relative_to(root).parts[:-1])]
+    chosen: list[Source] = []
+    size = 0
+    for path in sorted(inside, key=lambda p: p.relative_to(root).as_posix()):
+        try:
+            data = path.read_bytes()
+            data.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if b"\0" in data or size + len(data) > BUILTIN_BYTES:
+            continue
+        size += len(data)
+        chosen.append(Source(path, records=False, named=False))
+    if not chosen:
+        raise UserError(f"this interpreter has no sources of its standard library in {root}: give data.path a text file")
+    return chosen

@@ -1,0 +1,236 @@
+"""Text to token ids and back, for every kind of vocabulary, from one file format: tokenizer.json."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer as Core
+
+from dantinox.config import UserError
+from dantinox.text.detokenizer import Detokenizer
+from dantinox.text.pieces import Pieces, byte_letters, size_of, spell
+
+MAX_FILE_BYTES = 128 << 20
+# Names of the special tokens in the wild, ours first; looked up among the special tokens of a file only.
+END_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
+BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
+PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+# What a special token is called inside the encoder, so that no text spells it: corpora hold no NUL.
+HIDDEN = "\0special\0"
+
+Kind = Literal["char", "byte", "bpe", "other"]
+
+
+class UnknownCharacter(UserError):
+    """A character that a vocabulary of characters does not hold, at `position` (in characters) of the text."""
+
+    def __init__(self, character: str, position: int) -> None:
+        self.character, self.position = character, position
+        super().__init__(
+            f"the character {character!r} (U+{ord(character):04X}) at position {position} of the text is not in the "
+            "vocabulary; tokenizer.byte_fallback: true, or another tokenizer.tokenizer_type, can spell it"
+        )
+
+
+class Tokenizer:
+    """A vocabulary and its rules.
+
+    Attributes:
+      kind: char, byte, byte-level bpe as we train it, or other: any tokenizer.json.
+      vocab_size: one more than the largest id; special tokens count.
+      pad_id, bos_id, eos_id: ids of the special tokens, None where the vocabulary has none.
+      special_ids: every special token; text never encodes to one, and decoding skips them.
+    """
+
+    def __init__(self, content: str, name: str = "the tokenizer") -> None:
+        """Builds a tokenizer from the text of a tokenizer.json.
+
+        Raises:
+          UserError: the text is not a tokenizer; `name` says which.
+        """
+        self._content = content
+        tree, self.core = _parse(content, name)
+        specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
+        self.special_ids = frozenset(specials.values())
+        self.eos_id, self.bos_id, self.pad_id = (
+            next((specials[n] for n in names if n in specials), None) for names in (END_NAMES, BEGIN_NAMES, PAD_NAMES)
+        )
+        self.vocab_size = size_of(self.core)
+        self._decoder: dict[str, Any] | None = tree["decoder"]
+        self.kind: Kind = _kind_of(tree, len(self.special_ids))
+        if self.kind == "char":
+            self._table, self._byte_base = _character_table(tree["model"]["vocab"])
+        elif self.kind != "byte":
+            self._encoder = _encoder(tree, name)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Reads a tokenizer.json.
+
+        Raises:
+          UserError: it cannot be read, or is no tokenizer.
+        """
+        path = Path(path)
+        try:
+            if not path.is_file():
+                raise UserError(f"no tokenizer file at {path}")
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: not a tokenizer.json")
+            return cls(path.read_bytes().decode("utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8 text") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}") from None
+
+    def to_json(self) -> str:
+        """The text of its tokenizer.json, unchanged since it was read."""
+        return self._content
+
+    def save(self, path: str | Path) -> None:
+        """Writes the tokenizer.json in place; for an atomic write give `to_json()` to the run directory."""
+        Path(path).write_bytes(self._content.encode())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of its file."""
+        return hashlib.sha256(self._content.encode()).hexdigest()
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The bytes each id spells, or None for a decoder that looks at neighbouring tokens."""
+        return spell(self.core, self._decoder, self.special_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; nothing is added, and the names of special tokens are ordinary text.
+
+        Raises:
+          UserError: a character that the vocabulary cannot spell.
+        """
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Token ids of a text, int32 of shape [number of tokens]; see `encode`."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode_array` of several texts; vocabularies that merge run on all cores."""
+        if self.kind == "char":
+            return [self._encode_characters(text) for text in texts]
+        spelled = [_utf8(text) for text in texts]
+        if self.kind == "byte":
+            return [np.frombuffer(data, np.uint8).astype(np.int32) for data in spelled]
+        try:
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # a bare one, for instance for a word without an <unk> to stand for it
+            raise UserError(f"the tokenizer cannot encode the text: {error}") from None
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """The text of some ids: special tokens are skipped, bytes that are not UTF-8 become U+FFFD.
+
+        Vocabularies that spell single bytes replace what is not UTF-8 byte by byte as Python does, so that a text streamed in
+        parts is the same text.
+        """
+        stream = Detokenizer(self)
+        return stream.push(ids) + stream.flush()
+
+    def _encode_characters(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(_utf32(text), "<u4")
+        ids = self._table[np.minimum(codes, len(self._table) - 1)]
+        unknown = ids < 0
+        if not unknown.any():
+            return ids
+        if self._byte_base is None:
+            position = int(unknown.argmax())
+            raise UnknownCharacter(text[position], position)
+        data = codes[unknown].tobytes().decode("utf-32-le").encode()
+        widths = np.where(unknown, 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF), 1)
+        fallen = np.repeat(unknown, widths)
+        out = np.empty(len(fallen), np.int32)
+        out[fallen] = self._byte_base + np.frombuffer(data, np.uint8).astype(np.int32)
+        out[~fallen] = ids[~unknown]
+        return out
+
+
+def _parse(content: str, name: str) -> tuple[dict[str, Any], Core]:
+    try:
+        core = Core.from_str(content)
+        # A file may cut or pad what it encodes: text would be lost in silence.
+        core.no_truncation()
+        core.no_padding()
+        # What the library understood, complete with the keys that older files leave out.
+        return json.loads(core.to_str()), core
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library's own panics do not derive from Exception
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{name} is not a tokenizer.json: {reason[:200]}") from None
+
+
+def _kind_of(tree: dict[str, Any], specials: int) -> Kind:
+    """Which kind a tokenizer.json describes, by what its rules do and not by a label."""
+    model, splitter, decoder = tree["model"], tree["pre_tokenizer"], tree["decoder"]
+    if model["type"] != "BPE" or tree["normalizer"] is not None or len(tree["added_tokens"]) != specials:
+        return "other"
+    if any(model[key] for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
+        return "other"
+    vocab: dict[str, int] = model["vocab"]
+    if splitter is None and not model["merges"] and decoder is not None:
+        several = [token for token in vocab if len(token) != 1]
+        spelled = [f"<0x{byte:02X}>" for byte in range(256)] if model["byte_fallback"] else []
+        in_order = [vocab.get(token, -1) - vocab.get("<0x00>", 0) for token in spelled] == list(range(len(spelled)))
+        return "char" if sorted(several) == sorted(spelled) and in_order else "other"
+    if splitter is None or splitter["type"] != "ByteLevel" or splitter["add_prefix_space"]:
+        return "other"
+    if decoder is None or decoder["type"] != "ByteLevel":
+        return "other"
+    letters = byte_letters()
+    if not model["merges"] and vocab == {letter: byte for byte, letter in enumerate(letters)}:
+        return "byte"
+    return "bpe" if splitter["use_regex"] and vocab.keys() >= set(letters) else "other"
+
+
+def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
+    """Ids by code point (-1: unknown, and always so in the last place), and the id of byte 0 if there is byte fallback."""
+    letters = {ord(token): index for token, index in vocab.items() if len(token) == 1}
+    table = np.full(max(letters, default=0) + 2, -1, np.int32)
+    table[list(letters)] = list(letters.values())
+    return table, vocab.get("<0x00>")
+
+
+def _encoder(tree: dict[str, Any], name: str) -> Core:
+    """A copy of the tokenizer in which the special tokens have names that no text spells, under the same ids."""
+    names = {token["content"]: HIDDEN + token["content"] for token in tree["added_tokens"] if token["special"]}
+    model, vocab = dict(tree["model"]), tree["model"]["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): index for token, index in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in tree["added_tokens"]]
+    hidden = tree | {"model": model, "added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
+    return _parse(json.dumps(hidden), name)[1]
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(_half(text, error.start)) from None
+
+
+def _utf32(text: str) -> bytes:
+    try:
+        return text.encode("utf-32-le")
+    except UnicodeEncodeError as error:
+        raise UserError(_half(text, error.start)) from None
+
+
+def _half(text: str, position: int) -> str:
+    return f"U+{ord(text[position]):04X} at position {position} is half of a character (a lone surrogate), which is not text"

@@ -1,0 +1,105 @@
+"""Vocabularies made from a corpus: characters, bytes, byte-level BPE."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from dantinox.config import TokenizerSection, UserError
+from dantinox.text.cutting import cut_up
+from dantinox.text.pieces import byte_letters
+from dantinox.text.tokenizer import Tokenizer
+
+SPECIALS = ["<pad>", "<bos>", "<eos>"]
+SAMPLE_CHARACTERS = 16 << 20
+CHUNK_CHARACTERS = 1 << 16
+LONGEST_WORD = 1000
+_ENDLESS = re.compile(rf"\S{{{LONGEST_WORD + 1}}}")
+
+
+def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator[str]]) -> Tokenizer:
+    """Makes the tokenizer that the settings describe.
+
+    Symbols of the text come first, then `<pad>`, `<bos>`, `<eos>`. Characters are the corpus's own, sorted by code point. A
+    vocabulary of bytes needs no corpus. BPE merges are counted on the whole corpus up to 16 Mi characters, and beyond on as
+    much of it, taken evenly in chunks of 64 Ki; a corpus too small for `vocab_size` symbols gives fewer.
+
+    Args:
+      documents: gives the text anew at each call, in pieces of any length.
+
+    Raises:
+      UserError: `tokenizer_path` is no tokenizer.
+    """
+    if settings.tokenizer_type == "file":
+        if settings.tokenizer_path is None:
+            raise UserError("tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file")
+        return Tokenizer.load(settings.tokenizer_path)
+    if settings.tokenizer_type == "char":
+        return _characters(documents(), settings.byte_fallback)
+    if settings.tokenizer_type == "byte":
+        return _bytes()
+    return _bpe(documents(), settings.vocab_size)
+
+
+def _characters(documents: Iterable[str], byte_fallback: bool) -> Tokenizer:
+    seen = np.zeros(0x110000, bool)
+    for text in documents:
+        seen[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
+    symbols = [chr(code) for code in np.flatnonzero(seen)]
+    if byte_fallback:
+        symbols += [f"<0x{byte:02X}>" for byte in range(256)]
+    core = Core(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], byte_fallback=byte_fallback))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]) if byte_fallback else decoders.Fuse()
+    return _finish(core)
+
+
+def _bytes() -> Tokenizer:
+    core = Core(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return _finish(core)
+
+
+def _bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIALS),
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(_short_words(_sample(documents)), trainer)
+    return _finish(core)
+
+
+def _finish(core: Core) -> Tokenizer:
+    core.add_special_tokens(SPECIALS)
+    return Tokenizer(core.to_str(pretty=True))
+
+
+def _sample(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
+    """At most `limit` characters, evenly from the whole text: when there are too many, every other chunk goes."""
+    chunks: list[str] = []
+    stride, size = 1, 0
+    for number, chunk in enumerate(c for text in documents for c in cut_up(text, CHUNK_CHARACTERS)):
+        if number % stride:
+            continue
+        chunks.append(chunk)
+        size += len(chunk)
+        while size > limit and len(chunks) > 1:
+            chunks, stride = chunks[::2], 2 * stride
+            size = sum(map(len, chunks))
+    return chunks
+
+
+def _short_words(chunks: Iterable[str]) -> Iterator[str]:
+    """Breaks runs without a space, which would cost the trainer time quadratic in their length."""
+    for chunk in chunks:
+        if _ENDLESS.search(chunk):
+            yield from (chunk[i : i + LONGEST_WORD] for i in range(0, len(chunk), LONGEST_WORD))
+        else:
+            yield chunk
