@@ -59,8 +59,8 @@ def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for dest, given in vars(namespace).items():
-        kind, _, name = dest.partition(":")
-        if given is None or kind not in ("config", "ambiguous"):
+        kind, colon, name = dest.partition(":")
+        if given is None or not colon or kind not in ("config", "ambiguous"):
             continue
         if kind == "ambiguous":
             paths = [key for key in FIELDS if key.partition(".")[2] == name]

@@ -1,0 +1,149 @@
+"""Flags: every setting flat and by path, with the types of the YAML files."""
+
+import argparse
+
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.config.files import FIELDS
+from dantinox.config.flags import Parser, add_config_flags, overrides
+
+
+def given(*argv: str, sections: tuple[str, ...] | None = None) -> dict:
+    parser = Parser(prog="x")
+    parser.add_argument("--config")
+    add_config_flags(parser, sections)
+    return overrides(parser.parse(list(argv)))
+
+
+def config_of(*argv: str):
+    return build_config({}, given(*argv))
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        ("--lr 5e-4", "training.lr", 5e-4),
+        ("--training.lr 5e-4", "training.lr", 5e-4),
+        ("--lr=5E-4", "training.lr", 5e-4),
+        ("--lr .5", "training.lr", 0.5),
+        ("--batch_size 64", "training.batch_size", 64),
+        ("--model.dim 64 --dim 128", "model.dim", 128),
+        ("--use_moe False", "moe.use_moe", False),
+        ("--greedy", "generation.greedy", True),
+        ("--greedy true", "generation.greedy", True),
+        ("--greedy True", "generation.greedy", True),
+        ("--greedy false", "generation.greedy", False),
+        ("--generation.greedy no", "generation.greedy", False),
+        ("--greedy --lr 1", "generation.greedy", True),
+        ("--use_cache=off", "generation.use_cache", False),
+        ("--top_p null", "generation.top_p", None),
+        ("--steps null", "training.steps", None),
+        ("--optimizer muon", "training.optimizer", "muon"),
+        ("--training.seed 7", "training.seed", 7),
+        ("--data_path a.txt", "data.path", "a.txt"),
+        ("--data_path 7", "data.path", "7"),
+        ("--path a.txt b.txt", "data.path", ("a.txt", "b.txt")),
+        ("--path null", "data.path", None),
+        ("--max_generations 9", "generation.max_new_tokens", 9),
+        ("--eval_iters 9", "training.eval_every", 9),
+        ("--logging.eval_iters 9", "training.eval_every", 9),
+        ("--init_from null", "training.init_from", None),
+        ("--sample_prompt null", "training.sample_prompt", "null"),
+        ("--sample_prompt 5e-4", "training.sample_prompt", "5e-4"),
+        ("--stop a b", "generation.stop", ("a", "b")),
+        ("--stop 5", "generation.stop", ("5",)),
+        (r"--stop \n\n", "generation.stop", ("\n\n",)),
+        (r"--stop a\tb \\n", "generation.stop", ("a\tb", r"\n")),
+        ("--stop=-x", "generation.stop", ("-x",)),
+        ("--layer_types sliding full", "attention.layer_types", ("sliding", "full")),
+    ],
+)
+def test_a_flag_sets_its_key(argv, key, value):
+    section, _, name = key.partition(".")
+    words = argv.split()
+    if "layer_types" in argv:
+        words += ["--sliding_window", "--context_window", "3"]
+    result = getattr(getattr(config_of(*words), section), name)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_no_flag_changes_nothing():
+    assert given() == {}
+    assert given("--config", "x.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--seed 3", "--seed is a key of two sections: write --training.seed or --generation.seed"),
+        ("--seed", "--seed is a key of two sections: write --training.seed or --generation.seed"),
+        ("--learning_rte 3", "unknown flag --learning_rte"),
+        ("--learning_rate 3", "unknown flag --learning_rate, did you mean training.lr?"),
+        ("--batchsize 3", "unknown flag --batchsize, did you mean training.batch_size?"),
+        ("--training.batchsize=3", "unknown flag --training.batchsize=3, did you mean training.batch_size?"),
+        ("--batch 3", "unknown flag --batch, did you mean training.batch_size?"),
+        ("extra", "unknown argument extra"),
+        ("--lr", "argument --lr/--training.lr: expected one argument"),
+        ("--lr fast", "training.lr must be a number > 0, got 'fast' (command line)"),
+        ("--lr [[[", "training.lr must be a number > 0, got '[[[' (command line)"),
+        ("--lr 2024-13-45", "training.lr must be a number > 0, got '2024-13-45' (command line)"),
+        ("--lr !!python/name:os.system", "training.lr must be a number > 0, got '!!python/name:os.system' (command line)"),
+        ("--lr=-1", "training.lr must be a number > 0, got -1 (command line)"),
+        ("--greedy maybe", "generation.greedy must be true or false, got 'maybe' (command line)"),
+        ("--greedy 1", "generation.greedy must be true or false, got 1 (command line)"),
+        ("--steps 1e3", "training.steps must be an integer in [1, 2^31), or null, got 1000.0 (command line)"),
+        ("--optimizer adam", "training.optimizer must be one of adamw, muon, got 'adam' (command line)"),
+        ("--log_file a/b", "logging.log_file must be a file name of letters, digits, - and _ and ., got 'a/b' (command line)"),
+        (
+            "--max_generations 5 --max_new_tokens 6",
+            "generation.max_generations is another name of generation.max_new_tokens: give one of them (command line)",
+        ),
+        ("--kv_heads 3", "model.kv_heads must divide model.n_heads, got 3 and 8 (command line)"),
+        ("--sample_prompt \udcff", "training.sample_prompt must be valid Unicode text, got '\\udcff' (command line)"),
+        ("--path ", None),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(argv, says):
+    with pytest.raises(UserError) as caught:
+        config_of(*argv.split(" "))
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    assert says is None or text == says
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 3000, "9" * 5000, "&a [*a]", "a: b: c", "\0", "!!int ''", "? ", "{a: 1, a: 2}", "\ud800"]
+)
+def test_no_flag_value_ends_in_a_traceback(text):
+    with pytest.raises(UserError, match=r"training\.lr must be"):
+        config_of("--lr", text)
+
+
+def test_sections_can_be_left_out():
+    assert given("--seed", "3", sections=("generation",)) == {"generation.seed": 3}
+    with pytest.raises(UserError, match="unknown flag --lr"):
+        given("--lr", "3", sections=("generation",))
+
+
+def test_every_setting_has_a_flag_with_help(capsys):
+    parser = Parser(prog="x")
+    add_config_flags(parser)
+    flags = {flag: action for action in parser._actions for flag in action.option_strings}
+    for key, field in FIELDS.items():
+        assert field.description in str(flags[f"--{key}"].help).replace("%%", "%")
+    with pytest.raises(SystemExit) as done:
+        parser.parse(["--help"])
+    assert done.value.code == 0
+    assert "--lr V" in capsys.readouterr().out
+
+
+def test_a_flag_of_the_command_keeps_its_name():
+    parser = Parser(prog="x")
+    parser.add_argument("--seed", type=int)
+    add_config_flags(parser)
+    namespace = parser.parse(["--seed", "3"])
+    assert namespace.seed == 3
+    assert overrides(namespace) == {}
+    assert isinstance(namespace, argparse.Namespace)
