@@ -1,0 +1,43 @@
+# Everything here can be run again at any time. PYTHON=python3.12 chooses the interpreter, VENV=… the environment.
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+PY := $(VENV)/bin/python
+DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
+
+.PHONY: help demo test lint schema clean
+
+help:
+	@echo "make demo    train a small model on this machine's own Python sources, then write with it (about 3 minutes)"
+	@echo "make test    the quick tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make schema  rewrite configs/schema.json from the settings"
+	@echo "make clean   remove caches and build products, not runs"
+
+demo: $(VENV)/.plot
+	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
+	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "def " --max_new_tokens 150
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -n 2 -m "not slow"
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+schema: $(VENV)/.dev
+	$(PY) -c "from dantinox.config import json_schema; open('configs/schema.json', 'w').write(json_schema())"
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find dantinox tests -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamp of an extra: reinstalled when the dependencies change.
+$(VENV)/.%: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --editable ".[$*]"
+	@touch $@
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "DantinoX needs Python 3.11 or newer: none found (make PYTHON=/path/to/python3)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
