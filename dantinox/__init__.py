@@ -1,1 +1,42 @@
-"""DantinoX: train transformers from one YAML file and generate text with them."""
+"""DantinoX: train transformers from one YAML file and generate text with them.
+
+    import dantinox
+
+    run = dantinox.load("runs/dante")
+    print(run.generate("Nel mezzo del cammin", top_p=0.9).text)
+
+The names below are the public API; they are imported when first used, so that `import dantinox` costs nothing.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+PUBLIC = {
+    "Config": "dantinox.config",
+    "UserError": "dantinox.config",
+    "load_config": "dantinox.config",
+    "Tokenizer": "dantinox.text",
+    "Transformer": "dantinox.model",
+    "SamplingParams": "dantinox.sampling",
+    "generate": "dantinox.generation",
+    "load": "dantinox.generation",
+    "prepare": "dantinox.generation",
+    "train": "dantinox.training",
+}
+__all__ = [*PUBLIC, "__version__"]
+
+try:
+    __version__ = version("dantinox")
+except PackageNotFoundError:
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'dantinox' has no attribute {name!r}")
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

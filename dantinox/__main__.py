@@ -1,0 +1,5 @@
+"""`python -m dantinox <command>`."""
+
+from dantinox.cli import entry
+
+entry()

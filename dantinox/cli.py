@@ -1,0 +1,223 @@
+"""The command line: `dantinox train | generate | info | doctor`. Parses, calls, prints."""
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dantinox.config import UserError
+from dantinox.config.flags import Parser, add_config_flags, overrides
+
+DEFAULT_CONFIG = Path("configs/quickstart.yaml")
+DEFAULT_PROMPT = "Nel mezzo del cammin"
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def entry(command: str | None = None) -> None:
+    """The process: runs a command with the arguments of `sys.argv` and exits with its code."""
+    sys.exit(main(([command] if command else []) + sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a command; a mistake of the user is one sentence on stderr and the exit code 2."""
+    argv = list(argv)
+    debug = "--debug" in argv
+    if not debug:
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    try:
+        options = _parser().parse(argv)
+        return options.run(options)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe has gone: nothing is left to be told, not even by the interpreter's last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="dantinox", description="Train transformers from one YAML file and generate text with them.")
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(run=run)
+        return command
+
+    train = add("train", _train, "Train a model from a YAML file into a run directory.")
+    train.add_argument("--config", type=Path, help=f"the YAML file (default: {DEFAULT_CONFIG})")
+    train.add_argument("--run_dir", type=Path, help="where to write (default: runs/run_YYYYMMDD_HHMMSS)")
+    train.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
+    train.add_argument("--dry_run", action="store_true", help="print plan, parameters, memory and the first batch, then stop")
+    train.add_argument("--print_config", action="store_true", help="print the complete settings as YAML, then stop")
+    add_config_flags(train)
+
+    generate = add("generate", _generate, "Continue a prompt with a trained model.")
+    generate.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    generate.add_argument("--prompt", help=f"text to continue; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    generate.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
+    generate.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
+    generate.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
+    generate.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
+    generate.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    generate.add_argument("--logprobs", type=_whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
+    generate.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
+    add_config_flags(generate, ("generation",))
+
+    info = add("info", _info, "Describe a run: settings, size, training, and what narrow weights cost.")
+    info.add_argument("run_dir", type=Path, help="the run directory")
+    add("doctor", _doctor, "Show versions, devices and speed of this machine.")
+    return parser
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {text!r}")
+    return int(text)
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, so that the second start is fast."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "dantinox" / "jax"))
+    # By default jax keeps only programs that took over a second to compile.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from dantinox.config import dump_config, load_config
+    from dantinox.run import newest_run
+
+    if options.resume and options.run_dir is None:
+        newest = newest_run()
+        hint = f": the newest is {newest}" if newest else ", and there is none in runs/"
+        raise UserError(f"--resume needs --run_dir to say which run to go on with{hint}")
+    path = options.config
+    if path is None:
+        saved = None if options.run_dir is None else options.run_dir / "config.yaml"
+        path = saved if options.resume and saved is not None and saved.is_file() else DEFAULT_CONFIG
+    config = load_config(path, overrides(options))
+    if options.print_config:
+        print(dump_config(config), end="")
+        return 0
+    _use_compilation_cache()
+    from dantinox.training import train
+
+    return train(config, run_dir=options.run_dir, resume=options.resume, dry_run=options.dry_run, sample=_sampler(config))
+
+
+def _sampler(config: Any) -> Callable[[Any, Any, int], str]:
+    """Text samples during training: (model, tokenizer, step) → text."""
+    from dantinox.generation.text import Run
+
+    def sample(model: Any, tokenizer: Any, step: int) -> str:
+        prompt = config.training.sample_prompt or "\n"
+        run = Run(config, model, tokenizer)
+        room = config.model.max_context - len(run.prompt_ids(prompt))
+        asked = config.generation.max_new_tokens
+        return prompt + run.generate(prompt, max_new_tokens=min(asked, room), seed=config.training.seed, n=1).text
+
+    return sample
+
+
+def _generate(options: argparse.Namespace) -> int:
+    settings = {key.removeprefix("generation."): value for key, value in overrides(options).items()}
+    if options.no_cache:
+        if settings.get("use_cache"):
+            raise UserError("--no_cache and --use_cache true contradict each other")
+        settings["use_cache"] = False
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("--prompt and --prompt_file both give prompts: use one of them")
+    as_json = options.json or options.prompt_file is not None
+    if options.logprobs is not None and not as_json:
+        raise UserError("--logprobs needs --json to print them")
+    if options.stream and as_json:
+        raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
+    requests = _requests(options, settings)
+    _use_compilation_cache()
+    from dantinox.generation import load
+
+    batch = load(options.run_dir).start(requests, logprobs=options.logprobs, echo=options.echo)
+    alone = len(requests) == 1 and batch.rows == 1
+    stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
+    if options.stream and not alone:
+        raise UserError("--stream shows one sample: use it with one prompt and --n 1")
+    if stream:
+        print(requests[0][0], end="", flush=True)
+    for piece in batch.pieces(stream=stream):
+        if stream:
+            print(piece.text, end="", flush=True)
+    if stream:
+        print()
+    for result in batch.results:
+        if as_json:
+            print(json.dumps(result.to_dict(), ensure_ascii=False))
+        elif not stream:
+            print(result.prompt + result.text)
+    print(batch.summary(), file=sys.stderr)
+    return 0
+
+
+def _requests(options: argparse.Namespace, settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(prompt, settings) for everything to be continued."""
+    if options.prompt_file is None:
+        prompt = DEFAULT_PROMPT if options.prompt is None else options.prompt
+        return [(_stdin() if prompt == "-" else prompt, settings)]
+    path = options.prompt_file
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompts {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    return [_request(line, settings, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _request(line: str, settings: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    if not line.lstrip().startswith("{"):
+        return line, settings
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"a line that begins with {{ must be a JSON object: {error} ({where})") from None
+    prompt = record.pop("prompt", None)
+    if not isinstance(prompt, str):
+        raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
+    return prompt, {**settings, **record}
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
+
+
+def _info(options: argparse.Namespace) -> int:
+    _use_compilation_cache()
+    from dantinox.evaluation.info import describe
+
+    for line in describe(options.run_dir):
+        print(line, flush=True)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dantinox.evaluation.doctor import examine
+
+    for line in examine():
+        print(line, flush=True)
+    return 0

@@ -1,0 +1,376 @@
+"""Text in, text out: `load` a run directory, `generate` or `stream` from it."""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dantinox.config import Config, GenerationSection, UserError, build_config
+from dantinox.generation.engine import CHUNK, Chunk, Session, clamp_to_context
+from dantinox.generation.prepare import prepare
+from dantinox.generation.stopping import StopFinder
+from dantinox.model import Transformer
+from dantinox.run import load_run_config, load_weights, open_run
+from dantinox.sampling import SamplingParams
+from dantinox.text import Detokenizer, Tokenizer
+
+STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
+SHARED = ("use_cache", "weights", "n")  # settings that all rows of a batch have in common
+
+
+@dataclass(frozen=True)
+class Result:
+    """One sample.
+
+    Attributes:
+      prompt, text: what was given, and its continuation alone.
+      tokens: ids of the continuation, the end token included.
+      finish_reason: `eos`, `stop` or `length`.
+      seed: of the draws; the same seed gives the same text.
+      info: with `logprobs`: `tokens` (text of each), `logprobs` (of the model), `sampled_logprobs` (of the distribution
+        drawn from), `top` (alternatives: ids and log-probabilities) and, with `echo`, the same of the prompt's tokens.
+      stats: `prompt_tokens`, `new_tokens`, `seconds`, `first_token_seconds`, `compile_seconds`, `decode_tok_per_s` (of the
+        whole batch) and `cache`, the cache's report.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    seed: int
+    info: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat JSON-ready dict: the fields, the stats, and `logprobs` where they were asked for."""
+        told = {key: value for key, value in vars(self).items() if key not in ("info", "stats")} | self.stats
+        return told | ({"logprobs": self.info} if self.info else {})
+
+
+class Piece(NamedTuple):
+    """Text that row `row` of a batch has just gained."""
+
+    row: int
+    text: str
+
+
+class Run:
+    """A trained model with its tokenizer and the defaults of its run.
+
+    Attributes:
+      model: the transformer as trained, float32.
+    """
+
+    def __init__(self, config: Config, model: Transformer, tokenizer: Tokenizer):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self._prepared: dict[str, Transformer] = {}
+
+    def generate(
+        self, prompt: str | Sequence[str], *, logprobs: int | None = None, echo: bool = False, **settings: Any
+    ) -> Any:
+        """Continues a prompt, or several in one batch.
+
+        Args:
+          logprobs: report log-probabilities and this many alternatives per token.
+          echo: with `logprobs`, report the prompt's tokens too.
+          settings: keys of the `generation` section; they win over the run's own.
+
+        Returns:
+          A `Result` for one prompt, else a list in the order of the prompts; with `n` above 1 always a list, the samples
+          of a prompt together.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        batch = self.start([(text, settings) for text in prompts], logprobs=logprobs, echo=echo)
+        for _ in batch.pieces():
+            pass
+        single = isinstance(prompt, str) and len(batch.results) == 1
+        return batch.results[0] if single else batch.results
+
+    def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
+        """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
+        batch = self.start([(prompt, {**settings, "n": 1})])
+        return (piece.text for piece in batch.pieces(stream=True))
+
+    def settings(self, given: Mapping[str, Any]) -> GenerationSection:
+        """The run's `generation` section with `given` laid over it, validated."""
+        tree = self.config.generation.model_dump()
+        changed = {f"generation.{key}": value for key, value in given.items()}
+        return build_config({"generation": tree}, changed).generation
+
+    def start(
+        self,
+        requests: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+    ) -> "Batch":
+        """A batch of requests (prompt, settings), each with its own numbers, ready to be decoded."""
+        if not requests:
+            raise UserError("there is no prompt to continue")
+        if logprobs is not None and not 0 <= logprobs <= self.tokenizer.vocab_size:
+            raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")
+        if echo and logprobs is None:
+            raise UserError("echo reports log-probabilities of the prompt: give logprobs too")
+        sections = [self.settings(given) for _, given in requests]
+        for name in SHARED:
+            if len({getattr(section, name) for section in sections}) > 1:
+                raise UserError(f"generation.{name} must be the same for all prompts of a batch")
+        return Batch(self, [prompt for prompt, _ in requests], sections, logprobs, echo)
+
+    def prepared(self, weights: str) -> Transformer:
+        """The model as decoding wants it, made once per precision."""
+        if weights not in self._prepared:
+            self._prepared[weights] = prepare(self.model, weights)
+        return self._prepared[weights]
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Token ids of a prompt; an empty one is the begin token.
+
+        Raises:
+          UserError: an empty prompt for a tokenizer without one, or text the tokenizer cannot spell.
+        """
+        ids = self.tokenizer.encode(prompt)
+        if ids:
+            return ids
+        if self.tokenizer.bos_id is None:
+            raise UserError("the prompt is empty and the tokenizer has no begin token: give at least one character")
+        return [self.tokenizer.bos_id]
+
+
+class _Row:
+    """The host's side of a row: its text so far and why it ended."""
+
+    def __init__(self, tokenizer: Tokenizer, section: GenerationSection):
+        self.tokens: list[int] = []
+        self.text: list[str] = []
+        self.reason: str | None = None
+        self._eos = None if section.ignore_eos else tokenizer.eos_id
+        self._min_tokens = section.min_tokens
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopFinder(section.stop, section.keep_stop)
+
+    def take(self, ids: list[int], done: bool) -> str:
+        """Takes new tokens up to the end of the text, gives the text that became certain."""
+        piece = ""
+        for token in ids:
+            self.tokens.append(token)
+            piece += self._stops.push(self._detokenizer.push([token]), armed=len(self.tokens) >= self._min_tokens)
+            if self._stops.found is not None:
+                self.reason = "stop"
+                break
+        if self.reason is None and done:
+            piece += self._stops.push(self._detokenizer.flush())
+            piece += self._stops.flush()
+            ended = bool(self.tokens) and self.tokens[-1] == self._eos
+            self.reason = "stop" if self._stops.found is not None else "eos" if ended else "length"
+        self.text.append(piece)
+        return piece
+
+
+class Batch:
+    """Requests being decoded together; `pieces` runs them, `results` holds the outcome."""
+
+    def __init__(self, run: Run, prompts: list[str], sections: list[GenerationSection], logprobs: int | None, echo: bool):
+        self.results: list[Result] = []
+        self._run, self._prompts, self._logprobs, self._echo = run, prompts, logprobs, echo
+        samples = sections[0].n
+        ids = [run.prompt_ids(prompt) for prompt in prompts]
+        lengths_P = np.array([len(row) for row in ids], np.int32)
+        wanted_P = np.array([section.max_new_tokens for section in sections])
+        limits_P = clamp_to_context(lengths_P, wanted_P, run.model.config.max_context)
+        prompt_PT = np.zeros((len(ids), lengths_P.max()), np.int32)
+        for row, tokens in zip(prompt_PT, ids, strict=True):
+            row[: len(tokens)] = tokens
+        self._sections = [section for section in sections for _ in range(samples)]
+        fresh = secrets.randbits(32)
+        self._seeds = [fresh if section.seed is None else section.seed for section in self._sections]
+        eos = [] if run.tokenizer.eos_id is None else [run.tokenizer.eos_id]
+        params = SamplingParams.build(
+            [s.model_copy(update={"seed": seed}) for s, seed in zip(self._sections, self._seeds, strict=True)],
+            stop_ids=eos,
+            sample_index=np.tile(np.arange(samples), len(ids)),
+        )
+        self._ids, self._samples = ids, samples
+        self._limited = bool((limits_P > 0).any())
+        self._session = Session(
+            run.prepared(sections[0].weights),
+            prompt_PT,
+            lengths_P,
+            params,
+            limits_B=np.repeat(limits_P, samples),
+            eos_ids=[[] if section.ignore_eos else eos for section in self._sections],
+            samples=samples,
+            use_cache=sections[0].use_cache,
+            report=logprobs,
+        )
+        self._rows = [_Row(run.tokenizer, section) for section in self._sections]
+
+    @property
+    def rows(self) -> int:
+        """Samples in all."""
+        return len(self._rows)
+
+    def summary(self) -> str:
+        """One line about a finished batch: tokens, time to the first one, speed, compile time apart, seeds."""
+        stats = self.results[0].stats
+        prompt = sum(len(ids) for ids in self._ids)
+        new = sum(result.stats["new_tokens"] for result in self.results)
+        seeds = sorted({result.seed for result in self.results})
+        return (
+            f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
+            f"{stats['decode_tok_per_s']:.1f} tok/s, compile {stats['compile_seconds']:.2f} s, "
+            f"seed {seeds[0] if len(seeds) == 1 else seeds}"
+        )
+
+    def pieces(self, stream: bool = False) -> Iterator[Piece]:
+        """Decodes to the end, yielding text as it becomes certain; afterwards `results` is filled.
+
+        Args:
+          stream: keep chunks short enough for a reader; else as long as they are fast.
+        """
+        infos: list[Any] = []
+        with CompileTimer() as compiling:
+            start = time.perf_counter()
+            first, steps = 0.0, 1
+            chunk = self._session.start() if self._limited else None
+            while chunk is not None:
+                first = first or time.perf_counter() - start
+                infos.append((chunk.counts, chunk.info))
+                yield from self._take(chunk)
+                open_rows = np.array([row.reason is None for row in self._rows])
+                if not open_rows.any():
+                    break
+                if (~open_rows & ~chunk.done).any():
+                    self._session.finish(~open_rows)
+                before, compiled = time.perf_counter(), compiling.seconds
+                chunk = self._session.advance(steps if stream else CHUNK)
+                took = time.perf_counter() - before - (compiling.seconds - compiled)
+                steps = int(np.clip(steps * STREAM_SECONDS / max(took, 1e-6), 1, 2 * steps))
+            seconds = time.perf_counter() - start
+        self._finish(infos, seconds, first, compiling.seconds, compiling.after(first))
+
+    def _take(self, chunk: Chunk) -> Iterator[Piece]:
+        for index, row in enumerate(self._rows):
+            if row.reason is None:
+                ids = chunk.tokens[index, : chunk.counts[index]].tolist()
+                piece = row.take(ids, bool(chunk.done[index]))
+                if piece:
+                    yield Piece(index, piece)
+
+    def _finish(self, infos: list[Any], seconds: float, first: float, compiled: float, compiled_later: float) -> None:
+        new = sum(len(row.tokens) for row in self._rows)
+        decoding = seconds - first - compiled_later
+        rate = (new - len(self._rows)) / decoding if decoding > 0 and new > len(self._rows) else 0.0
+        cache = self._session.cache
+        report = None if cache is None else cache.report()
+        for index, row in enumerate(self._rows):
+            prompt = index // self._samples
+            self.results.append(
+                Result(
+                    prompt=self._prompts[prompt],
+                    text="".join(row.text),
+                    tokens=row.tokens,
+                    finish_reason=row.reason or "length",
+                    seed=self._seeds[index],
+                    info=self._info(index, row, infos) if self._logprobs is not None else {},
+                    stats={
+                        "prompt_tokens": len(self._ids[prompt]),
+                        "new_tokens": len(row.tokens),
+                        "seconds": seconds,
+                        "first_token_seconds": first,
+                        "compile_seconds": compiled,
+                        "decode_tok_per_s": rate,
+                        "cache": report,
+                    },
+                )
+            )
+
+    def _info(self, index: int, row: _Row, infos: list[Any]) -> dict[str, Any]:
+        count = len(row.tokens)
+
+        def column(pick) -> np.ndarray:
+            parts = [pick(info)[index, : counts[index]] for counts, info in infos]
+            return np.concatenate(parts)[:count] if parts else np.zeros(0)
+
+        def spelled(ids: Sequence[int]) -> list[str]:
+            return [self._run.tokenizer.decode([token]) for token in ids]
+
+        found = {
+            "tokens": spelled(row.tokens),
+            "logprobs": column(lambda info: info.logprob).tolist(),
+            "sampled_logprobs": column(lambda info: info.logprob_sampled).tolist(),
+            "top": [
+                {"ids": ids.tolist(), "tokens": spelled(ids.tolist()), "logprobs": values.tolist()}
+                for ids, values in zip(column(lambda i: i.top_ids), column(lambda i: i.top_logprobs), strict=True)
+            ],
+        }
+        if self._echo and self._session.echo is not None:
+            prompt = index // self._samples
+            said = self._session.echo[prompt, : len(self._ids[prompt])].tolist()
+            found["prompt_tokens"] = spelled(self._ids[prompt])
+            found["prompt_logprobs"] = [None, *said[1:]]
+        return found
+
+
+class CompileTimer:
+    """Adds up what jax spends on tracing and compiling while the context is open."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._events: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "CompileTimer":
+        self._start = time.perf_counter()
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def after(self, moment: float) -> float:
+        """The part of the seconds that fell after `moment` (seconds since the context was opened)."""
+        return sum(duration for at, duration in self._events if at > moment)
+
+    def _listen(self, event: str, duration: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration
+            self._events.append((time.perf_counter() - self._start, duration))
+
+
+def load(run_dir: str | Path) -> Run:
+    """Loads a run directory to generate from.
+
+    Raises:
+      UserError: a file is missing or damaged, or the weights do not fit the settings or the tokenizer.
+    """
+    run = open_run(run_dir)
+    config = load_run_config(run)
+    tokenizer = Tokenizer.load(run.tokenizer)
+    return Run(config, load_model(config, tokenizer.vocab_size, run.weights), tokenizer)
+
+
+def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:
+    """The transformer of a config with the weights of a file, each placed on the device as it is read."""
+    architecture = config.architecture(vocab_size)
+    abstract = nnx.eval_shape(lambda: Transformer(architecture, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    expected = nnx.to_pure_dict(state)
+    names = _with_text_keys(expected)
+    arrays = load_weights(weights, names, place=lambda _, array: jax.device_put(array))
+    nnx.replace_by_pure_dict(state, _like(expected, arrays))
+    return nnx.merge(graph, state)
+
+
+def _with_text_keys(tree: Any) -> Any:
+    return {str(key): _with_text_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _like(pattern: Any, tree: Any) -> Any:
+    """`tree`, whose keys are text, with the keys of `pattern`."""
+    return {key: _like(value, tree[str(key)]) for key, value in pattern.items()} if isinstance(pattern, dict) else tree

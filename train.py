@@ -1,0 +1,4 @@
+from dantinox.cli import entry
+
+if __name__ == "__main__":
+    entry("train")
