@@ -90,9 +90,14 @@ _Loader.add_constructor(None, _Loader.construct_undefined)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper that quotes the text "5e-4", which `_Loader` would read as a number."""
+    """A SafeDumper whose text `_Loader` reads back equal: "5e-4" in quotes, Unicode's own line breaks escaped."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

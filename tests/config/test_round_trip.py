@@ -47,11 +47,32 @@ def test_dump_and_load_are_inverse(tmp_path_factory, values):
 
 
 @pytest.mark.parametrize(
-    "text", ["5e-4", "1e5", "yes", "null", "~", "1_0", "0x1F", "2024-01-01", "*a", "- x", "", " a ", "a: b", "#"]
+    "text",
+    [
+        "5e-4",
+        "1e5",
+        "yes",
+        "null",
+        "~",
+        "1_0",
+        "0x1F",
+        "2024-01-01",
+        "*a",
+        "- x",
+        "",
+        " a ",
+        "a: b",
+        "#",
+        "\x85",
+        "a\u2028b",
+        "\ufeff",
+        "a\r\nb\n\n",
+        "\x7f",
+    ],
 )
 def test_text_that_looks_like_something_else_stays_text(tmp_path, text):
     config = build_config({"training": {"sample_prompt": text}})
-    (tmp_path / "c.yaml").write_text(dump_config(config))
+    (tmp_path / "c.yaml").write_text(dump_config(config), encoding="utf-8", newline="")
     assert load_config(tmp_path / "c.yaml").training.sample_prompt == text
 
 
