@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dantinox.sampling import steps
+from dantinox.sampling import history, steps
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.params import BEFORE_GREEDY, SamplerState, SamplingParams, update
 from dantinox.sampling.search import first_in_order
@@ -74,11 +74,11 @@ def _run(name: str, logits_V: Array, row: SamplingParams, state: SamplerState) -
     """One step of the plan with the numbers of its row."""
     match name:
         case "min_tokens":
-            return steps.min_tokens(logits_V, row.min_tokens, row.stop_ids, state.n_generated)
+            return history.min_tokens(logits_V, row.min_tokens, row.stop_ids, state.n_generated)
         case "repetition_penalty":
             assert state.last_seen is not None and state.length is not None  # init_state made them for this plan
             distance_V = jnp.where(state.last_seen < 0, -1, state.length - 1 - state.last_seen)
-            return steps.repetition_penalty(logits_V, distance_V, row.repetition_penalty)
+            return history.repetition_penalty(logits_V, distance_V, row.repetition_penalty)
         case "temperature":
             return steps.temperature(logits_V, row.temperature)
         case "top_k":

@@ -7,8 +7,9 @@ Meanings and the choices between implementations: docs/sampling.md.
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys
 
@@ -43,44 +44,29 @@ def bounded(changed_V: Array, logits_V: Array) -> Array:
     return jnp.where(logits_V == -jnp.inf, -jnp.inf, jnp.clip(changed_V, -LARGEST, LARGEST))
 
 
-def ban(logits_V: Array, ids_S: Array, on: Array | bool = True) -> Array:
-    """Removes the tokens `ids_S` while `on`; ids outside the vocabulary stand for nothing."""
-    V = logits_V.shape[0]
-    ids_S = jnp.where(ids_S < 0, V, ids_S)  # a negative index would count from the end
-    return jnp.where(on, keep_only(logits_V, jnp.ones(V, bool).at[ids_S].set(False, mode="drop")), logits_V)
-
-
-def min_tokens(logits_V: Array, n: Array | int, stop_ids_S: Array, n_generated: Array | int) -> Array:
-    """Bans the stop ids while fewer than `n` tokens are generated. Off: n = 0."""
-    return ban(logits_V, stop_ids_S, jnp.asarray(n_generated) < n)
-
-
-def repetition_penalty(
-    logits_V: Array, distance_V: Array, penalty: Array | float, window: Array | int = 0, slope: Array | float = 0.0
-) -> Array:
-    """x·P for x ≤ 0, x/P for x > 0, for every token of the history (Keskar et al. 2019, equation 2). Off: penalty = 1.
-
-    Args:
-      distance_V: steps from the end of the history back to the token's nearest occurrence (0: the last token), -1 for never.
-      window: only this many last tokens count; 0: all of them, with a flat penalty.
-      slope: how sharply the penalty rises towards the end of the window (KoboldAI); 0: flat.
-    """
-    d_V = distance_V.astype(jnp.float32)
-    u_V = 1 - 2 * d_V / jnp.maximum(window - 1, 1)
-    y_V = slope * u_V / (1 + jnp.abs(u_V) * (slope - 1))
-    flat = (jnp.asarray(window) <= 1) | (jnp.asarray(slope) == 0)
-    P_V = jnp.where(flat, penalty, 1 + (penalty - 1) * (y_V + 1) / 2)
-    seen_V = (distance_V >= 0) & ((jnp.asarray(window) <= 0) | (distance_V < window))
-    scaled_V = bounded(jnp.where(logits_V <= 0, logits_V * P_V, logits_V / P_V), logits_V)
-    return jnp.where(seen_V & (jnp.asarray(penalty) != 1), scaled_V, logits_V)
-
-
 def temperature(logits_V: Array, t: Array | float) -> Array:
     """x / t. Off: t = 1. Below 1e-5 only the most likely token is left."""
     t = jnp.asarray(t, jnp.float32)
     scaled_V = bounded(logits_V / jnp.maximum(t, GREEDY_BELOW), logits_V)
     changed_V = jnp.where(t < GREEDY_BELOW, keep_only(logits_V, jnp.zeros(logits_V.shape, bool)), scaled_V)
     return jnp.where(t == 1, logits_V, changed_V)
+
+
+def dynamic_temperature(logits_V: Array, low: Array | float, high: Array | float, exponent: Array | float = 1.0) -> Array:
+    """x / T with T = low + (high − low)·(H / ln n)^exponent over the n survivors (KoboldCpp). Off: low = high = 1."""
+    n = jnp.sum(logits_V > -jnp.inf)
+    share = jnp.clip(entropy(logits_V) / jnp.log(jnp.maximum(n, 2).astype(jnp.float32)), 0, 1)
+    t = low + (jnp.asarray(high) - low) * share**exponent
+    return jnp.where(n <= 1, logits_V, temperature(logits_V, t))
+
+
+def smoothing(logits_V: Array, factor: Array | float, curve: Array | float = 1.0) -> Array:
+    """M − k·f·d² + s·f·d³ with d = x − M, k = (3 − c)/2, s = (c − 1)/2 (quadratic and cubic smoothing). Off: factor = 0."""
+    M = finite_max(logits_V)
+    d_V = jnp.maximum(logits_V - M, -1e12)  # its cube stays finite
+    factor, curve = jnp.asarray(factor), jnp.asarray(curve)
+    smooth_V = M - (3 - curve) / 2 * factor * d_V**2 + (curve - 1) / 2 * factor * d_V**3
+    return jnp.where(factor == 0, logits_V, bounded(smooth_V, logits_V))
 
 
 def top_k(logits_V: Array, k: Array | int, ties: Ties = "first") -> Array:
@@ -90,12 +76,7 @@ def top_k(logits_V: Array, k: Array | int, ties: Ties = "first") -> Array:
       ties: `first` keeps exactly k; `all` keeps every token equal to the last kept one.
     """
     k = jnp.asarray(k, jnp.int32)
-    keys_V = ordered_keys(logits_V)
-    # Counted in float32, exact up to 2²⁴ tokens: XLA adds integers four times slower on a CPU.
-    edge = crossing_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda count: count >= k)
-    room = k - jnp.sum(keys_V > edge)
-    keep_V = _above_and_at(keys_V, edge, room, ties)
-    return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, keep_V))
+    return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _head(logits_V, k, ties)))
 
 
 def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Ties = "first") -> Array:
@@ -107,17 +88,17 @@ def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Tie
       ties: `all` keeps every token equal to the last kept one as well.
     """
     p = jnp.asarray(p, jnp.float32)
-    keys_V = ordered_keys(logits_V)
-    weights_V = jnp.exp(logits_V - finite_max(logits_V))
-    keep_V = nucleus(keys_V, weights_V, p, rule, ties)
+    keep_V = nucleus(logits_V, jnp.exp(logits_V - finite_max(logits_V)), p, rule, ties)
     return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
 
 
-def nucleus(keys_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first") -> Array:
-    """The mask of the head with mass p when tokens come in descending order of `keys_V` (equal keys have equal weights).
+def nucleus(scores_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first") -> Array:
+    """The mask of the head with mass p, its first token at least, when tokens come in descending order of `scores_V`.
 
-    Among equals at the edge the j-th is kept by the mass `above + j·weight`, compared with p times the total.
+    Equal scores must have equal weights: among equals at the edge the j-th is kept by the mass `above + j·weight`, compared
+    with p times the total.
     """
+    keys_V = ordered_keys(scores_V)
     target = p * jnp.sum(weights_V)
     below = jnp.less if rule == "inclusive" else jnp.less_equal
     edge = crossing_key(keys_V, weights_V, lambda mass: ~below(mass, target))
@@ -128,6 +109,8 @@ def nucleus(keys_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive",
     base = jnp.clip(guess, 1, 2.0**30).astype(jnp.int32) - 1
     counted = base + jnp.arange(4) + (rule == "exclusive")
     room = base + jnp.sum(below(above + counted * weight, target))
+    room = jnp.maximum(room, ~(keys_V > edge).any())  # p = 0, or the first alone exceeds p
+    edge = jnp.minimum(edge, jnp.max(keys_V))
     return _above_and_at(keys_V, edge, room, ties)
 
 
@@ -138,17 +121,158 @@ def min_p(logits_V: Array, p: Array | float) -> Array:
     return jnp.where(p <= 0, logits_V, keep_only(logits_V, keep_V))
 
 
+def top_a(logits_V: Array, a: Array | float) -> Array:
+    """Keeps P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
+    P_V = jax.nn.softmax(logits_V)
+    least = a * jnp.max(P_V) ** 2
+    return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, jnp.greater_equal(P_V, least)))
+
+
+def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None) -> Array:
+    """Cuts where the curve of sorted probabilities has flattened (Phoenix et al. 2019). Off: z = 1.
+
+    w = |second differences of P sorted| / their sum, v = [0, cumulated w, 1]; ranks with v ≤ z stay. A row without any second
+    difference is left alone. The one step that sorts.
+
+    Args:
+      size: tokens of the vocabulary when the row is padded with removed ones; None: all.
+    """
+    V = logits_V.shape[0]
+    size = jnp.asarray(V if size is None else size)
+    z = jnp.asarray(z, jnp.float32)
+    P_V = jnp.sort(jax.nn.softmax(logits_V), descending=True)
+    rank_V = jnp.arange(V)
+    bend_V = jnp.abs(jnp.pad(jnp.diff(P_V, 2), (1, 1))[:V]) if V > 1 else jnp.zeros(V)
+    bend_V = jnp.where(rank_V < size - 1, bend_V, 0)
+    total = jnp.sum(bend_V)
+    v_V = jnp.cumsum(bend_V / jnp.where(total > 0, total, 1))
+    v_V = jnp.where((rank_V == size - 1) & (rank_V > 0), 1, v_V)
+    n = jnp.sum((v_V <= z) & (rank_V < size))
+    flat = (total == 0) & (size > 2)
+    return jnp.where((z >= 1) | flat, logits_V, keep_only(logits_V, _head(logits_V, n)))
+
+
+def typical(logits_V: Array, p: Array | float, ties: Ties = "first") -> Array:
+    """Keeps the smallest set with mass p of the tokens whose surprise is nearest to the entropy. Off: p = 1.
+
+    Meister et al. 2023, equation 9.
+    """
+    p = jnp.asarray(p, jnp.float32)
+    logP_V = _log_softmax(logits_V)
+    keep_V = nucleus(-jnp.abs(logP_V + entropy(logits_V)), jnp.exp(logP_V), p, ties=ties)
+    return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
+
+
+def epsilon_cutoff(logits_V: Array, eps: Array | float) -> Array:
+    """Keeps P ≥ ε (Hewitt et al. 2022, section 4). Off: ε = 0."""
+    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, jax.nn.softmax(logits_V) >= eps))
+
+
+def eta_cutoff(logits_V: Array, eps: Array | float) -> Array:
+    """Keeps P ≥ min(ε, √ε·exp(−H)) (Hewitt et al. 2022, equation 4). Off: ε = 0."""
+    least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V)))
+    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, jax.nn.softmax(logits_V) >= least))
+
+
+def top_n_sigma(logits_V: Array, n: Array | float) -> Array:
+    """Keeps x ≥ max x − n·σ, σ the standard deviation of the surviving logits (Tang et al. 2024). Off: n ≤ 0."""
+    alive_V = logits_V > -jnp.inf
+    count = jnp.maximum(jnp.sum(alive_V), 1)
+    down_V = jnp.where(alive_V, logits_V - finite_max(logits_V), 0)
+    mean = jnp.sum(down_V) / count
+    sigma = jnp.sqrt(jnp.sum(jnp.where(alive_V, (down_V - mean) ** 2, 0)) / count)
+    return jnp.where(jnp.asarray(n) <= 0, logits_V, keep_only(logits_V, down_V >= -n * sigma))
+
+
+def xtc(
+    logits_V: Array,
+    threshold: Array | float,
+    probability: Array | float,
+    u: Array | float,
+    protected_ids_S: Array | None = None,
+) -> Array:
+    """Excludes top choices: with u < probability drops every P ≥ threshold but the last of them. Off: probability = 0.
+
+    Args:
+      u: the uniform draw in [0, 1) that decides whether the step acts.
+      protected_ids_S: ids (end of text, newline) whose removal turns the step into a no-op.
+    """
+    ids_V = jnp.arange(logits_V.shape[0])
+    top_V = (jax.nn.softmax(logits_V) >= threshold) & (logits_V > -jnp.inf)
+    lowest = jnp.min(jnp.where(top_V, logits_V, jnp.inf))
+    last = jnp.max(jnp.where(top_V & (logits_V == lowest), ids_V, -1))
+    drop_V = top_V & (ids_V != last)
+    act = jnp.asarray(u) < probability
+    if protected_ids_S is not None:
+        act &= ~drop_V.at[protected_ids_S].get(mode="fill", fill_value=False).any()
+    return jnp.where(act, keep_only(logits_V, ~drop_V), logits_V)
+
+
+def mirostat_v2(logits_V: Array, mu: Array | float) -> Array:
+    """Keeps tokens with surprise −log2 P ≤ μ bits (Basu et al. 2021; llama.cpp's second version)."""
+    return keep_only(logits_V, _log_softmax(logits_V) >= -jnp.asarray(mu) * jnp.log(2.0))
+
+
+def mirostat_v1(logits_V: Array, mu: Array | float, m: int = 100, size: Array | int | None = None) -> Array:
+    """Keeps the first k tokens, k from a Zipf law fitted to the first `m` ranks (Basu et al. 2021, algorithm 1).
+
+    Args:
+      size: tokens of the vocabulary when the row is padded with removed ones; None: all.
+    """
+    V = logits_V.shape[0]
+    log_size = jnp.log(jnp.asarray(V if size is None else size, jnp.float32))
+    x_m = lax.top_k(logits_V, min(m, V))[0]
+    both_m = x_m[1:] > -jnp.inf
+    rank_m = jnp.arange(x_m.shape[0] - 1, dtype=jnp.float32)
+    t_m = jnp.where(both_m, jnp.log((rank_m + 2) / (rank_m + 1)), 0)
+    b_m = jnp.where(both_m, x_m[:-1] - x_m[1:], 0)
+    squares = jnp.sum(t_m**2)
+    s = jnp.sum(t_m * b_m) / jnp.where(squares > 0, squares, 1)
+    e = s - 1
+    tiny = jnp.abs(e) < 1e-6
+    ratio = jnp.where(tiny, 1 / log_size, e / -jnp.expm1(-jnp.where(tiny, 1.0, e) * log_size))
+    k = jnp.exp((jnp.asarray(mu) * jnp.log(2.0) + jnp.log(ratio)) / jnp.where(s > 0, s, 1))
+    n = jnp.clip(jnp.nan_to_num(jnp.floor(k), nan=V), 1, V).astype(jnp.int32)
+    return jnp.where(s <= 0, logits_V, keep_only(logits_V, _head(logits_V, n)))
+
+
+def mirostat_update(mu: Array | float, surprise: Array | float, tau: Array | float, eta: Array | float) -> Array:
+    """μ after a draw: μ − η(S − τ), S the surprise in bits of the drawn token before the cut."""
+    return jnp.asarray(mu) - eta * (jnp.asarray(surprise) - tau)
+
+
 def finite_max(logits_V: Array) -> Array:
     """The largest logit, or 0 in a row without tokens (where -inf - -inf would be NaN)."""
     largest = jnp.max(logits_V)
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
+def _log_softmax(logits_V: Array) -> Array:
+    """ln P, -inf for removed tokens also in a row that has no others."""
+    shifted_V = logits_V - finite_max(logits_V)
+    return shifted_V - jnp.log(jnp.maximum(jnp.sum(jnp.exp(shifted_V)), jnp.finfo(jnp.float32).tiny))
+
+
+def entropy(logits_V: Array) -> Array:
+    """−ΣP ln P in nats, with 0·ln 0 = 0."""
+    logP_V = _log_softmax(logits_V)
+    P_V = jnp.exp(logP_V)
+    return -jnp.sum(jnp.where(P_V > 0, P_V * logP_V, 0))
+
+
+def _head(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
+    """The mask of the first k tokens in canonical order.
+
+    Counted in float32, exact up to 2²⁴ tokens: XLA adds integers four times slower on a CPU.
+    """
+    keys_V = ordered_keys(logits_V)
+    edge = crossing_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda count: count >= k)
+    return _above_and_at(keys_V, edge, k - jnp.sum(keys_V > edge), ties)
+
+
 def _above_and_at(keys_V: Array, edge: Array, room: Array, ties: Ties) -> Array:
     """Keys above the edge, and of those at the edge the first `room` by id, or all of them when one fits."""
     at_V = keys_V == edge
     if ties == "all":
-        # With nothing above or at the edge kept, the first token survives, and with it everything equal to it.
-        first_V = (keys_V == jnp.max(keys_V)) & ~((keys_V > edge).any() | (room > 0))
-        return (keys_V > edge) | (at_V & (room > 0)) | first_V
+        return (keys_V > edge) | (at_V & (room > 0))
     return (keys_V > edge) | (at_V & (jnp.arange(keys_V.shape[0]) <= nth_true(at_V, room)))

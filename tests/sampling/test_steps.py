@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.sampling import steps
+from dantinox.sampling import history, steps
 
 V = 40
 quick = settings(max_examples=25, deadline=None)
@@ -19,7 +19,24 @@ TOP_P = {
     for rule in ("inclusive", "exclusive")
     for ties in ("first", "all")
 }
-MIN_P, TEMPERATURE, PENALTY = jax.jit(steps.min_p), jax.jit(steps.temperature), jax.jit(steps.repetition_penalty)
+MIN_P, TEMPERATURE, PENALTY = jax.jit(steps.min_p), jax.jit(steps.temperature), jax.jit(history.repetition_penalty)
+
+DYNAMIC, SMOOTHING, TOP_A, TAIL_FREE, TYPICAL, EPSILON, ETA, SIGMA, XTC, MIROSTAT_1, MIROSTAT_2 = map(
+    jax.jit,
+    (
+        steps.dynamic_temperature,
+        steps.smoothing,
+        steps.top_a,
+        steps.tail_free,
+        steps.typical,
+        steps.epsilon_cutoff,
+        steps.eta_cutoff,
+        steps.top_n_sigma,
+        steps.xtc,
+        steps.mirostat_v1,
+        steps.mirostat_v2,
+    ),
+)
 
 
 def kept(x_V):
@@ -125,9 +142,9 @@ def test_repetition_penalty_with_window_and_slope():
 
 def test_minimum_tokens_ban_the_stop_ids_until_enough_are_generated():
     x_V = jnp.arange(5.0)
-    assert kept(steps.min_tokens(x_V, 3, jnp.array([4, 1, 2**31 - 1, -1]), 2)) == {0, 2, 3}
-    assert kept(steps.min_tokens(x_V, 3, jnp.array([4, 1]), 3)) == {0, 1, 2, 3, 4}
-    assert kept(steps.ban(x_V, jnp.arange(5))) == {4}
+    assert kept(history.min_tokens(x_V, 3, jnp.array([4, 1, 2**31 - 1, -1]), 2)) == {0, 2, 3}
+    assert kept(history.min_tokens(x_V, 3, jnp.array([4, 1]), 3)) == {0, 1, 2, 3, 4}
+    assert kept(history.ban(x_V, jnp.arange(5))) == {4}
 
 
 OFF = {
@@ -138,7 +155,20 @@ OFF = {
     "min_p": lambda x: MIN_P(x, 0.0),
     "temperature": lambda x: TEMPERATURE(x, 1.0),
     "repetition_penalty": lambda x: PENALTY(x, jnp.zeros(V, jnp.int32), 1.0, 3, 2.0),
-    "min_tokens": lambda x: steps.min_tokens(x, 0, jnp.array([1]), 0),
+    "dynamic_temperature": lambda x: DYNAMIC(x, 1.0, 1.0, 2.0),
+    "smoothing": lambda x: SMOOTHING(x, 0.0, 2.0),
+    "top_a": lambda x: TOP_A(x, 0.0),
+    "tail_free": lambda x: TAIL_FREE(x, 1.0),
+    "typical": lambda x: TYPICAL(x, 1.0),
+    "epsilon_cutoff": lambda x: EPSILON(x, 0.0),
+    "eta_cutoff": lambda x: ETA(x, 0.0),
+    "top_n_sigma": lambda x: SIGMA(x, 0.0),
+    "xtc": lambda x: XTC(x, 0.1, 0.0, 0.0),
+    "presence_frequency_penalty": lambda x: history.presence_frequency_penalty(x, jnp.ones(V), 0.0, 0.0),
+    "logit_bias": lambda x: history.logit_bias(x, jnp.zeros(V)),
+    "no_repeat_ngram": lambda x: history.no_repeat_ngram(x, jnp.zeros(8, jnp.int32), 8, 0),
+    "dry": lambda x: history.dry(x, jnp.zeros(8, jnp.int32), 8, 0.0, 2.0, 1),
+    "min_tokens": lambda x: history.min_tokens(x, 0, jnp.array([1]), 0),
 }
 STRANGE = np.float32([3.4e38, -3.4e38, -np.inf, -0.0, 0.0, 1e-40, -1e-40, 1.0] * (V // 8))
 
@@ -203,6 +233,52 @@ def test_extreme_numbers_never_make_nan_or_empty_a_row():
     for penalty in (1.2e-38, 1e-3, 3.4e38):
         y_V = np.asarray(PENALTY(STRANGE, jnp.zeros(V, jnp.int32), penalty))
         assert not np.isnan(y_V).any() and kept(y_V) == kept(STRANGE)
+
+
+def test_typical_keeps_what_is_least_surprising_first():
+    for x_V, p in zip(rows(8, 20, "plain"), np.random.default_rng(9).uniform(0.05, 0.95, 20), strict=True):
+        P = np.exp(np.float64(x_V) - x_V.max())
+        P /= P.sum()
+        order = np.argsort(np.abs(-np.log(P) + np.sum(P * np.log(P))), kind="stable")
+        before = np.cumsum(P[order]) - P[order]
+        if np.abs(before - p).min() > 1e-6:
+            assert kept(TYPICAL(x_V, p)) == set(order[before < p].tolist())
+
+
+EVERY_CUT = {
+    "top_a": lambda x, a: TOP_A(x, 3 * a),
+    "tail_free": TAIL_FREE,
+    "typical": TYPICAL,
+    "epsilon_cutoff": lambda x, a: EPSILON(x, a * 0.99),
+    "eta_cutoff": lambda x, a: ETA(x, a * 0.99),
+    "top_n_sigma": lambda x, a: SIGMA(x, 2 * a),
+    "xtc": lambda x, a: XTC(x, a / 2, 1.0, 0.5),
+    "mirostat_v1": lambda x, a: MIROSTAT_1(x, 10 * a),
+    "mirostat_v2": lambda x, a: MIROSTAT_2(x, 10 * a - 1),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_CUT)
+@quick
+@given(x_V=row, a=share)
+def test_every_cut_keeps_bits_and_never_empties_a_row(name, x_V, a):
+    y_V = np.asarray(EVERY_CUT[name](x_V, np.float32(a)))
+    ids = sorted(kept(y_V))
+    assert bool(ids) == bool(kept(x_V)) and not np.isnan(y_V).any()
+    np.testing.assert_array_equal(y_V[ids].view(np.uint32), x_V[ids].view(np.uint32))
+
+
+def test_changed_temperatures_stay_finite():
+    for x_V in (*rows(11, 3, "masked"), STRANGE):
+        for y_V in (DYNAMIC(x_V, 0.0, 2.0, 1.5), SMOOTHING(x_V, 3.0, 1.0), SMOOTHING(x_V, 0.3, 3.0)):
+            assert kept(y_V) and not np.isnan(y_V).any() and not (np.asarray(y_V) == np.inf).any()
+
+
+def test_xtc_spares_a_row_that_would_lose_a_protected_token():
+    x_V = jnp.log(jnp.array([0.3, 0.25, 0.25, 0.2]))
+    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0)) == {2, 3}
+    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([2, 3]))) == {2, 3}
+    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([1, 3]))) == {0, 1, 2, 3}
 
 
 def test_entry_repairs_what_is_not_a_number():

@@ -1,0 +1,65 @@
+"""Every case of the golden file: 128 pipelines computed in float64 elsewhere."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.sampling import kobold_order, process_logits, steps
+
+GOLDEN = json.loads(Path(__file__).with_name("samplers.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["id"])
+def test_pipeline(case):
+    x_V = np.float32([-np.inf if x is None else x for x in case["logits"]])
+    y_V = np.asarray(process_logits(x_V[None], case["pipeline"], [case.get("prompt", [])], [case.get("output", [])]))[0]
+    ids = np.flatnonzero(np.asarray(y_V) > -np.inf)
+    assert ids.tolist() == case["kept_ids"]
+    np.testing.assert_allclose(y_V[ids], case["kept_logits"], rtol=2e-5, atol=2e-5)
+    weights = np.exp(y_V[ids] - y_V.max())
+    np.testing.assert_allclose(weights / weights.sum(), case["kept_probs"], atol=2e-5)
+    assert int(np.argmax(y_V)) == case["kept_first"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["aux"]["kobold_order"], ids=lambda case: str(case["codes"]))
+def test_kobold_order(case):
+    if case["expected"] is None:
+        with pytest.raises(ValueError, match="permutation"):
+            kobold_order(case["codes"])
+    else:
+        assert list(kobold_order(case["codes"])) == case["expected"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["aux"]["mirostat_update"], ids=lambda case: str(case["mu"]))
+def test_mirostat_update(case):
+    numbers = {key: value for key, value in case.items() if key != "expected"}
+    np.testing.assert_allclose(steps.mirostat_update(**numbers), case["expected"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ({"name": "topp", "p": 1}, "no sampling step is called topp"),
+        ({"name": "top_p", "q": 1}, "has no parameter q"),
+        ({"name": "top_p"}, "needs the parameter p"),
+        ({"name": "top_p", "p": 1.5}, "top_p.p must be a number in"),
+        ({"name": "top_p", "p": float("nan")}, "top_p.p must be a number"),
+        ({"name": "top_p", "p": 0.5, "ties": "some"}, "top_p.ties must be one of first, all"),
+        ({"name": "top_k", "k": 1.5}, "top_k.k must be an integer"),
+        ({"name": "allowed_tokens", "ids": []}, "at least one token id"),
+        ({"name": "banned_tokens", "ids": [4]}, "token ids in"),
+        ({"name": "logit_bias", "ids": [1], "values": []}, "one value per id"),
+        ({"name": "repetition_penalty", "penalty": 0}, "repetition_penalty.penalty must be"),
+    ],
+)
+def test_wrong_steps_are_refused_in_words(step, words):
+    with pytest.raises(UserError, match=words):
+        process_logits(np.zeros((1, 4)), [step])
+
+
+def test_rows_have_their_own_text():
+    y_BV = process_logits(np.ones((2, 4)), [{"name": "repetition_penalty", "penalty": 2.0}], [[1], [2]], [[], [3]])
+    np.testing.assert_array_equal(y_BV, [[1, 0.5, 1, 1], [1, 1, 0.5, 0.5]])
