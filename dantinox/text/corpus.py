@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
@@ -16,6 +17,7 @@ from dantinox.text.cutting import last_cut
 from dantinox.text.sources import Source, find_sources
 
 BLOCK_BYTES = 4 << 20
+RECORD_BYTES = 1 << 28  # a record is held in memory as a whole
 
 
 class Piece(NamedTuple):
@@ -88,7 +90,7 @@ class Corpus:
           UserError: something that is not text, or no text but white space.
         """
         digest = self.digest()
-        sizes: list[int] = []
+        sizes = array("q")
         blank = True
         for document, text in self.pieces(digest):
             blank = blank and text.isspace()
@@ -97,7 +99,7 @@ class Corpus:
             sizes[document] += len(text)
         if blank:
             raise UserError(f"the corpus {self.name} holds " + ("nothing but white space" if sizes else "no text"))
-        return Extent(digest, np.cumsum(sizes))
+        return Extent(digest, np.cumsum(np.asarray(sizes)))
 
 
 class _Digest:
@@ -124,7 +126,7 @@ def _blocks(source: Source, digest: _Digest, lines: bool = False) -> Iterator[by
     """The content of a file by blocks or by lines; what the system or gzip has against it becomes a sentence."""
     try:
         with _open(source) as stream:
-            while data := stream.readline() if lines else stream.read(BLOCK_BYTES):
+            while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
                 digest.add(data)
                 yield data
     except EOFError:
@@ -136,18 +138,19 @@ def _blocks(source: Source, digest: _Digest, lines: bool = False) -> Iterator[by
 
 
 def _text(source: Source, digest: _Digest) -> Iterator[tuple[bool, str]]:
-    """(does a document start here, text) of a text file, in pieces of a block or less."""
+    """(does a document start here, text) of a text file, in pieces of less than two blocks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, rest = True, ""
     for block in _blocks(source, digest):
         before = digest.size - len(block)
         _refuse_binary(source, block, before)
         text = rest + _decode(source, decoder, block, before)
-        cut = last_cut(text, 0, len(text) - 1) if len(text) > 1 else 0
-        if cut:
-            yield starts, text[:cut]
-            starts = False
-        rest = text[cut:]
+        if len(text) < max(2, BLOCK_BYTES):  # a short rest may hold no good place to cut
+            rest = text
+            continue
+        cut = last_cut(text, 0, len(text) - 1)
+        yield starts, text[:cut]
+        starts, rest = False, text[cut:]
     rest += _decode(source, decoder, b"", digest.size, final=True)
     if rest:
         yield starts, rest
@@ -173,6 +176,8 @@ def _records(source: Source, field: str, digest: _Digest) -> Iterator[tuple[bool
     """The texts of a JSON Lines file; blank lines hold no record."""
     for number, line in enumerate(_blocks(source, digest, lines=True), 1):
         where = f"{source.path}, line {number}"
+        if len(line) > RECORD_BYTES:
+            raise UserError(f"a record longer than {RECORD_BYTES} bytes ({where})")
         if line.isspace():
             continue
         record = _parse(line, where)

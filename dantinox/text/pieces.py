@@ -36,9 +36,8 @@ def spell(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) 
     kinds = _kinds(decoder)
     if kinds is None:
         return None
-    tokens: list[str | None] = [None] * size_of(core)
-    for token, index in core.get_vocab(with_added_tokens=True).items():
-        tokens[index] = None if index in specials else token
+    # Not get_vocab: the library decodes an added token in the form its normalizer gave it.
+    tokens = [None if index in specials else core.id_to_token(index) for index in range(size_of(core))]
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
         table = [_from_letters(token, values) if token else b"" for token in tokens]

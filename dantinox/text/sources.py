@@ -14,8 +14,8 @@ BUILTIN_BYTES = 8_000_000
 # Not the library's own prose and code: what others installed, tests with their odd files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
 _SUFFIXES = """
-.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .jsonl .py .pyi .c .h .cc .cpp .hpp
-.cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css
+.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .jsonl .py .pyi .c .h .cc .cpp
+.hpp .cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css
 """
 TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
 
@@ -51,7 +51,7 @@ def _resolve(name: str) -> list[Source]:
     kind = _kind(path)
     if kind is None and glob.has_magic(name):
         return _matches(str(path), name)
-    if kind is None:
+    if kind is None or not name:  # an empty name would be the current folder
         raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, or {BUILTIN}")
     return _folder(path) if stat.S_ISDIR(kind) else [_source(path, kind, named=True)]
 
@@ -119,7 +119,10 @@ def _source(path: Path, kind: int | None, named: bool) -> Source:
 def _builtin() -> list[Source]:
     """Sources of the running interpreter's standard library, sorted by name, up to BUILTIN_BYTES."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    inside = [path for path in root.rglob("*.py") if not _BUILTIN_SKIPS & set(path.relative_to(root).parts[:-1])]
+    inside: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _BUILTIN_SKIPS  # what is skipped is not walked
+        inside += [Path(folder, file) for file in files if file.endswith(".py")]
     chosen: list[Source] = []
     size = 0
     for path in sorted(inside, key=lambda p: p.relative_to(root).as_posix()):

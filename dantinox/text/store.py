@@ -39,7 +39,7 @@ class TokenStore:
     A training batch is a pure function of (seed, step): the position in the data is one integer, and threads may ask at once.
     Epoch e cuts the training tokens into windows of T + 1 that share their edge tokens, from a random offset on, and takes each
     once, shuffled; offset and order depend on (seed, e) alone. Every epoch has `windows_per_epoch` windows, as many as fit
-    whatever the offset below T, so that at most 2 T - 1 targets at the edges sit an epoch out, others in each. Batches run on
+    whatever the offset below T, so that at most 2 T - 2 targets at the edges sit an epoch out, others in each. Batches run on
     across the end of an epoch.
 
     Attributes:

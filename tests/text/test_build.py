@@ -1,0 +1,265 @@
+"""From settings to tokens on disk: what is stored, where validation begins, when it is built anew."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dantinox.config import Config, TokenizerSection, UserError, build_config
+from dantinox.text import Tokenizer, TokenStore, build, corpus, prepare_data, train_tokenizer
+
+TEXT = (
+    "Nel mezzo del cammin di nostra vita\n\n mi ritrovai per una <eos> selva oscura,\r\nché la diritta via era smarrita.\n" * 9
+)
+
+
+def settings(path: object, **changes: object) -> Config:
+    base = {"data.path": str(path), "tokenizer.tokenizer_type": "char", "model.max_context": 8, "training.batch_size": 2}
+    return build_config({}, base | changes)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def parts(store: TokenStore) -> tuple[list[int], list[int]]:
+    return store._train.tolist(), store._val.tolist()
+
+
+BPE = train_tokenizer(TokenizerSection(tokenizer_type="bpe"), lambda: iter([TEXT]))
+
+
+def joined(lists: Iterable[list[int]]) -> list[int]:
+    return [token for tokens in lists for token in tokens]
+
+
+def header(directory: Path) -> dict:
+    return json.loads((directory / "tokens.json").read_text())
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_one_document_is_cut_at_the_character(tmp_path, kind: str, fraction: float) -> None:
+    config = settings(write(tmp_path / "a.txt", TEXT), **{"tokenizer.tokenizer_type": kind, "data.val_fraction": fraction})
+    tokenizer, store = prepare_data(config, tmp_path / "store")
+    cut = int(len(TEXT) * (1 - fraction))
+    train, val = parts(store)
+    assert train == tokenizer.encode(TEXT[:cut]) and val == [*tokenizer.encode(TEXT[cut:]), tokenizer.eos_id]
+    assert store.train == (len(train), 1, cut, len(TEXT[:cut].encode()))
+    assert store.val == (len(val), 1, len(TEXT) - cut, len(TEXT[cut:].encode()))
+    assert store.val_bytes_per_token == len(TEXT[cut:].encode()) / len(val)
+    assert header(tmp_path / "store")["dtype"] == "<u2"
+    if kind == "char":
+        assert tokenizer.encode(TEXT) == [sorted(set(TEXT)).index(c) for c in TEXT]
+
+
+def test_documents_are_divided_where_one_ends(tmp_path) -> None:
+    lengths = [30, 20, 26, 15, 9]
+    texts = [letter * length for letter, length in zip("abcde", lengths, strict=True)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    # Ends are at 30, 50, 76, 91 of 100 characters.
+    for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.99, 1), (0.001, 4)]:
+        tokenizer, store = prepare_data(settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store")
+        encoded = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+        assert parts(store) == (joined(encoded[:documents]), joined(encoded[documents:]))
+        assert (store.train.documents, store.val.documents) == (documents, 5 - documents)
+
+
+def test_separate_validation_text(tmp_path) -> None:
+    train, val = write(tmp_path / "a.txt", TEXT), write(tmp_path / "v.txt", "ß in validation only")
+    tokenizer, store = prepare_data(settings(train, **{"data.val_path": str(val)}), tmp_path / "store")
+    assert parts(store) == tuple([*tokenizer.encode(text), tokenizer.eos_id] for text in (TEXT, "ß in validation only"))
+
+
+@given(text=st.text(st.sampled_from("ab \n.'\r7é"), min_size=60, max_size=400))
+def test_bpe_in_chunks_is_bpe_of_the_whole(tmp_path_factory, text: str) -> None:
+    """The text is encoded in parts on several cores; with a place to cut in reach that may not show."""
+    text = "via " + text.replace("\n", ".\nx") + " via"
+    opened = corpus.Corpus.open(str(write(tmp_path_factory.mktemp("t") / "a.txt", text)))
+    extent = opened.scan()
+    plan = build._Plan((opened,), (extent,), extent.characters)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "CHUNK_CHARACTERS", 50)
+        patch.setattr(corpus, "BLOCK_BYTES", 90)
+        chunks = list(build._chunks(plan, BPE))
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert [(chunk.starts, chunk.ends) for chunk in chunks] == [(i == 0, i == len(chunks) - 1) for i in range(len(chunks))]
+    if all(re.search(r"\S\n\S|\S \S", text[i : i + 20]) for i in range(len(text) - 20)):
+        ids = np.concatenate(BPE.encode_batch([chunk.text for chunk in chunks]))
+        assert ids.tolist() == BPE.encode(text)
+
+
+def test_no_end_token_in_a_vocabulary_without_one(tmp_path) -> None:
+    tree = json.loads(prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s")[0].to_json())
+    tokenizer = Tokenizer(json.dumps(tree | {"added_tokens": []}))
+    _, store = prepare_data(settings(tmp_path / "a.txt"), tmp_path / "s", tokenizer)
+    assert tokenizer.eos_id is None and joined(parts(store)) == tokenizer.encode(TEXT)
+    assert not store.batch(0).segments_BT.any() and store.batch(0).mask_BT.all()
+
+
+def test_large_vocabulary_takes_four_bytes(tmp_path) -> None:
+    letters = [chr(0x4E00 + i % 20_000 + (i // 20_000) * 0x12000) for i in range(66_000)]
+    text = "".join(letters)
+    tokenizer, store = prepare_data(settings(write(tmp_path / "a.txt", text)), tmp_path / "s")
+    assert header(tmp_path / "s")["dtype"] == "<u4" and tokenizer.vocab_size == 66_003
+    assert tokenizer.decode(joined(parts(store))) == text
+
+
+def test_tokenizer_from_a_file(tmp_path) -> None:
+    config = settings(write(tmp_path / "a.txt", TEXT))
+    tokenizer, _ = prepare_data(config, tmp_path / "s")
+    tokenizer.save(tmp_path / "t.json")
+    more = {"tokenizer.tokenizer_type": "file", "tokenizer.tokenizer_path": str(tmp_path / "t.json")}
+    again, _ = prepare_data(settings(tmp_path / "a.txt", **more), tmp_path / "s")
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+@pytest.fixture
+def built(tmp_path) -> tuple[Config, Path, Tokenizer]:
+    config = settings(write(tmp_path / "a.txt", TEXT))
+    tokenizer, _ = prepare_data(config, tmp_path / "store")
+    return config, tmp_path / "store", tokenizer
+
+
+def builds(config: Config, directory: Path, tokenizer: Tokenizer | None) -> bool:
+    """Does this call encode the corpus, and are the tokens right either way?"""
+    stages: list[str] = []
+    used, store = prepare_data(config, directory, tokenizer, lambda stage, done, total: stages.append(stage))
+    assert used.decode(joined(parts(store))) == Path(str(config.data.path)).read_bytes().decode()
+    return "encoding the corpus" in stages
+
+
+def test_unchanged_is_used_again(built) -> None:
+    config, directory, tokenizer = built
+    assert not builds(config, directory, tokenizer) and not builds(config, directory, None)
+    assert not builds(settings(config.data.path, **{"training.seed": 7, "model.max_context": 9}), directory, tokenizer)
+
+
+def test_every_change_builds_anew(built) -> None:
+    config, directory, tokenizer = built
+    path = Path(str(config.data.path))
+    for change in ({"data.val_fraction": 0.2}, {"data.text_field": "body"}, {"data.val_path": str(path)}):
+        changed = settings(path, **change)
+        if "data.val_path" not in change:
+            assert builds(changed, directory, tokenizer) and not builds(changed, directory, tokenizer)
+        else:
+            before = header(directory)
+            prepare_data(changed, directory, tokenizer)
+            assert header(directory) != before
+    assert builds(config, directory, tokenizer)
+    assert builds(settings(path, **{"tokenizer.tokenizer_type": "byte"}), directory, None)
+    assert builds(config, directory, tokenizer)
+    path.write_bytes(path.read_bytes().replace(b"selva", b"valse"))  # the same size, the same name
+    assert builds(config, directory, tokenizer)
+    assert len(list(directory.glob("tokens-*.bin"))) == 1
+
+
+def test_damage_builds_anew(built) -> None:
+    config, directory, tokenizer = built
+    (tokens,) = directory.glob("tokens-*.bin")
+    sound, data = (directory / "tokens.json").read_text(), tokens.read_bytes()
+    for content in [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        sound[:-9],
+        sound.replace('"format": 1', '"format": 0'),
+        "[" * 5000,
+        "x" * 10**6,
+    ]:
+        (directory / "tokens.json").write_text(content)
+        assert builds(config, directory, tokenizer), content[:40]
+    for part, value in [("train", 7), ("val", {}), ("dtype", "<f8"), ("file", None), ("file", "../tokens.json")]:
+        (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | {part: value}))
+        assert builds(config, directory, tokenizer), part
+    for content in [b"", data[:-2], data + b"\0\0"]:
+        tokens.write_bytes(content)
+        assert builds(config, directory, tokenizer)
+    tokens.unlink()
+    assert builds(config, directory, tokenizer) and not builds(config, directory, tokenizer)
+
+
+def test_leftovers_are_never_trusted(built, monkeypatch) -> None:
+    config, directory, tokenizer = built
+    before = header(directory)
+    changed = settings(config.data.path, **{"data.val_fraction": 0.3})
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in ("_write_header", "_added"):
+        with monkeypatch.context() as patch:
+            patch.setattr(build, step, die)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_data(changed, directory, tokenizer)
+        assert header(directory) == before and not builds(config, directory, tokenizer), "the old store is whole"
+    (directory / ".tokens-killed").write_bytes(b"half a token file")
+    assert builds(changed, directory, tokenizer)
+    assert sorted(path.name for path in directory.iterdir()) == [".lock", header(directory)["file"], "tokens.json"]
+
+
+def test_a_corpus_changed_while_it_is_built(built) -> None:
+    config, directory, tokenizer = built
+    before = header(directory)
+
+    def change(stage: str, done: int, total: int) -> None:
+        Path(str(config.data.path)).write_text(TEXT.replace("selva", "valse"))
+
+    with pytest.raises(UserError, match="changed while it was read"):
+        prepare_data(settings(config.data.path, **{"tokenizer.tokenizer_type": "bpe"}), directory, None, change)
+    assert header(directory) == before
+
+
+def test_progress_reaches_the_end(tmp_path) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    config = settings(write(tmp_path / "a.txt", TEXT), **{"tokenizer.tokenizer_type": "bpe"})
+    prepare_data(config, tmp_path / "s", None, lambda stage, *numbers: seen.setdefault(stage, []).append(numbers))
+    assert list(seen) == ["training the tokenizer", "encoding the corpus"]
+    assert seen["encoding the corpus"][-1] == (len(TEXT), len(TEXT))
+
+
+def test_unknown_character_is_placed_in_the_corpus(built, monkeypatch) -> None:
+    _, directory, tokenizer = built
+    monkeypatch.setattr(build, "BATCH_CHARACTERS", 40)
+    config = settings(write(directory / "b.txt", TEXT[:100] + "ß"))
+    with pytest.raises(UserError, match=r"'ß' \(U\+00DF\) at position 100 "):
+        prepare_data(config, directory, tokenizer)
+
+
+def test_no_corpus_and_too_little_text(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"data\.path.*--data_path"):
+        prepare_data(build_config({}), tmp_path)
+    config = settings(write(tmp_path / "a.txt", "abcdefghij"))
+    with pytest.raises(UserError, match="has 9 tokens, fewer than the 17 of one batch"):
+        prepare_data(config, tmp_path / "s")
+
+
+def test_directory_that_cannot_be_written(tmp_path, monkeypatch) -> None:
+    config = settings(write(tmp_path / "a.txt", TEXT))
+    with pytest.raises(UserError, match=r"cannot write the tokens in .*a\.txt"):
+        prepare_data(config, tmp_path / "a.txt" / "store")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        prepare_data(config, tmp_path / "store")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [".lock"]
+
+
+def test_batches_from_disk_equal_batches_from_memory(built) -> None:
+    config, directory, tokenizer = built
+    _, store = prepare_data(config, directory, tokenizer)
+    train, val = (np.array(part) for part in parts(store))
+    other = TokenStore(train, val, batch_size=2, sequence_length=8, seed=42, eos_id=tokenizer.eos_id)
+    for a, b in zip(store.batch(9), other.batch(9), strict=True):
+        assert np.array_equal(a, b)

@@ -1,0 +1,225 @@
+"""Corpora: text kept to the letter, files found in a fixed order, and one sentence for everything that is not text."""
+
+import gzip
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dantinox.config import UserError
+from dantinox.text import Corpus, corpus
+from dantinox.text.cutting import cut_up
+from dantinox.text.sources import BUILTIN_BYTES, find_sources
+
+ODD = " \r\n\r\n\tNel mezzo\n\n\n  del cammin\x0c\u2028 🙂é\n \n"
+
+
+def documents(path: object, field: str = "text") -> list[str]:
+    found: list[str] = []
+    for document, text in Corpus.open(str(path), field).pieces():
+        assert text and document in (len(found) - 1, len(found))
+        if document == len(found):
+            found.append("")
+        found[document] += text
+    return found
+
+
+def test_text_is_kept_to_the_letter(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(ODD.encode())
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfbom")
+    assert documents(tmp_path) == [ODD, "\ufeffbom"]
+
+
+@given(text=st.text(st.sampled_from("ab\r\n 🙂é"), min_size=1, max_size=80), block=st.integers(1, 20))
+def test_any_block_size_gives_the_same_text(tmp_path_factory, text: str, block: int) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "BLOCK_BYTES", block)
+        assert documents(path) == [text]
+        pieces = [piece.text for piece in Corpus.open(str(path)).pieces()]
+        assert all(pieces) and max(map(len, pieces)) < 2 * max(2, block)
+
+
+@given(text=st.text(st.sampled_from("ab\r\n .'s"), max_size=300), size=st.integers(1, 50))
+def test_cutting_up_loses_nothing(text: str, size: int) -> None:
+    parts = list(cut_up(text, size))
+    assert "".join(parts) == text and all(0 < len(part) <= size for part in parts)
+
+
+def test_cuts_are_before_a_line_else_before_a_word_else_hard() -> None:
+    assert list(cut_up("ab cd\nef gh", 9)) == ["ab cd\n", "ef gh"]
+    assert list(cut_up("ab cd\n\n ef gh", 6)) == ["ab", " cd\n\n", " ef gh"]
+    assert list(cut_up("abcdefgh", 3)) == ["abc", "def", "gh"]
+
+
+def test_folder_is_recursive_sorted_and_text_only(tmp_path) -> None:
+    for name in ["b/z.md", "b/a.TXT", "a.py", "c.bin", ".hidden/x.txt", "b/.x.txt", "pack.txt.gz", "empty.txt"]:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        data = b"" if name == "empty.txt" else name.encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert documents(tmp_path) == ["a.py", "b/a.TXT", "b/z.md", "pack.txt.gz"]
+    (tmp_path / "b" / "link.txt").symlink_to(tmp_path / "a.py")
+    (tmp_path / "linked").symlink_to(tmp_path / "b")
+    assert documents(tmp_path)[1:] == ["b/a.TXT", "a.py", "b/z.md", "b/a.TXT", "a.py", "b/z.md", "pack.txt.gz"]
+
+
+def test_lists_and_globs(tmp_path) -> None:
+    for name in ["1.txt", "2.txt", "3.md", "[x].txt"]:
+        (tmp_path / name).write_text(name)
+    assert documents(tmp_path / "*.txt") == ["1.txt", "2.txt", "[x].txt"]
+    assert documents(tmp_path / "[x].txt") == ["[x].txt"], "an existing name is no glob"
+    found = find_sources((str(tmp_path / "3.md"), str(tmp_path / "[12].txt")))
+    assert [source.path.name for source in found] == ["3.md", "1.txt", "2.txt"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_json_lines(tmp_path, packed: bool) -> None:
+    texts = [ODD, "", "due\n", "x" * 300_000]
+    lines = "\ufeff" + "\n\r\n".join(json.dumps({"id": 1, "body": text}, ensure_ascii=False) for text in texts)
+    path = tmp_path / ("r.jsonl.gz" if packed else "r.jsonl")
+    path.write_bytes(gzip.compress(lines.encode()) if packed else lines.encode())
+    assert documents(path, "body") == [ODD, "due\n", "x" * 300_000]
+
+
+def test_builtin_corpus_is_there_and_bounded() -> None:
+    sources = find_sources("builtin:python")
+    names = [source.path.name for source in sources]
+    assert sources == find_sources("builtin:python") and "argparse.py" in names
+    assert 10**6 < sum(source.path.stat().st_size for source in sources) <= BUILTIN_BYTES
+    assert not any({"site-packages", "test", "idlelib", "lib2to3"} & set(source.path.parts) for source in sources)
+
+
+def test_digest_follows_content_and_kind_and_not_names(tmp_path) -> None:
+    for name, content in [("a.txt", "uno"), ("b.txt", "uno"), ("c.txt", "due"), ("c.jsonl", "due")]:
+        (tmp_path / name).write_text(content)
+    digests = [Corpus.open(str(tmp_path / name)).digest() for name in ["a.txt", "b.txt", "c.txt", "c.jsonl"]]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_extent(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "più"}\n{"text": ""}\n{"text": "🙂"}')
+    (tmp_path / "b.txt").write_text("abc")
+    extent = Corpus.open(str(tmp_path)).scan()
+    assert extent.ends.tolist() == [3, 4, 7] and extent.characters == 7
+
+
+def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
+    """Name → (what is given as data.path, what the sentence must say)."""
+
+    def file(name: str, content: bytes) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    (folder / "none").mkdir()
+    (folder / "none" / "a.bin").write_bytes(b"x")
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "loop.txt").symlink_to(folder / "loop.txt")
+    (folder / "ring").mkdir()
+    (folder / "ring" / "again").symlink_to(folder / "ring")
+    (folder / "dangling").mkdir()
+    (folder / "dangling" / "a.txt").symlink_to(folder / "nowhere")
+    (folder / "hollow").mkdir()
+    (folder / "hollow" / "a.txt").write_bytes(b"")
+    record = b'{"text": "uno"}\n'
+    return {
+        "missing": (folder / "no.txt", "no corpus at .*no.txt"),
+        "empty": (file("empty.txt", b""), r"empty\.txt is empty"),
+        "empty files": (folder / "hollow", "holds no text"),
+        "white space": (file("blank.txt", b" \n\t\r\n"), "nothing but white space"),
+        "binary": (file("binary.txt", b"abc\0def"), r"binary\.txt is not text: byte 3 is NUL"),
+        "latin-1": (file("latin.txt", "è più".encode("latin-1")), r"latin\.txt is not UTF-8 text: byte 0 is wrong"),
+        "cut character": (file("cut.txt", "più è".encode()[:-1]), r"cut\.txt is not UTF-8 text: byte 5 is wrong"),
+        "utf-16": (file("wide.txt", "più".encode("utf-16")), r"wide\.txt is UTF-16"),
+        "surrogate": (file("half.txt", b"ab\xed\xa0\x80"), r"half\.txt is not UTF-8 text: byte 2 is wrong"),
+        "pipe": (folder / "pipe.txt", "a named pipe"),
+        "device": ("/dev/zero", "a device"),
+        "loop": (folder / "loop.txt", "cannot read .*loop.txt"),
+        "folder loop": (folder / "ring", "a link back"),
+        "dangling link": (folder / "dangling", "does not exist"),
+        "no text file": (folder / "none", "no text file in the folder"),
+        "glob": (folder / "*.xyz", "no file matches"),
+        "unread format": (file("a.jsonl.zst", b"x"), "zstd"),
+        "NUL in a name": ("a\0b", "cannot read|no corpus"),
+        "long name": ("x" * 5000, "cannot read"),
+        "empty name": ("", "no corpus at ''"),
+        "unknown builtin": ("builtin:ruby", "did you mean builtin:python"),
+        "not JSON": (file("a.jsonl", record + b"{'text': 1}\n"), r"not JSON: .*a\.jsonl, line 2"),
+        "no object": (file("b.jsonl", record + record + b"[1]"), r"must be a JSON object, got \[1\] .*line 3"),
+        "no field": (file("c.jsonl", b'{"body": "x"}'), r"without the field 'text'.*it has 'body' .*line 1"),
+        "no text": (file("d.jsonl", record + b'\n{"text": null}'), r"must hold text, got null .*line 3"),
+        "NUL in a record": (file("e.jsonl", rb'{"text": "a\u0000"}'), r"U\+0000 at character 1.*line 1"),
+        "half a character": (file("f.jsonl", rb'{"text": "\ud83d"}'), r"U\+D83D at character 0.*line 1"),
+        "records in latin-1": (file("g.jsonl", '{"text": "è"}'.encode("latin-1")), "byte 10 of the line .*line 1"),
+        "deep nesting": (file("h.jsonl", b"[" * 200_000), "not JSON"),
+        "endless number": (file("i.jsonl", b"1" * 10_000), "not JSON|JSON object"),
+        "no records": (file("j.jsonl", b"\n\n"), r"j\.jsonl holds no text"),
+        "truncated gzip": (file("k.txt.gz", gzip.compress(os.urandom(9999).hex().encode())[:-20]), "truncated"),
+        "no gzip": (file("l.jsonl.gz", record), "not a sound gzip file"),
+        "damaged gzip": (file("m.txt.gz", gzip.compress(b"abc" * 999)[:-8] + b"\0" * 8), "not a sound gzip file"),
+    }
+
+
+def test_bad_corpora_are_one_sentence_each(tmp_path) -> None:
+    cases = bad_corpora(tmp_path)
+    assert len(cases) >= 30
+    for name, (path, message) in cases.items():
+        try:
+            Corpus.open(str(path)).scan()
+        except UserError as error:
+            assert re.search(message, str(error)) and "\n" not in str(error), (name, error)
+        else:
+            pytest.fail(f"{name} was accepted")
+
+
+def test_socket(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s.txt")
+        with pytest.raises(UserError, match="a socket"):
+            Corpus.open("s.txt")
+
+
+def test_unreadable(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(corpus, "_open", refuse)  # as root no file is unreadable
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied"):
+        Corpus.open(str(path)).scan()
+
+
+def test_a_corpus_that_changes_while_it_is_read(tmp_path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("uno\n")
+    opened = Corpus.open(str(path))
+    extent = opened.scan()
+    path.write_text("due\n")
+    with pytest.raises(UserError, match="changed while it was read"):
+        list(opened.pieces(extent.digest))
+    path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        list(opened.pieces(extent.digest))
+
+
+def test_a_record_too_long_to_hold(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(corpus, "RECORD_BYTES", 20)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "xxxxxxxxxxxxxxx"}\n')
+    with pytest.raises(UserError, match=r"longer than 20 bytes .*line 2"):
+        Corpus.open(str(tmp_path)).scan()
+
+
+def test_one_giant_line(tmp_path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("è".encode() * (5 << 20))
+    pieces = [text for _, text in Corpus.open(str(path)).pieces()]
+    assert len(pieces) > 1 and sum(map(len, pieces)) == 5 << 20

@@ -1,0 +1,187 @@
+"""Batches: what an epoch covers, what a window holds, against loops in plain Python."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dantinox.config import UserError
+from dantinox.text import Batch, TokenStore
+
+EOS, PAD = 1, 2
+
+
+def make(
+    tokens: int | list[int], batch: int = 3, length: int = 4, seed: int = 0, val: list[int] | None = None, **more
+) -> TokenStore:
+    train = np.arange(tokens) if isinstance(tokens, int) else np.array(tokens)
+    val = np.arange(10) if val is None else np.array(val)
+    return TokenStore(train, val, batch_size=batch, sequence_length=length, seed=seed, **more)
+
+
+def naive(inputs: list[int]) -> tuple[list[int], list[float]]:
+    """Segments and mask of one window, token by token."""
+    segments, mask, document = [], [], 0
+    for token in inputs:
+        segments.append(document)
+        mask.append(0.0 if token == EOS else 1.0)
+        document += token == EOS
+    return segments, mask
+
+
+@given(
+    extra=st.integers(0, 40),
+    batch=st.integers(1, 4),
+    length=st.integers(1, 7),
+    seed=st.integers(0, 2**32 - 1),
+    e=st.integers(0, 3),
+)
+def test_an_epoch_takes_every_window_once(extra: int, batch: int, length: int, seed: int, e: int) -> None:
+    tokens = batch * length + 1 + extra
+    store = make(tokens, batch, length, seed)
+    windows = store.windows_per_epoch
+    first, last = e * windows, (e + 1) * windows
+    rows = [row for step in range(last // batch + 1) for row in store.batch(step).tokens_BT.tolist()][first:last]
+    targets = sorted(token + 1 for row in rows for token in row)
+    # Tokens are their own positions here: consecutive, none twice, and the edges left out shorter than two windows.
+    assert targets == list(range(targets[0], targets[0] + windows * length))
+    assert all(row == list(range(row[0], row[0] + length)) for row in rows)
+    assert windows == max(1, (tokens - length) // length) and tokens - 1 - windows * length <= max(0, 2 * length - 2)
+
+
+def test_over_the_epochs_every_target_is_seen_and_offsets_are_even() -> None:
+    store = make(4 * 25 + 3, batch=1, length=4)
+    windows = store.windows_per_epoch
+    starts = [min(store.batch(e * windows + i).tokens_BT[0, 0] for i in range(windows)) for e in range(300)]
+    counts = np.bincount(starts, minlength=6)
+    slack = 103 - 1 - 4 * windows
+    assert len(counts) == slack + 1 and counts.min() > 300 / (slack + 1) * 0.5
+    seen = {int(t) for step in range(100 * windows) for t in store.batch(step).targets_BT[0]}
+    assert seen == set(range(1, 103))
+
+
+def test_epochs_are_shuffled_differently_and_by_seed() -> None:
+    order = {
+        (seed, e): tuple(make(400, 1, 4, seed).batch(e * 99 + i).tokens_BT[0, 0] // 4 for i in range(99))
+        for seed in (0, 1)
+        for e in (0, 1)
+    }
+    assert len(set(order.values())) == 4 and all(len(set(o)) == 99 and list(o) != sorted(o) for o in order.values())
+
+
+def philox(counter: int, key: tuple[int, int]) -> list[int]:
+    """Philox 4x64-10 (Salmon et al. 2011) in plain Python."""
+    c, k, low = [counter, 0, 0, 0], list(key), 2**64 - 1
+    for _ in range(10):
+        a, b = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
+        c = [(b >> 64) ^ c[1] ^ k[0], b & low, (a >> 64) ^ c[3] ^ k[1], a & low]
+        k = [(k[0] + 0x9E3779B97F4A7C15) & low, (k[1] + 0xBB67AE8584CAA73B) & low]
+    return c
+
+
+def test_the_order_is_written_down() -> None:
+    """Who resumes in a year, with another NumPy, must go on with the same data."""
+    store = make(41, batch=2, length=4, seed=7)
+    for epoch in (0, 1):
+        words = [word for counter in (1, 2, 3) for word in philox(counter, (7, epoch))]
+        offset = words[0] % (41 - 1 - 9 * 4 + 1)
+        order = sorted(range(9), key=lambda i: words[1 + i])
+        rows = [int(row[0]) for step in range(9) for row in store.batch(step).tokens_BT]
+        assert rows[9 * epoch :][:9] == [offset + 4 * i for i in order]
+
+
+@given(step=st.integers(0, 10**15))
+def test_a_batch_depends_on_seed_and_step_alone(step: int) -> None:
+    store, other = make(50, seed=3), make(50, seed=3)
+    other.batch(step + 1)
+    for a, b in zip(store.batch(step), other.batch(step), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_threads_may_ask_at_once() -> None:
+    store = make(200, batch=5)
+    expected = [make(200, batch=5).batch(step).tokens_BT for step in range(300)]
+    wrong: list[int] = []
+
+    def ask(steps: range) -> None:
+        wrong.extend(step for step in steps if not np.array_equal(store.batch(step).tokens_BT, expected[step]))
+
+    threads = [threading.Thread(target=ask, args=(range(i, 300, 2 + i),)) for i in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert wrong == []
+
+
+@given(st.lists(st.integers(0, 4), min_size=30, max_size=60), st.integers(0, 20))
+def test_segments_and_mask(tokens: list[int], step: int) -> None:
+    batch = make(tokens, eos_id=EOS).batch(step)
+    for inputs, targets, segments, mask in zip(*(array.tolist() for array in batch), strict=True):
+        assert (segments, mask) == naive(inputs)
+        assert inputs[1:] == targets[:-1]
+
+
+def test_a_document_ends_with_its_end_token() -> None:
+    batch = make([5, 6, EOS, 7, EOS, 8, 9], batch=1, length=6, eos_id=EOS).batch(0)
+    assert batch.tokens_BT.tolist() == [[5, 6, EOS, 7, EOS, 8]]
+    assert batch.targets_BT.tolist() == [[6, EOS, 7, EOS, 8, 9]]
+    assert batch.segments_BT.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert batch.mask_BT.tolist() == [[1, 1, 0, 1, 0, 1]]
+
+
+def test_without_an_end_token_all_is_one_document() -> None:
+    batch = make(50).batch(0)
+    assert not batch.segments_BT.any() and batch.mask_BT.all()
+
+
+def test_types_and_layout() -> None:
+    for batch in [make(50, eos_id=EOS).batch(0), make(50).batch(2), next(make(50, eos_id=EOS).validation(2))]:
+        assert isinstance(batch, Batch) and len({array.shape for array in batch}) == 1
+        assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, np.float32]
+        assert all(array.flags.c_contiguous for array in batch)
+
+
+def test_wide_tokens_on_disk(tmp_path) -> None:
+    for dtype in ("<u2", "<u4"):
+        tokens = np.arange(65_500, 65_536, dtype=dtype)
+        tokens.tofile(tmp_path / "t.bin")
+        mapped = np.memmap(tmp_path / "t.bin", dtype, mode="r")
+        store = TokenStore(mapped, mapped[:9], batch_size=2, sequence_length=4, seed=0)
+        assert type(store.batch(0).tokens_BT) is np.ndarray and store.batch(0).tokens_BT.min() >= 65_500
+        assert np.concatenate([b.targets_BT.ravel() for b in store.validation(1)])[:8].tolist() == list(range(65_501, 65_509))
+
+
+@given(val=st.lists(st.integers(0, 5), min_size=2, max_size=60), batch=st.integers(1, 4), limit=st.none() | st.integers(1, 70))
+def test_validation_takes_every_target_once(val: list[int], batch: int, limit: int | None) -> None:
+    store = make(50, val=val, eos_id=EOS, pad_id=PAD)
+    batches = list(store.validation(batch, limit))
+    count = min(len(val) - 1, limit or len(val))
+    assert len(batches) == -(-count // (4 * batch)) and {b.tokens_BT.shape for b in batches} == {(batch, 4)}
+    inputs, targets, mask = (np.concatenate([b[i].ravel() for b in batches]) for i in (0, 1, 3))
+    assert inputs[:count].tolist() == val[:count] and targets[:count].tolist() == val[1 : count + 1]
+    assert set(inputs[count:].tolist()) | set(targets[count:].tolist()) <= {PAD}
+    assert mask.tolist() == [float(token != EOS) for token in val[:count]] + [0.0] * (len(mask) - count)
+    for one in batches:
+        for row, segments in zip(one.tokens_BT.tolist(), one.segments_BT.tolist(), strict=True):
+            assert segments == naive(row)[0]
+
+
+def test_too_little_text_names_both_numbers() -> None:
+    assert make(13).windows_per_epoch == 2
+    with pytest.raises(UserError, match=r"has 12 tokens, fewer than the 13 of one batch .*3 × .*4 \+ 1"):
+        make(12)
+    with pytest.raises(UserError, match="validation text has 1 tokens, fewer than 2"):
+        make(50, val=[3])
+
+
+def test_a_batch_takes_microseconds() -> None:
+    store = make(list(range(1, 1000)) * 100, batch=12, length=64, eos_id=EOS)
+    store.batch(0)
+    times = []
+    for step in range(200):
+        start = time.perf_counter()
+        store.batch(step)
+        times.append(time.perf_counter() - start)
+    assert np.median(times) < 0.3e-3
