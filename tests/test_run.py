@@ -172,6 +172,12 @@ def test_the_lock_refuses_a_second_process_and_dies_with_the_first(tmp_path):
         pass
 
 
+def test_a_system_without_file_locks_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.warns(UserWarning, match="no file locks"), RunDirectory(tmp_path).lock():
+        pass
+
+
 # --- weights
 
 
