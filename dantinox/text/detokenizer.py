@@ -24,7 +24,7 @@ class Detokenizer:
         pieces = tokenizer.pieces
         self._speller = _Joined(tokenizer) if pieces is None else _Spelled(pieces.first, pieces.inner)
 
-    def push(self, ids: "Iterable[int] | np.ndarray") -> str:
+    def push(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text that is certain once `ids` (a list or a 1-D array) have come; ids outside the vocabulary spell nothing."""
         return self._speller.push(ids.tolist() if isinstance(ids, np.ndarray) else ids)
 
