@@ -1,0 +1,10 @@
+"""Products in full float32 on every device: the numbers below are compared to 1e-5 and less."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield

@@ -1,0 +1,135 @@
+"""A decoder-only transformer in NumPy float64, one sequence at a time, one head at a time, one query at a time.
+
+Written from the papers' formulas, slowly on purpose. `weights` is the model's state as nested dicts of arrays.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dantinox.config import ModelConfig
+
+Array = np.ndarray
+Weights = dict[Any, Any]
+
+
+def float64(weights: Any) -> Any:
+    """The nested dicts with every array in float64."""
+    if isinstance(weights, dict):
+        return {name: float64(part) for name, part in weights.items()}
+    return np.asarray(weights, np.float64)
+
+
+def normalise(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
+    """LayerNorm (Ba et al. 2016, eq. 3) or RMSNorm (Zhang & Sennrich 2019, eq. 4) of one vector."""
+    size = len(x_D)
+    if kind == "layernorm":
+        mean = sum(x_D) / size
+        variance = sum((x_D - mean) ** 2) / size
+        return (x_D - mean) / math.sqrt(variance + epsilon) * weights["scale"] + weights["bias"]
+    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * weights["scale"]
+
+
+def rotated(x_H: Array, position: int, theta: float) -> Array:
+    """RoPE (Su et al. 2021, eq. 13): the numbers x_i + j·x_{i+H/2}, each turned by position · theta^(−2i/H)."""
+    half = len(x_H) // 2
+    z = np.array([complex(x_H[i], x_H[i + half]) for i in range(half)])
+    z = z * np.array([np.exp(1j * position * theta ** (-2 * i / len(x_H))) for i in range(half)])
+    return np.concatenate([z.real, z.imag])
+
+
+def sinusoid(position: int, dim: int) -> Array:
+    """PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos(…) (Vaswani et al. 2017, section 3.5)."""
+    out = np.zeros(dim)
+    for i in range(dim // 2):
+        out[2 * i] = math.sin(position / 10000 ** (2 * i / dim))
+        out[2 * i + 1] = math.cos(position / 10000 ** (2 * i / dim))
+    return out
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x: Array) -> Array:
+    """The tanh form (Hendrycks & Gimpel 2016, section 2)."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def feed_forward(kind: str, x_D: Array, weights: Weights) -> Array:
+    """Gated (Shazeer 2020) or plain."""
+    down_FD = weights["down"]["kernel"]
+    if kind in ("swiglu", "geglu"):
+        gate_F = x_D @ weights["gate_up"]["kernel"][:, 0, :]
+        up_F = x_D @ weights["gate_up"]["kernel"][:, 1, :]
+        return (gate_F * sigmoid(gate_F) * up_F if kind == "swiglu" else gelu(gate_F) * up_F) @ down_FD
+    up_F = x_D @ weights["up"]["kernel"]
+    return (gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2) @ down_FD
+
+
+def sees(query: int, key: int, positions: Array, segments: Array, window: int | None) -> bool:
+    """Whether token number `query` may look at token number `key`."""
+    if segments[query] != segments[key] or positions[key] > positions[query]:
+        return False
+    return window is None or positions[query] - positions[key] <= window - 1
+
+
+def attention(
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
+) -> tuple[Array, Array, Array]:
+    """The attention of one layer, and the scores `[N, S]` of the last query before the softmax with what it sees `[S]`."""
+    T, groups = len(x_TD), config.n_heads // config.kv_heads
+    out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
+    sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
+    for head in range(config.n_heads):
+        pair, group = head // groups, head % groups
+        kernel = weights["qkv"]["kernel"][:, pair]
+        q_TH, k_TH, v_TH = (x_TD @ kernel[:, part] for part in (group, groups, groups + 1))
+        if config.qk_norm:
+            q_TH = np.array([normalise("rmsnorm", q, weights["q_norm"], config.norm_epsilon) for q in q_TH])
+            k_TH = np.array([normalise("rmsnorm", k, weights["k_norm"], config.norm_epsilon) for k in k_TH])
+        if config.position == "rope":
+            q_TH = np.array([rotated(q, p, config.rope_theta) for q, p in zip(q_TH, positions, strict=True)])
+            k_TH = np.array([rotated(k, p, config.rope_theta) for k, p in zip(k_TH, positions, strict=True)])
+        for t in range(T):
+            scores_S = k_TH @ q_TH[t] / math.sqrt(config.head_size)
+            weight_S = np.where(sees_TS[t], np.exp(scores_S - scores_S[sees_TS[t]].max()), 0)
+            head_H = weight_S @ v_TH / weight_S.sum()
+            if config.no_sink:
+                head_H = head_H * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, pair, group])
+            out_TD[t] += head_H @ weights["out"]["kernel"][pair, group]
+        last_NS[head] = scores_S
+    return out_TD, last_NS, sees_TS[-1]
+
+
+def forward(
+    config: ModelConfig, weights: Weights, tokens: Array, positions: Array | None = None, segments: Array | None = None
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Logits `[T, V]` of one sequence, and per layer the last query's scores `[N, T]` and which keys it sees `[T]`.
+
+    `positions` default to 0, 1, 2 …; with `segments`, attention stays inside runs of equal numbers.
+    """
+    T = len(tokens)
+    positions = np.arange(T) if positions is None else positions
+    segments = np.zeros(T, int) if segments is None else segments
+
+    def norm(x_TD: Array, part: Weights) -> Array:
+        return np.array([normalise(config.norm, x_D, part, config.norm_epsilon) for x_D in x_TD])
+
+    x_TD = weights["embed"][tokens]
+    if config.position == "learned":
+        x_TD = x_TD + weights["position_embed"][positions]
+    if config.position == "sinusoidal":
+        x_TD = x_TD + np.array([sinusoid(p, config.dim) for p in positions])
+    probed = []
+    for layer in range(config.num_blocks):
+        block = weights["blocks"][layer]
+        a_TD, *seen = attention(config, layer, norm(x_TD, block["norm1"]), block["attention"], positions, segments)
+        probed.append(tuple(seen))
+        x_TD = x_TD + a_TD
+        normed_TD = norm(x_TD, block["norm2"])
+        x_TD = x_TD + np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
+    x_TD = norm(x_TD, weights["norm_f"])
+    head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
+    return x_TD @ head_DV, probed

@@ -1,0 +1,126 @@
+"""Our float32 logits against the float64 transformer of reference.py."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.config import Config, ModelConfig
+
+from . import reference
+from .builder import build, config, places, texts
+
+# Largest difference over the largest logit. Measured over 300 random configurations: at most TODO.
+TOLERANCE = 5e-6
+
+GRID = {
+    "plain": {},
+    "mha": {"kv_heads": 4},
+    "mqa": {"kv_heads": 1},
+    "one head": {"n_heads": 1, "kv_heads": 1, "head_size": 12},
+    "wide heads": {"head_size": 10, "rope_theta": 500.0},
+    "learned": {"position": "learned", "activation": "relu2", "norm": "layernorm"},
+    "sinusoidal": {"position": "sinusoidal", "activation": "gelu", "weight_tying": False},
+    "no positions": {"position": "none", "activation": "geglu", "norm": "layernorm"},
+    "window 1": {"windows": (1, 1)},
+    "window 4, every other layer": {"windows": (4, None, 4), "kv_heads": 4},
+    "window longer than the text": {"windows": (100, 2), "position": "none"},
+    "output gate": {"no_sink": True, "kv_heads": 1},
+    "qk-norm": {"qk_norm": True},
+    "qk-norm, no rotation": {"qk_norm": True, "position": "learned", "kv_heads": 4},
+    "large epsilon": {"norm_epsilon": 0.3, "qk_norm": True},
+    "large epsilon, layernorm": {"norm_epsilon": 0.3, "norm": "layernorm", "activation": "gelu"},
+    "everything": {
+        "position": "sinusoidal",
+        "qk_norm": True,
+        "no_sink": True,
+        "norm": "layernorm",
+        "activation": "geglu",
+        "weight_tying": False,
+        "windows": (2, None, 5),
+        "kv_heads": 1,
+    },
+}
+
+
+def difference(model_config: ModelConfig, seed: int = 0, segments_BT=None, positions_BT=None) -> float:
+    """The largest difference between ours and the reference's logits, over the largest logit."""
+    built = build(model_config, seed)
+    tokens_BT = texts((2, 9), seed)
+    positions_BT = places(2, 9) if positions_BT is None else positions_BT
+    ours, _ = built.run(built.state, tokens_BT, positions_BT, segments_BT=segments_BT)
+    rows = segments_BT if segments_BT is not None else [None, None]
+    theirs = np.array([
+        reference.forward(model_config, built.weights, *row)[0] for row in zip(tokens_BT, positions_BT, rows, strict=True)
+    ])
+    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("changes", GRID.values(), ids=GRID.keys())
+def test_logits(changes):
+    assert difference(config(**changes)) < TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}])
+def test_segments(changes):
+    segments_BT = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 7, 7]], np.int32)
+    assert difference(config(**changes), segments_BT=segments_BT) < TOLERANCE
+
+
+def test_positions_may_restart_in_every_document():
+    segments_BT = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 7, 7]], np.int32)
+    positions_BT = np.array([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 0, 1]], np.int32)
+    learned = config(position="learned", windows=(3, None))
+    assert difference(learned, segments_BT=segments_BT, positions_BT=positions_BT) < TOLERANCE
+
+
+def test_far_positions():
+    """Angles are float32, so their error grows as 6e-8 of the position."""
+    assert difference(config(head_size=10), positions_BT=places(2, 9, first=4000)) < 1e-4
+
+
+def test_rotary_positions_are_relative():
+    built, tokens_BT = build(config()), texts((2, 9))
+    near, _ = built.run(built.state, tokens_BT, places(2, 9))
+    far, _ = built.run(built.state, tokens_BT, places(2, 9, first=50))
+    np.testing.assert_allclose(near, far, atol=1e-4)
+
+
+def test_logits_from_a_settings_tree():
+    """`context_window: c` means that a sliding layer sees c keys before its own, and layer_types repeats over the depth."""
+    settings_tree = Config.model_validate({
+        "model": {"dim": 12, "n_heads": 2, "num_blocks": 3, "hidden_dim": 16, "max_context": 16, "dtype": "float32"},
+        "attention": {"sliding_window": True, "context_window": 2, "layer_types": ("sliding", "full")},
+    })
+    architecture = settings_tree.architecture(19)
+    assert architecture.windows == (3, None, 3)
+    assert difference(architecture) < TOLERANCE
+
+
+@st.composite
+def configs(draw) -> ModelConfig:
+    kv_heads = draw(st.integers(1, 3))
+    depth = draw(st.integers(1, 2))
+    return config(
+        vocab_size=19,
+        dim=2 * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        n_heads=kv_heads * draw(st.integers(1, 3)),
+        head_size=2 * draw(st.integers(1, 4)),
+        hidden_dim=draw(st.integers(1, 20)),
+        windows=tuple(draw(st.lists(st.none() | st.integers(1, 12), min_size=depth, max_size=depth))),
+        position=draw(st.sampled_from(["rope", "learned", "sinusoidal", "none"])),
+        rope_theta=draw(st.sampled_from([10.0, 1e4, 1e6])),
+        activation=draw(st.sampled_from(["swiglu", "geglu", "gelu", "relu2"])),
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        norm_epsilon=draw(st.sampled_from([1e-5, 1e-2])),
+        qk_norm=draw(st.booleans()),
+        no_sink=draw(st.booleans()),
+        weight_tying=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(configs(), st.integers(0, 1000))
+def test_logits_of_any_configuration(model_config, seed):
+    assert difference(model_config, seed) < 10 * TOLERANCE
