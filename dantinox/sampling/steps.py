@@ -2,7 +2,6 @@
 
 A removed token is -inf, a kept logit comes back bit for bit. A mask never empties a row: the first token in canonical order
 (logit descending, ties by ascending id) survives. A disabled number returns the row unchanged by an explicit branch.
-Meanings and the choices between implementations: docs/sampling.md.
 """
 
 from typing import Literal
@@ -125,7 +124,7 @@ def top_a(logits_V: Array, a: Array | float) -> Array:
     """Keeps P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
     P_V = jax.nn.softmax(logits_V)
     least = a * jnp.max(P_V) ** 2
-    return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, jnp.greater_equal(P_V, least)))
+    return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, least <= P_V))
 
 
 def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None) -> Array:

@@ -8,7 +8,7 @@ import pytest
 from dantinox.sampling.draw import draw, pick, row_key
 from dantinox.sampling.search import blocks, first_past, nth_true
 
-PICK = jax.jit(pick)
+PICK, NTH_TRUE = jax.jit(pick), jax.jit(nth_true)
 
 
 def chi_square_bound(freedom):
@@ -16,7 +16,7 @@ def chi_square_bound(freedom):
     return freedom * (1 - 2 / (9 * freedom) + 4 * np.sqrt(2 / (9 * freedom))) ** 3
 
 
-@pytest.mark.parametrize(("V", "draws"), [(1, 100), (50, 20_000), (5000, 60_000)])
+@pytest.mark.parametrize(("V", "draws"), [(50, 20_000), (5000, 60_000)])
 def test_frequencies_follow_the_distribution(V, draws):
     rng = np.random.default_rng(V)
     x_V = (rng.normal(size=V) * 1.5).astype(np.float32)
@@ -50,12 +50,12 @@ def test_the_ends_of_the_unit_interval_pick_living_tokens(V):
 
 def test_tokens_of_tiny_mass_are_drawn_when_their_turn_comes():
     x_V = jnp.array([0.0, -14.0, -jnp.inf])  # the last 8e-7 of the interval
-    assert int(pick(x_V, jnp.array([0.0, 1 - 2**-23]))) == 1
-    assert int(pick(x_V, jnp.array([0.0, 0.5]))) == 0
+    assert int(PICK(x_V, jnp.array([0.0, 1 - 2**-23]))) == 1
+    assert int(PICK(x_V, jnp.array([0.0, 0.5]))) == 0
 
 
 def test_an_empty_row_gives_token_zero():
-    assert int(draw(jnp.full(600, -jnp.inf), jax.random.key(0))) == 0
+    assert int(PICK(jnp.full(513, -jnp.inf), jnp.array([0.7, 0.2]))) == 0
 
 
 def test_the_key_is_the_three_numbers_and_nothing_else():
@@ -72,9 +72,9 @@ def test_running_counts_agree_with_a_plain_loop(V):
     hit_V[1] = True
     ids = np.flatnonzero(hit_V)
     for n in {1, 2, len(ids) // 2, len(ids)} & set(range(1, len(ids) + 1)):
-        assert int(nth_true(jnp.asarray(hit_V), jnp.int32(n))) == ids[n - 1]
-    assert int(nth_true(jnp.asarray(hit_V), jnp.int32(0))) == -1
-    assert int(nth_true(jnp.asarray(hit_V), jnp.int32(V + 1))) == ids[-1]
+        assert int(NTH_TRUE(jnp.asarray(hit_V), jnp.int32(n))) == ids[n - 1]
+    assert int(NTH_TRUE(jnp.asarray(hit_V), jnp.int32(0))) == -1
+    assert int(NTH_TRUE(jnp.asarray(hit_V), jnp.int32(V + 1))) == ids[-1]
     assert float(blocks(jnp.ones(V)).sum()) == V
 
 

@@ -11,6 +11,15 @@ from dantinox.config import GenerationSection, UserError
 from dantinox.sampling import SamplingParams, init_state, sample, update
 
 V, B = 700, 6
+ALL = {
+    "temperature": 0.9,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "min_tokens": 1,
+    "seed": 6,
+}
 LOGITS = jax.random.normal(jax.random.key(1), (B, V)) * 2
 MIXED = [
     {"temperature": 0.7, "top_k": 20, "seed": 3},
@@ -25,6 +34,11 @@ MIXED = [
 @partial(jax.jit, static_argnames="report")
 def jitted(logits_BV, params, state, active_B=None, report=True):
     return sample(logits_BV, params, state, active_B, report=report)
+
+
+def build(rows, **more):
+    """Parameters of a full batch with the plan of MIXED: all tests that use it share one compiled program."""
+    return SamplingParams.build([*rows, *MIXED[: B - 1 - len(rows)], ALL][-B:], stop_ids=[4], **more)
 
 
 def start(params, prompt=((1, 2, 3),), vocab_size=V):
@@ -76,25 +90,25 @@ def test_wrong_numbers_are_refused_in_words(rows, words):
 
 
 def test_numbers_beyond_float32_stay_finite():
-    params = SamplingParams.build({"temperature": 1e300, "top_k": 10**12, "repetition_penalty": 1e-60, "seed": np.uint32(4)})
+    params = build([{"temperature": 1e300, "top_k": 10**12, "repetition_penalty": 1e-60, "seed": np.uint32(4)}])
     assert np.isfinite(params.temperature).all() and int(params.top_k[0]) == 2**31 - 1 and params.repetition_penalty[0] > 0
-    token_B, _, info = jitted(LOGITS[:1], params, start(params))
+    _, _, info = jitted(LOGITS, params, start(params))
     assert np.isfinite(info.logprob_sampled).all()
 
 
 def test_greedy_rows_take_the_first_of_the_best_after_penalties_and_ignore_the_rest():
-    logits = jnp.zeros((3, V)).at[:, 5].set(4.0).at[:, 3].set(4.0).at[:, 1].set(6.0)
+    logits = jnp.zeros((B, V)).at[:, 5].set(4.0).at[:, 3].set(4.0).at[:, 4].set(6.0)
     rows = [
         {"greedy": True, "repetition_penalty": 2.0, "temperature": 0.5, "top_k": 1, "seed": 1},
-        {"temperature": 0.0, "min_tokens": 1},
+        {"temperature": 0.0, "min_tokens": 1, "repetition_penalty": 1.0},
         {"temperature": 2.0, "seed": 4},
     ]
-    params = SamplingParams.build(rows, stop_ids=[1])
-    token_B, _, info = jitted(logits, params, start(params))
-    assert token_B[:2].tolist() == [5, 3]  # the prompt holds 1 and 3; the second row bans 1
+    params = build(rows)
+    token_B, _, info = jitted(logits, params, start(params, ((2, 3, 4),)))
+    assert token_B[:2].tolist() == [5, 3]  # the prompt holds 3 and 4; the second row bans 4
     assert info.logprob_sampled[:2].tolist() == [0, 0]
-    again = SamplingParams.build([rows[0] | {"seed": 8, "top_k": 3}, *rows[1:]], stop_ids=[1])
-    assert jitted(logits, again, start(again))[0].tolist() == token_B.tolist()
+    again = build([rows[0] | {"seed": 8, "top_k": 3}, *rows[1:]])
+    assert jitted(logits, again, start(again, ((2, 3, 4),)))[0].tolist() == token_B.tolist()
 
 
 def test_an_all_greedy_batch_compiles_no_draw():
@@ -126,7 +140,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
         others[alone] = MIXED[alone]
         padded = SamplingParams.build(others, stop_ids=[4])
         np.testing.assert_array_equal(decode(strangers, padded, 12)[alone], expected[alone])
-        if alone in (0, 4):
+        if alone == 4:
             solo = SamplingParams.build(MIXED[alone], stop_ids=[4])
             np.testing.assert_array_equal(decode(LOGITS[alone : alone + 1], solo, 12)[0], expected[alone])
 
@@ -139,18 +153,16 @@ def test_the_same_request_twice_differs_by_its_sample_index_only():
 
 
 def test_changed_numbers_do_not_recompile():
-    calls = jax.jit(sample)
+    jitted(LOGITS, build([]), start(build([])))
+    compiled = jitted._cache_size()
     for shift in range(3):
-        rows = [
-            row | {"seed": shift} | ({"temperature": 0.5 + shift} if "top_k" in row else {}) | {"min_tokens": 1 + shift}
-            for row in MIXED
-        ]
-        params = SamplingParams.build(rows, stop_ids=[4])
-        calls(LOGITS, params, start(params))
-    assert calls._cache_size() == 1
-    without = SamplingParams.build([{"seed": 1}] * B)
-    calls(LOGITS, without, start(without))
-    assert calls._cache_size() == 2
+        params = build(
+            [{"seed": shift, "temperature": 0.5 + shift, "top_k": shift}, {"greedy": True}, {"top_p": shift / 3, "seed": 1}]
+        )
+        jitted(LOGITS, params, start(params))
+    assert jitted._cache_size() == compiled
+    without = SamplingParams.build([{"seed": 1}] * B, stop_ids=[4])
+    assert jax.tree.structure(without) != jax.tree.structure(build([]))
 
 
 def test_state_holds_the_newest_place_of_every_token():
@@ -179,26 +191,38 @@ def test_the_penalty_follows_generated_tokens():
 
 
 def test_log_probabilities_are_those_of_the_model_and_of_the_draw():
-    params = SamplingParams.build({"temperature": 0.5, "top_k": 3, "seed": 2}, batch=B)
+    params = build([{"temperature": 0.5, "top_k": 3, "seed": 2 + i} for i in range(B - 1)])
     token_B, _, info = jitted(LOGITS, params, start(params))
     x = np.asarray(LOGITS, np.float64)
     raw = x - np.log(np.exp(x).sum(1, keepdims=True))
     cut = np.where(x >= np.sort(x, 1)[:, -3:-2], x / 0.5, -np.inf)
     drawn = cut - np.log(np.exp(cut).sum(1, keepdims=True))
-    index = np.arange(B), np.asarray(token_B)
-    np.testing.assert_allclose(info.logprob, raw[index], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(info.logprob_sampled, drawn[index], rtol=1e-5, atol=1e-5)
-    assert jitted(LOGITS, params, start(params), report=False)[2].logprob is None
+    index = np.arange(B - 1), np.asarray(token_B)[:-1]
+    np.testing.assert_allclose(info.logprob[:-1], raw[index], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(info.logprob_sampled[:-1], drawn[index], rtol=1e-5, atol=1e-5)
+    assert jax.eval_shape(sample, LOGITS, params, start(params))[2].logprob is None
 
 
 def test_bad_logits_are_flagged_and_still_give_tokens():
-    rows = jnp.full((3, V), -jnp.inf).at[0, 9].set(jnp.nan).at[0, 4].set(1.0).at[1, 8].set(jnp.inf)
-    for numbers in ({"seed": 1, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "temperature": 0.5}, {"greedy": True}):
-        params = SamplingParams.build(numbers, batch=3)
-        token_B, _, info = jitted(rows.astype(jnp.bfloat16), params, start(params))
-        assert token_B.tolist() == [4, 8, 0]
-        assert info.repaired.tolist() == [True, True, False] and info.empty.tolist() == [False, False, True]
-        assert not np.isnan(info.logprob).any() and not np.isnan(info.logprob_sampled).any()
+    rows = (
+        jnp.zeros((B, V))
+        .at[:5]
+        .set(-jnp.inf)
+        .at[0, 9]
+        .set(jnp.nan)
+        .at[0, 5]
+        .set(1.0)
+        .at[1, 8]
+        .set(jnp.inf)
+        .at[3, 2]
+        .set(jnp.nan)
+    )
+    params = build([ALL, {"greedy": True}, ALL, {"greedy": True}, {"seed": 1}])
+    token_B, _, info = jitted(rows, params, start(params))
+    assert token_B[:5].tolist() == [5, 8, 0, 0, 0]
+    assert info.repaired.tolist() == [True, True, False, True, False, False]
+    assert info.empty.tolist() == [False, False, True, True, True, False]
+    assert not np.isnan(info.logprob).any() and not np.isnan(info.logprob_sampled).any()
 
 
 def test_state_and_parameters_live_in_a_decode_loop():
