@@ -1,0 +1,294 @@
+"""The training of one run, from its settings to its weights, resumable at any moment.
+
+What exact resume rests on: batches and dropout are functions of the step; everything else a step depends on is in `State`;
+a row of the logs is on the disk before the checkpoint of its step; rows past a restored step are cut off.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import Config, UserError
+from dantinox.model import Transformer
+from dantinox.report import Console, MetricsLog, plot_loss
+from dantinox.run import RunDirectory, atomic_write, save_weights
+from dantinox.text.store import TokenStore
+from dantinox.text.tokenizer import Tokenizer
+from dantinox.training.checkpoints import Checkpoints, Progress
+from dantinox.training.clock import Clock
+from dantinox.training.feed import Feed
+from dantinox.training.memory import check_memory, used_gb
+from dantinox.training.parameters import blueprint, nested
+from dantinox.training.programs import Programs
+from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
+from dantinox.training.step import Metrics, State, abstract_state, initial_state
+from dantinox.training.stopping import StopRequest, stop_request
+
+Sample = Callable[[Transformer, int], str]
+
+
+def train(
+    config: Config,
+    run: RunDirectory,
+    tokenizer: Tokenizer,
+    store: TokenStore,
+    console: Console,
+    *,
+    resume: bool = False,
+    sample: Sample | None = None,
+) -> Progress:
+    """Trains until `training.steps`, patience, or a signal.
+
+    Args:
+      run: holds config.yaml and tokenizer.json already, and is locked by this process.
+      store: the tokens, with the batch size and window length of the settings.
+      resume: go on from the newest checkpoint, if there is one.
+      sample: `sample(model, step)` writes a text with the model as it is; called every `training.sample_every` steps.
+
+    Raises:
+      UserError: not enough memory or disk, a damaged checkpoint, a loss that is no number.
+      SystemExit: after SIGTERM (code 143) or SIGINT (130), when the checkpoint is on the disk.
+    """
+    trainer = Trainer(config, run, tokenizer, store, console, sample)
+    try:
+        return trainer.train(resume)
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """One process's part of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        tokenizer: Tokenizer,
+        store: TokenStore,
+        console: Console,
+        sample: Sample | None = None,
+    ):
+        self.config, self.run, self.tokenizer, self.store = config, run, tokenizer, store
+        self.console, self.sample = console, sample
+        self.steps = total_steps(config, store.windows_per_epoch)
+        self.model = config.architecture(tokenizer.vocab_size)
+        self.facts = run_facts(config, tokenizer.fingerprint)
+        self.logs = MetricsLog(run.log(config), run.metrics)
+        self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last)
+        self.progress, self.step = Progress(), 0
+        self.val_loss: float | None = None  # of this very step
+        self.saved_step: int | None = None
+        self.state: State
+        self.recent: list[Metrics] = []
+        self.clock = Clock()
+
+    def train(self, resume: bool) -> Progress:
+        """See `train`."""
+        restored = self._restore() if resume else None
+        if restored and self._finished():
+            self.console.note(f"this run is finished: step {self.step} of {self.steps}")
+            return self.progress
+        self.programs = Programs(self.config, self.model, self.steps)
+        self.console.note(self.programs.memory_line())
+        check_memory(self.programs.memory, self.config)
+        if not restored:
+            given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
+            self.state = initial_state(self.config, self.model, self.steps, given)
+        self.logs.cut(self.step, atomic_write)
+        self.console.start(self.steps, self.step)
+        feed = Feed(self.store.batch, self.step, self.steps)
+        try:
+            with stop_request() as stop:
+                self._loop(feed, stop)
+        finally:
+            feed.close()
+        return self.progress
+
+    def close(self) -> None:
+        """Waits for checkpoints on their way to the disk."""
+        self.checkpoints.close()
+
+    def _loop(self, feed: Feed, stop: StopRequest) -> None:
+        if self.progress.evaluation_due:
+            self._evaluate(stop)
+            self._stop_if_asked(stop)
+        self.clock.restart()
+        while not self._finished():
+            self.state, metrics = self.programs.train(self.state, feed.next())
+            self.step += 1
+            self.val_loss = None
+            self.clock.steps += 1
+            self.recent.append(metrics)
+            self._after_step(stop)
+            self._stop_if_asked(stop)
+        self._conclude()
+
+    def _after_step(self, stop: StopRequest) -> None:
+        """Whatever is due after this step: a line, an evaluation, a sample, a checkpoint."""
+        t, last = self.config.training, self.step == self.steps
+        evaluates = self.step % t.eval_every == 0 or last
+        if self.step % self.config.logging.log_every == 0 or last:
+            self._log_interval()
+        if evaluates:
+            self._evaluate(stop)
+        if self.sample and t.sample_every and (self.step % t.sample_every == 0 or last) and stop.signal is None:
+            self._write_sample()
+        if last or self._finished():
+            return  # the last checkpoint comes after everything else
+        if (self.step % t.checkpoint_every == 0) if t.checkpoint_every else evaluates:
+            self._save()
+
+    def _finished(self) -> bool:
+        patience = self.config.training.patience
+        tired = patience is not None and self.progress.evaluations_since_best >= patience
+        return (self.step >= self.steps or tired) and not self.progress.evaluation_due
+
+    def _log_interval(self) -> None:
+        total, steps = (float(x) for x in np.asarray(self.state.since_line))
+        self.state = self.state._replace(since_line=jnp.zeros(2))
+        row = {"step": self.step, "train_loss": total / steps} | self._vitals()
+        self._check_numbers(row["train_loss"])
+        self.logs.interval(row)
+        left = row["ms_per_step"] / 1e3 * (self.steps - self.step)
+        self.console.interval(row | {"seconds_left": left})
+
+    def _vitals(self) -> dict[str, Any]:
+        """Waits for the device, then reads what every row ends with."""
+        metrics = jax.device_get(self.recent[-1])
+        ms = self.clock.ms_per_step()
+        tokens = self.config.training.batch_size * self.config.model.max_context
+        return {
+            "ms_per_step": ms,
+            "lr": float(metrics.lr),
+            "grad_norm": float(metrics.grad_norm),
+            "tokens": self.step * tokens,
+            "tokens_per_s": tokens / ms * 1e3,
+            "memory_gb": used_gb(),
+        }
+
+    def _check_numbers(self, mean_loss: float) -> None:
+        """Stops the run on a loss or gradient that is NaN or infinite; the checkpoints on the disk are from before."""
+        if math.isfinite(mean_loss) and all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:]):
+            self.recent = self.recent[-1:]
+            return
+        known = jax.device_get(self.recent)
+        first = self.step - len(known) + 1
+        bad = next((i for i, m in enumerate(known) if not (np.isfinite(m.loss) and np.isfinite(m.grad_norm))), 0)
+        self.checkpoints.wait()
+        good = self.checkpoints.newest()
+        kept = f"the last good checkpoint is step {good}" if good else "there is no checkpoint yet"
+        raise UserError(
+            f"the loss or its gradient is not a finite number in step {first + bad} "
+            f"(loss {known[bad].loss}, gradient norm {known[bad].grad_norm}): lower training.lr; {kept}"
+        )
+
+    def _evaluate(self, stop: StopRequest) -> None:
+        """Measures, writes the row, exports the weights if they are the best; when asked to stop, leaves all that for later."""
+        vitals = self.progress.evaluation_due or self._vitals()
+        self.clock.pause()
+        loss = self._validation_loss(stop)
+        self.progress = replace(self.progress, evaluation_due=vitals if loss is None else None)
+        if loss is None:
+            return
+        total, steps = (float(x) for x in np.asarray(self.state.since_row))
+        self._check_numbers(total / steps)
+        self.state = self.state._replace(since_row=jnp.zeros(2))
+        bits = loss / math.log(2) / self.store.val_bytes_per_token
+        row = {"step": self.step, "train_loss": total / steps, "val_loss": loss, "bits_per_byte": bits} | vitals
+        self.logs.evaluation(row)
+        self.console.evaluation(row)
+        self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
+        if self.progress.best_step == self.step:
+            self._export()
+        self.clock.restart()
+
+    def _validation_loss(self, stop: StopRequest) -> float | None:
+        """Nats per token, summed in float64 over batches; None when a signal came in between."""
+        nats = count = 0.0
+        for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
+            part = jax.device_get(self.programs.evaluate(self.state.parameters, batch))
+            nats, count = nats + float(part.nats), count + float(part.targets)
+            if stop.signal is not None:
+                return None
+        return nats / count
+
+    def _write_sample(self) -> None:
+        self.clock.pause()
+        build, _ = blueprint(self.model)
+        assert self.sample is not None
+        text = self.sample(build(self.state.parameters), self.step)
+        self.run.samples.mkdir(exist_ok=True)
+        atomic_write(self.run.samples / f"step_{self.step}.txt", text)
+        self.console.sample(text, self.step)
+        self.clock.restart()
+
+    def _export(self) -> None:
+        save_weights(self.run.weights, nested(jax.device_get(self.state.parameters)))
+
+    def _save(self) -> None:
+        """Sends this step to the disk; never one whose weights are NaN."""
+        self.clock.pause()
+        self._check_numbers(float(self.state.since_row[0]))
+        self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
+        self.saved_step = self.step
+        self.clock.restart()
+
+    def _stop_if_asked(self, stop: StopRequest) -> None:
+        if stop.signal is None:
+            return
+        if self.saved_step != self.step:
+            self._save()
+        self.checkpoints.wait()
+        self.console.note(f"stopped by a signal; step {self.step} is saved, --resume goes on from it")
+        raise SystemExit(stop.exit_code)
+
+    def _conclude(self) -> None:
+        """What a finished run leaves behind. The last checkpoint says that it is finished, so it is written last."""
+        summary = self._summary()
+        atomic_write(self.run.summary(self.config), json.dumps(summary, indent=1) + "\n")
+        if self.config.logging.plot:
+            self._plot()
+        if self.saved_step != self.step:
+            self._save()
+        self.checkpoints.wait()
+        self.console.note(
+            f"finished at step {self.step}: best val_loss {self.progress.best_loss:.4f} at {self.progress.best_step}"
+        )
+
+    def _summary(self) -> dict[str, Any]:
+        sizes = {name: p.size for name, p in self.state.parameters.items()}
+        embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "norm")))
+        return {
+            "parameters": sum(sizes.values()),
+            "parameters_without_embeddings": sum(sizes.values()) - embeddings,
+            "steps": self.step,
+            "tokens": self.step * self.config.training.batch_size * self.config.model.max_context,
+            "val_loss": self.progress.best_loss,
+            "best_step": self.progress.best_step,
+            "model": asdict(self.model),
+        } | self.facts
+
+    def _plot(self) -> None:
+        try:
+            plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png", atomic_write)
+        except UserError as error:
+            self.console.note(f"no plot: {error}")
+
+    def _restore(self) -> bool:
+        """Takes the newest checkpoint that can be read; False where there is none."""
+        restored = self.checkpoints.restore(abstract_state(self.config, self.model, self.steps))
+        if restored is None:
+            self.console.note("there is no complete checkpoint: starting at step 0")
+            return False
+        notes = [f"{reason}: stepping back" for reason in restored.skipped] + check_facts(restored.facts, self.facts)
+        for note in [*notes, f"resumed from step {restored.step}"]:
+            self.console.note(note)
+        self.state, self.step, self.progress = restored.state, restored.step, restored.progress
+        self.saved_step = restored.step
+        return True

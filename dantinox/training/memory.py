@@ -1,0 +1,93 @@
+"""What a run needs and what there is, before anything is allocated; and what it uses while it runs."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from dantinox.config import Config, UserError
+from dantinox.training.step import State
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of a training step, from the compiled program; `available` is None where the system does not say."""
+
+    parameters: int
+    optimizer: int
+    peak: int
+    available: int | None
+
+
+def plan_memory(compiled: Any, state: State) -> MemoryPlan:
+    """Reads the plan of a compiled step whose first argument is `state`, arrays or shapes."""
+    analysis = compiled.memory_analysis()
+    # Donated arguments share their place with the outputs.
+    peak = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return MemoryPlan(
+        _bytes(state.parameters), _bytes(state.optimizer), peak + analysis.temp_size_in_bytes, available_bytes(jax.devices()[0])
+    )
+
+
+def check_memory(plan: MemoryPlan, config: Config) -> None:
+    """Raises a UserError that names the settings to lower where the plan does not fit."""
+    if plan.available is None or plan.peak <= plan.available:
+        return
+    t, m = config.training, config.model
+    remedies = [
+        f"raise training.grad_accum ({t.grad_accum})" if t.grad_accum < t.batch_size else "",
+        f"lower training.batch_size ({t.batch_size})",
+        f"lower model.max_context ({m.max_context})",
+        "" if m.gradient_checkpointing else "set model.gradient_checkpointing",
+        f"lower model.dim ({m.dim}) or model.num_blocks ({m.num_blocks})",
+    ]
+    raise UserError(
+        f"this run needs about {plan.peak / 1e9:.2f} GB of memory and {plan.available / 1e9:.2f} GB are free: "
+        + ", ".join(remedy for remedy in remedies if remedy)
+    )
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Free memory of an accelerator, or of the machine where the device is its CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    free = [limit for limit in (_meminfo_available(), _container_available()) if limit is not None]
+    return min(free, default=None) if device.platform == "cpu" else None
+
+
+def used_gb() -> float | None:
+    """Peak memory in use on the device, or the resident memory of this process on a CPU; 10⁹ bytes."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)) / 1e9
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    except OSError:
+        return None
+
+
+def _bytes(tree: Any) -> int:
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _meminfo_available() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _container_available() -> int | None:
+    """What a cgroup v2 limit leaves, where there is one."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            return int(limit.read()) - int(current.read())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,71 @@
+"""What training minimises: the cross-entropy of the next token, and a penalty that keeps the log-normaliser near zero."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dantinox.model import Transformer
+
+# Logits held at a time: 64 MiB in float32. More than that goes in chunks.
+CHUNK_LOGITS = 1 << 24
+
+
+class Sums(NamedTuple):
+    """Float32 sums over the counted targets of a batch; sums of parts add up to the sum of the whole.
+
+    `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
+    `targets`: how many targets count.
+    """
+
+    nats: jax.Array
+    penalty: jax.Array
+    targets: jax.Array
+
+
+def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS) -> Sums:
+    """Runs the model over a batch and sums its losses.
+
+    Args:
+      batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 where a target counts).
+      rngs: with a `dropout` stream, dropout is on.
+      chunk_logits: a batch with more logits than this is scored in chunks of tokens, whose logits are computed again in
+        the backward pass, so that `[B, T, V]` never exists.
+    """
+    B, T = batch.tokens_BT.shape
+    # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
+    positions_1T = jnp.arange(T)[None]
+    x_BTD, _, _ = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
+    x_ND, targets_N, mask_N = x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1)
+    size = max(1, chunk_logits // model.config.vocab_size)
+    if size >= B * T:
+        nats, penalty = _token_losses(model, x_ND, targets_N, mask_N)
+    else:
+        nats, penalty = _in_chunks(model, x_ND, targets_N, mask_N, size)
+    return Sums(nats, penalty, jnp.sum(mask_N))
+
+
+def _token_losses(model: Transformer, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits_NV = model.logits(x_ND)
+    normaliser_N = jax.nn.logsumexp(logits_NV, axis=-1)
+    target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
+    return jnp.sum(mask_N * (normaliser_N - target_N)), jnp.sum(mask_N * jnp.square(normaliser_N))
+
+
+def _in_chunks(
+    model: Transformer, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """`_token_losses` over chunks of `size` tokens; the last chunk is filled up with tokens that do not count."""
+    missing = -x_ND.shape[0] % size
+    parts = tuple(
+        jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
+    )
+
+    @jax.checkpoint
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, _token_losses(model, *part)), None
+
+    zero = jnp.zeros((), jnp.float32)
+    total, _ = jax.lax.scan(add, (zero, zero), parts)
+    return total

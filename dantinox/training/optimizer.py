@@ -1,0 +1,172 @@
+"""Learning-rate schedules, AdamW and Muon."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dantinox.config.sections import TrainingSection
+from dantinox.training.parameters import Parameters
+
+Schedule = Callable[[Any], jax.Array]
+MUON_MOMENTUM = 0.95
+# Odd polynomials a x + b x³ + c x⁵ that in a row take singular values from [0.01, 1] to [0.73, 1.27], each the minimax
+# approximation of 1 on the interval that the one before leaves (Amsel et al. 2025, "The Polar Express", algorithm 1).
+POLAR_STEPS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+
+
+def schedule(training: TrainingSection, steps: int) -> Schedule:
+    """The factor in [0, 1] on the peak learning rates at an optimizer step (0 is the first).
+
+    It climbs linearly over `warmup_steps` (the first step is not zero), and is at `min_lr_ratio` in the last of `steps`.
+    """
+    warmup, low = training.warmup_steps, training.min_lr_ratio
+    last = max(steps - 1, warmup + 1)
+    start = last - max(1, round(training.decay_fraction * steps)) if training.schedule == "wsd" else warmup
+
+    def factor(step: Any) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        done = jnp.clip((step - start) / max(1, last - start), 0, 1)
+        rise = jnp.minimum(1.0, (step + 1) / (warmup + 1))
+        return rise * (low + (1 - low) * SHAPES[training.schedule](done))
+
+    return factor
+
+
+SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "cosine": lambda done: 0.5 * (1 + jnp.cos(jnp.pi * done)),
+    "linear": lambda done: 1 - done,
+    "wsd": lambda done: 1 - done,
+    "constant": jnp.ones_like,
+}
+
+
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether weight decay acts on a parameter: on all but the scales and biases of normalisations."""
+    return len(shape) >= 2
+
+
+def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """A hidden matrix as Muon sees it, (fan in, fan out), or None for what AdamW trains.
+
+    Queries, keys and values are one matrix, as are gate and up. Embeddings, position tables and the output layer have no Muon
+    form: a row of them belongs to one token.
+    """
+    if not name.startswith("blocks/") or len(shape) < 2:
+        return None
+    inputs = len(shape) - 1 if name.endswith("attention/out/kernel") else 1
+    return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+
+
+def optimizer(training: TrainingSection, steps: int) -> optax.GradientTransformation:
+    """Clipping, then AdamW (Loshchilov & Hutter 2019, algorithm 2) or Muon with AdamW for what is no hidden matrix."""
+    factor = schedule(training, steps)
+    adamw = optax.adamw(
+        lambda step: training.lr * factor(step),
+        b1=training.beta1,
+        b2=training.beta2,
+        weight_decay=training.weight_decay,
+        mask=lambda parameters: {name: is_matrix(p.shape) for name, p in parameters.items()},
+    )
+    rule = adamw
+    if training.optimizer == "muon":
+        matrices = muon(lambda step: training.muon_lr * factor(step), training.weight_decay)
+        rule = _split(matrices, adamw)
+    if training.grad_clip == 0:
+        return rule
+    return optax.chain(optax.clip_by_global_norm(training.grad_clip), rule)
+
+
+def _split(matrices: optax.GradientTransformation, others: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`matrices` for the parameters that Muon trains, `others` for the rest."""
+
+    def parts(tree: Parameters) -> tuple[Parameters, Parameters]:
+        inside = {name: p for name, p in tree.items() if as_matrix(name, p.shape)}
+        return inside, {name: p for name, p in tree.items() if name not in inside}
+
+    def init(parameters: Parameters) -> dict[str, Any]:
+        inside, outside = parts(parameters)
+        return {"matrices": matrices.init(inside), "others": others.init(outside)}
+
+    def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, dict[str, Any]]:
+        (g_in, g_out), (p_in, p_out) = parts(gradients), parts(parameters)
+        inside, inner = matrices.update(g_in, state["matrices"], p_in)
+        outside, outer = others.update(g_out, state["others"], p_out)
+        return inside | outside, {"matrices": inner, "others": outer}
+
+    return optax.GradientTransformation(init, update)
+
+
+class MuonState(NamedTuple):
+    """Steps done, and the momentum of every matrix."""
+
+    steps: jax.Array
+    momentum: Parameters
+
+
+def muon(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformation:
+    """Nesterov momentum, orthogonalised, times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled decay."""
+
+    def init(parameters: Parameters) -> MuonState:
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
+
+    def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, MuonState]:
+        rate = learning_rate(state.steps)
+        momentum = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, state.momentum, gradients)
+        ahead = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, momentum, gradients)
+        leaves, tree = jax.tree.flatten_with_path(ahead)
+        names = [path[-1].key for path, _ in leaves]
+        directions = orthogonalise({name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)})
+        directions_tree = jax.tree.unflatten(tree, [directions[name] for name in names])
+        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), directions_tree, parameters)
+        return updates, MuonState(state.steps + 1, momentum)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalise(gradients: Parameters) -> Parameters:
+    """About the nearest semi-orthogonal matrix to each hidden matrix, times √max(1, fan out / fan in).
+
+    With X = U S Vᵀ the result is near U Vᵀ = (X Xᵀ)^(−1/2) X. The polynomials are evaluated on the small square X Xᵀ, for
+    all matrices of one height together, and the result is applied to X once: half the work of iterating on X itself.
+    """
+    wide: Parameters = {}
+    tall: Parameters = {}
+    for name, g in gradients.items():
+        fan_in, fan_out = as_matrix(name, g.shape) or g.shape
+        x = g.reshape(fan_in, fan_out)
+        (wide if fan_in <= fan_out else tall)[name] = x if fan_in <= fan_out else x.T
+    both = wide | tall
+    roots: Parameters = {}
+    for height in sorted({x.shape[0] for x in both.values()}):
+        names = [name for name, x in both.items() if x.shape[0] == height]
+        grams = jnp.stack([jnp.matmul(both[name], both[name].T, precision="highest") for name in names])
+        roots |= dict(zip(names, _inverse_root(grams), strict=True))
+    result: Parameters = {}
+    for name, g in gradients.items():
+        x = jnp.matmul(roots[name], both[name], precision="highest")
+        scale = math.sqrt(max(1.0, x.shape[1] / x.shape[0])) if name in wide else 1.0
+        result[name] = (scale * (x if name in wide else x.T)).reshape(g.shape)
+    return result
+
+
+def _inverse_root(grams_MNN: jax.Array) -> jax.Array:
+    """About A^(−1/2) of symmetric positive semi-definite matrices; where A has no inverse, the root stays bounded.
+
+    All matrices here are polynomials of A and commute. If p takes X to p(A) X, then A becomes p(A) A p(A).
+    The norm that A is divided by first is its Frobenius norm, no less than its largest eigenvalue.
+    """
+    product = partial(jnp.matmul, precision="highest")
+    norm_M11 = jnp.linalg.norm(grams_MNN, axis=(1, 2), keepdims=True) + 1e-20
+    a_MNN = grams_MNN / norm_M11
+    identity = root_MNN = jnp.eye(a_MNN.shape[-1])
+    for index, (a, b, c) in enumerate(POLAR_STEPS):
+        p_MNN = a * identity + b * a_MNN + c * product(a_MNN, a_MNN)
+        root_MNN = product(p_MNN, root_MNN) if index else p_MNN
+        if index + 1 < len(POLAR_STEPS):
+            a_MNN = product(product(p_MNN, a_MNN), p_MNN)
+    return root_MNN * jax.lax.rsqrt(norm_M11)

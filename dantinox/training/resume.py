@@ -1,0 +1,94 @@
+"""What may change when a run goes on, and how long a run is."""
+
+import hashlib
+import math
+from importlib.metadata import version
+from typing import Any
+
+import jax.numpy as jnp
+
+from dantinox.config import Config, ModelConfig, UserError, differences, dump_config
+from dantinox.run import load_weights, open_run
+from dantinox.training.parameters import Parameters, blueprint, flattened, nested
+
+# None of these has a part in what a step computes, but for `steps` and `epochs`, which stretch the schedule.
+FREE = {
+    "training.steps",
+    "training.epochs",
+    "training.eval_every",
+    "training.checkpoint_every",
+    "training.sample_every",
+    "training.keep_last",
+    "training.patience",
+}
+
+
+def resumed_config(saved: Config, given: Config) -> Config:
+    """The settings to go on with: those of the run, with steps, intervals and logging as given now.
+
+    Raises:
+      UserError: another setting differs; the sentence names it with both values.
+    """
+    for key, (old, new) in differences(saved, given).items():
+        if key not in FREE and not key.startswith("logging."):
+            raise UserError(
+                f"{key} cannot change when a run is resumed: the run has {_shown(old)}, got {_shown(new)} "
+                "(only steps, intervals and logging may differ)"
+            )
+    return given
+
+
+def total_steps(config: Config, windows_per_epoch: int) -> int:
+    """`training.steps`, or as many as `training.epochs` passes over the training windows need."""
+    t = config.training
+    return t.steps if t.steps is not None else max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
+
+
+def run_facts(config: Config, fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint records about its origin."""
+    packages = ("jax", "flax", "optax", "orbax-checkpoint")
+    return {
+        "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
+        "tokenizer_sha256": fingerprint,
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def check_facts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Compares a checkpoint's facts with those of this process; returns what deserves a note.
+
+    Raises:
+      UserError: the tokenizer is another one.
+    """
+    old, new = saved.get("tokenizer_sha256"), now["tokenizer_sha256"]
+    if old != new:
+        raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
+    versions = saved.get("versions", {})
+    return [
+        f"{name} was {versions.get(name)} when the checkpoint was written and is {here}: the run may not go on bit for bit"
+        for name, here in now["versions"].items()
+        if versions.get(name) != here
+    ]
+
+
+def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> Parameters | None:
+    """The weights of the run `training.init_from`, or None where it is not set.
+
+    Raises:
+      UserError: that run has another tokenizer or another architecture.
+    """
+    if config.training.init_from is None:
+        return None
+    source = open_run(config.training.init_from)
+    other = hashlib.sha256(source.tokenizer.read_bytes()).hexdigest() if source.tokenizer.is_file() else None
+    if other is not None and other != fingerprint:
+        raise UserError(
+            f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
+            f"set tokenizer.tokenizer_type: file and tokenizer.tokenizer_path: {source.tokenizer}"
+        )
+    _, shapes = blueprint(model)
+    return flattened(load_weights(source.weights, nested(shapes), lambda _, array: jnp.array(array)))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,105 @@
+"""One optimizer step and one evaluation batch, each one compiled program; what they need is known before it is allocated."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from dantinox.config import Config, ModelConfig
+from dantinox.text.store import Batch
+from dantinox.training.objective import sums
+from dantinox.training.optimizer import optimizer, schedule
+from dantinox.training.parameters import Parameters, blueprint, initial_parameters
+
+
+class State(NamedTuple):
+    """All that the next step depends on, and so all that exact resume needs. The data and dropout of a step follow from `step`.
+
+    `since_row` and `since_line` are `[sum of step losses, steps]` since the last row of the log and of metrics.jsonl.
+    """
+
+    step: jax.Array
+    parameters: Parameters
+    optimizer: Any
+    since_row: jax.Array
+    since_line: jax.Array
+
+
+class Metrics(NamedTuple):
+    """Scalars of one step, left on the device until somebody asks. `loss` in nats per token, before the update."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    lr: jax.Array
+
+
+def abstract_batch(rows: int, length: int) -> Batch:
+    """The shapes of a batch of `rows` windows."""
+    return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
+
+
+def initial_state(config: Config, model: ModelConfig, steps: int, parameters: Parameters | None = None) -> State:
+    """The state before the first step: fresh weights by `training.seed`, or the given ones."""
+    if parameters is None:
+        parameters = initial_parameters(model, config.training.seed)
+    moments = jax.jit(optimizer(config.training, steps).init)(parameters)
+    return State(jnp.zeros((), jnp.int32), parameters, moments, jnp.zeros(2), jnp.zeros(2))
+
+
+def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
+    """The shapes of `initial_state`, without allocating anything."""
+    _, shapes = blueprint(model)
+    moments = jax.eval_shape(optimizer(config.training, steps).init, shapes)
+    pair = jax.ShapeDtypeStruct((2,), jnp.float32)
+    return State(jax.ShapeDtypeStruct((), jnp.int32), shapes, moments, pair, pair)  # type: ignore[arg-type]
+
+
+def make_train_step(config: Config, model: ModelConfig, steps: int) -> Any:
+    """The optimizer step as one `jax.jit`: (state, which is donated; batch) → (next state, metrics)."""
+    training = config.training
+    build, _ = blueprint(model)
+    transform, factor = optimizer(training, steps), schedule(training, steps)
+
+    def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = sums(build(parameters), part, rngs=nnx.Rngs(dropout=key))
+        return total.nats + training.z_loss * total.penalty, total.nats
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        gradients, nats = _accumulated(objective, state.parameters, batch, key, training.grad_accum)
+        count = jnp.maximum(jnp.sum(batch.mask_BT), 1.0)
+        gradients, loss = jax.tree.map(lambda g: g / count, gradients), nats / count
+        updates, moments = transform.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, updates)
+        seen = jnp.stack([loss, jnp.ones(())])
+        following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
+        return following, Metrics(loss, optax.tree.norm(gradients), training.lr * factor(state.step))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _accumulated(
+    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int
+) -> tuple[Parameters, jax.Array]:
+    """Sums of gradients and nats over `parts` equal parts of a batch, one part in memory at a time."""
+    gradient = jax.grad(objective, has_aux=True)
+    if parts == 1:
+        return gradient(parameters, batch, key)
+    split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+
+    def add(total, part):
+        index, micro = part
+        return jax.tree.map(jnp.add, total, gradient(parameters, micro, jax.random.fold_in(key, index))), None
+
+    zero = (jax.tree.map(jnp.zeros_like, parameters), jnp.zeros(()))
+    total, _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
+    return total
+
+
+def make_eval_step(model: ModelConfig) -> Any:
+    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch) → Sums."""
+    build, _ = blueprint(model)
+    return jax.jit(lambda parameters, batch: sums(build(parameters), batch))

@@ -1,0 +1,42 @@
+"""SIGTERM and SIGINT: the first asks the loop to save and exit, the second exits at once."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Which signal asked to stop, if one did. The exit code is 128 + its number: 143 for SIGTERM, 130 for SIGINT."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self.signal or 0)
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """The signal handler."""
+        if self.signal is not None:
+            os._exit(128 + number)  # nothing is flushed or awaited: checkpoints are committed by a rename
+        self.signal = number
+
+
+@contextlib.contextmanager
+def stop_request() -> Iterator[StopRequest]:
+    """Listens to the signals inside the block. Only the main thread can; elsewhere nobody ever asks."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous = {number: signal.signal(number, request.receive) for number in SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

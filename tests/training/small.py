@@ -1,0 +1,77 @@
+"""A run small enough to train in a second."""
+
+import io
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dantinox.config import build_config
+from dantinox.report import Console
+from dantinox.run import create_run, save_config
+from dantinox.text.store import Counts, TokenStore
+from dantinox.training import train
+
+VOCABULARY = 11
+SETTINGS = {
+    "model.dim": 16,
+    "model.n_heads": 2,
+    "model.num_blocks": 1,
+    "model.max_context": 8,
+    "model.dropout_rate": 0.1,
+    "training.batch_size": 4,
+    "training.steps": 24,
+    "training.warmup_steps": 4,
+    "training.eval_every": 6,
+    "training.lr": 0.01,
+    "training.optimizer": "muon",
+    "logging.log_every": 4,
+    "logging.plot": False,
+}
+
+
+@dataclass
+class Tokens:
+    """As much of a tokenizer as training looks at."""
+
+    vocab_size: int = VOCABULARY
+    fingerprint: str = "0" * 64
+
+
+def small_config(**changes):
+    """The small settings; `training__steps=3` changes `training.steps`."""
+    return build_config({}, SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def small_store(config, store=TokenStore, **options):
+    """Tokens that follow one another with some noise: there is something to learn."""
+    rng = np.random.default_rng(5)
+    ids = (np.cumsum(rng.integers(1, 3, 3000)) % VOCABULARY).astype(np.uint16)
+    counts = (Counts(2700, 1, 2700, 2700), Counts(300, 1, 600, 600))
+    t = config.training
+    arguments = {"batch_size": t.batch_size, "sequence_length": config.model.max_context, "seed": t.seed, "counts": counts}
+    return store(ids[:2700], ids[2700:], **arguments, **options)
+
+
+class Deadly(TokenStore):
+    """Sends this process the signal DIE_WITH when the batch of step DIE_AT is asked for."""
+
+    def batch(self, step):
+        if step == int(os.environ.get("DIE_AT", -1)):
+            os.kill(os.getpid(), int(os.environ["DIE_WITH"]))
+        return super().batch(step)
+
+
+@dataclass
+class Workshop:
+    """Trains in directories below `path`."""
+
+    path: object
+    notes: io.StringIO = field(default_factory=io.StringIO)
+
+    def train(self, name, config, *, resume=False, store=None, **options):
+        run = create_run(self.path / name, resume=resume)
+        if not run.config.is_file():
+            save_config(run, config)
+        train(config, run, Tokens(), store or small_store(config), Console(self.notes), resume=resume, **options)
+        return run

@@ -1,0 +1,151 @@
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.model import Transformer
+from dantinox.report import read_csv, read_jsonl
+from dantinox.run import load_weights
+from dantinox.training.loop import Trainer
+from dantinox.training.parameters import blueprint, flattened, nested
+from dantinox.training.step import make_eval_step
+from dantinox.training.stopping import StopRequest, stop_request
+
+from .small import VOCABULARY, Tokens, small_config, small_store
+
+
+def test_a_run_learns_and_leaves_everything_behind(workshop):
+    config = small_config(training__sample_every=10)
+    texts = []
+
+    def sample(model, step):
+        assert isinstance(model, Transformer)
+        texts.append(step)
+        return f"text {step}"
+
+    run = workshop.train("run", config, sample=sample)
+    rows = read_csv(run.log(config))
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"] < 2.5
+    assert list(rows[0])[:4] == ["step", "train_loss", "val_loss", "ms_per_step"]
+    assert [row["step"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"] == [4, 8, 12, 16, 20, 24]
+    assert texts == [10, 20, 24] and (run.samples / "step_20.txt").read_text() == "text 20"
+    summary = json.loads(run.summary(config).read_text())
+    assert summary["val_loss"] == min(row["val_loss"] for row in rows)
+    assert {int(path.name) for path in run.checkpoints.iterdir() if path.name.isdigit()} >= {18, 24}
+    assert "813" not in summary and summary["parameters"] == sum(p.size for p in _weights(run, config).values())
+
+
+def _weights(run, config):
+    return flattened(load_weights(run.weights, nested(blueprint(config.architecture(VOCABULARY))[1])))
+
+
+def test_the_exported_weights_are_those_of_the_best_evaluation(workshop):
+    config = small_config(training__lr=0.3, training__muon_lr=0.5, training__schedule="constant", training__weight_decay=0.0)
+    run = workshop.train("run", config)
+    rows = read_csv(run.log(config))
+    store, evaluate = small_store(config), make_eval_step(config.architecture(VOCABULARY))
+    parts = [jax.device_get(evaluate(_weights(run, config), batch)) for batch in store.validation(16)]
+    loss = sum(float(p.nats) for p in parts) / sum(float(p.targets) for p in parts)
+    best = min(rows, key=lambda row: row["val_loss"])
+    assert loss == pytest.approx(best["val_loss"], rel=1e-5)
+    assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) / 2)
+
+
+def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):
+    config = small_config(logging__log_every=1)
+    run = workshop.train("run", config)
+    losses = [row["train_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
+    means = [np.mean(losses[i : i + 6]) for i in range(0, 24, 6)]
+    np.testing.assert_allclose([row["train_loss"] for row in read_csv(run.log(config))], means, rtol=1e-6)
+
+
+def test_patience_ends_a_run_that_gets_no_better(workshop):
+    config = small_config(training__patience=1, training__eval_every=2, training__lr=3.0, training__muon_lr=9.0)
+    run = workshop.train("run", config)
+    losses = [row["val_loss"] for row in read_csv(run.log(config))]
+    assert len(losses) < 12 and losses[-1] >= min(losses[:-1])
+    workshop.train("run", config, resume=True)
+    assert "this run is finished" in workshop.notes.getvalue()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_good_checkpoint(workshop):
+    config = small_config(training__optimizer="adamw")
+    store = small_store(config)
+    batch = store.batch
+    poison = np.float32("nan")
+    store.batch = lambda step: batch(step)._replace(mask_BT=batch(step).mask_BT * (poison if step == 9 else 1))
+    with pytest.raises(UserError, match=r"not a finite number in step 10 .*the last good checkpoint is step 6"):
+        workshop.train("run", config, store=store)
+    run = workshop.path / "run"
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()] == ["6"]
+    assert [row["step"] for row in read_csv(run / "training_log.csv")] == [6]
+    fixed = workshop.train("run", config, resume=True)
+    assert [row["step"] for row in read_csv(fixed.log(config))] == [6, 12, 18, 24]
+
+
+def test_a_signal_during_an_evaluation_leaves_it_for_later(workshop):
+    config = small_config(training__eval_tokens=None)
+    expected = read_csv(workshop.train("whole", config).log(config))
+    store = small_store(config)
+    validation, calls = store.validation, []
+
+    def interrupted(*arguments):
+        for batch in validation(*arguments):
+            calls.append(1)
+            if len(calls) == 1:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+    store.validation = interrupted
+    with pytest.raises(SystemExit) as stopped:
+        workshop.train("run", config, store=store)
+    assert stopped.value.code == 143 and not (workshop.path / "run" / "training_log.csv").exists()
+    rows = read_csv(workshop.train("run", config, resume=True).log(config))
+    keep = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens")
+    assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in expected]
+
+
+def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    exits = []
+    monkeypatch.setattr("os._exit", exits.append)
+    with stop_request() as stop:
+        assert isinstance(stop, StopRequest) and stop.signal is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.exit_code == 130 and exits == []
+        signal.raise_signal(signal.SIGTERM)
+        assert exits == [143]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_init_from_starts_with_the_weights_of_another_run(workshop):
+    first = workshop.train("first", small_config())
+    config = small_config(
+        training__init_from=str(first.path), training__steps=1, training__warmup_steps=0, training__eval_every=1
+    )
+    second = workshop.train("second", config)
+    best = min(row["val_loss"] for row in read_csv(first.log(config)))
+    assert read_csv(second.log(config))[0]["val_loss"] < best + 0.3
+    with pytest.raises(UserError, match=r"hold .*with shape"):
+        workshop.train("third", small_config(training__init_from=str(first.path), model__dim=32))
+    first.tokenizer.write_text("another")
+    with pytest.raises(UserError, match=r"init_from.* has tokenizer"):
+        workshop.train("fourth", config)
+
+
+def test_another_tokenizer_is_refused(workshop):
+    config = small_config()
+    run = workshop.train("run", small_config(training__steps=6))
+    trainer = Trainer(config, run, Tokens(fingerprint="1" * 64), small_store(config), workshop_console(workshop))
+    with pytest.raises(UserError, match="was trained with tokenizer 000000000000, the run directory now has 111111111111"):
+        trainer.train(resume=True)
+    trainer.close()
+
+
+def workshop_console(workshop):
+    from dantinox.report import Console
+
+    return Console(workshop.notes)

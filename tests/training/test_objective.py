@@ -1,0 +1,92 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.model import Transformer
+from dantinox.text.store import Batch
+from dantinox.training.objective import sums
+
+from .small import VOCABULARY, small_config
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer(small_config().architecture(VOCABULARY), rngs=nnx.Rngs(3))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, VOCABULARY, (2, 3, 8)).astype(np.int32)
+    segments = np.cumsum(rng.random((3, 8)) < 0.2, axis=1).astype(np.int32)
+    return Batch(tokens, targets, segments, (rng.random((3, 8)) < 0.7).astype(np.float32))
+
+
+def reference(model, batch):
+    """The sums in float64 from the model's logits."""
+    positions = np.broadcast_to(np.arange(8), (3, 8))
+    logits = np.asarray(model(batch.tokens_BT, jnp.array(positions), segments_BT=batch.segments_BT)[0], np.float64)
+    normaliser = np.log(np.exp(logits).sum(-1))
+    nats = normaliser - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
+    return (nats * batch.mask_BT).sum(), (normaliser**2 * batch.mask_BT).sum(), batch.mask_BT.sum()
+
+
+@pytest.mark.parametrize("chunk_logits", [1 << 24, 7 * VOCABULARY, 8 * VOCABULARY, 1])
+def test_sums_equal_float64_in_one_piece_and_in_chunks(model, batch, chunk_logits):
+    got = sums(model, batch, chunk_logits=chunk_logits)
+    np.testing.assert_allclose([float(x) for x in got], reference(model, batch), rtol=2e-6)
+
+
+def test_chunks_have_the_same_gradient(model, batch):
+    graph, state = nnx.split(model)
+
+    def gradient(chunk_logits):
+        def loss(state):
+            total = sums(nnx.merge(graph, state), batch, chunk_logits=chunk_logits)
+            return total.nats + 0.1 * total.penalty
+
+        return jax.tree.leaves(jax.grad(loss)(state))
+
+    for whole, parts in zip(gradient(1 << 24), gradient(5 * VOCABULARY), strict=True):
+        np.testing.assert_allclose(whole, parts, atol=2e-5)
+
+
+def test_chunks_never_hold_all_logits():
+    config = small_config().architecture(4096)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    graph, state = nnx.split(model)
+
+    def temporary(chunk_logits):
+        def loss(state, batch):
+            return sums(nnx.merge(graph, state), batch, chunk_logits=chunk_logits).nats
+
+        batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((4, 64), jnp.float32))
+        return jax.jit(jax.grad(loss)).lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    all_logits = 4 * 64 * 4096 * 4
+    assert temporary(1 << 24) >= all_logits > temporary(8 * 4096)
+
+
+def test_masked_targets_do_not_count(model, batch):
+    other = np.where(batch.mask_BT == 0, (batch.targets_BT + 1) % VOCABULARY, batch.targets_BT)
+    assert float(sums(model, batch).nats) == float(sums(model, batch._replace(targets_BT=other)).nats)
+
+
+def test_documents_do_not_see_each_other(model, batch):
+    segments = np.repeat([[0] * 4 + [1] * 4], 3, axis=0).astype(np.int32)
+    mask = segments.astype(np.float32)
+    batch = batch._replace(segments_BT=segments, mask_BT=mask)
+    changed = batch.tokens_BT.copy()
+    changed[:, :4] = (changed[:, :4] + 1) % VOCABULARY
+    assert float(sums(model, batch).nats) == float(sums(model, batch._replace(tokens_BT=changed)).nats)
+
+
+def test_dropout_only_with_a_key(model, batch):
+    plain = float(sums(model, batch).nats)
+    assert plain == float(sums(model, batch).nats)
+    first, again, other = (float(sums(model, batch, rngs=nnx.Rngs(dropout=seed)).nats) for seed in (1, 1, 2))
+    assert first == again
+    assert len({plain, first, other}) == 3

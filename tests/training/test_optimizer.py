@@ -1,0 +1,150 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dantinox.training.optimizer import as_matrix, optimizer, orthogonalise, schedule
+from dantinox.training.parameters import blueprint, initial_parameters
+
+from .small import VOCABULARY, small_config
+
+
+def shapes(**changes):
+    return {name: leaf.shape for name, leaf in blueprint(small_config(**changes).architecture(VOCABULARY))[1].items()}
+
+
+def factors(name, steps=101, warmup=10, low=0.1, **more):
+    changes = {f"training__{key}": value for key, value in more.items()}
+    config = small_config(
+        training__steps=steps, training__schedule=name, training__warmup_steps=warmup, training__min_lr_ratio=low, **changes
+    )
+    return np.array(jax.vmap(schedule(config.training, steps))(jnp.arange(steps)))
+
+
+def test_warm_up_climbs_in_equal_steps_and_never_rests_at_zero():
+    np.testing.assert_allclose(factors("constant")[:12], [*(np.arange(1, 12) / 11), 1], rtol=1e-6)
+
+
+def test_cosine_has_its_closed_form():
+    done = (np.arange(10, 101) - 10) / 90
+    np.testing.assert_allclose(factors("cosine")[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * done)) / 2, atol=1e-6)
+
+
+def test_linear_has_its_closed_form():
+    np.testing.assert_allclose(factors("linear")[10:], np.linspace(1, 0.1, 91), atol=1e-6)
+
+
+def test_wsd_is_flat_and_then_falls_to_the_last_step():
+    got = factors("wsd", decay_fraction=0.2)
+    np.testing.assert_allclose(got[10:81], 1)
+    np.testing.assert_allclose(got[80:], np.linspace(1, 0.1, 21), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_schedules_end_at_the_ratio_even_when_short(name):
+    assert factors(name, steps=5, warmup=0)[-1] == pytest.approx(0.1)
+    assert np.isfinite(factors(name, steps=1, warmup=1)).all()
+
+
+def test_muon_takes_the_hidden_matrices_and_no_table():
+    found = {
+        name for name, shape in shapes(attention__no_sink=True, model__weight_tying=False).items() if as_matrix(name, shape)
+    }
+    kernels = ("attention/qkv", "attention/out", "attention/gate", "ffn/gate_up", "ffn/down")
+    assert found == {f"blocks/0/{kernel}/kernel" for kernel in kernels}
+
+
+def test_matrices_have_the_fans_of_their_projection():
+    sizes = {
+        name: as_matrix(name, shape)
+        for name, shape in shapes(model__kv_heads=1, model__head_size=6, model__hidden_dim=20).items()
+    }
+    assert sizes["blocks/0/attention/qkv/kernel"] == (16, 1 * 4 * 6)
+    assert sizes["blocks/0/attention/out/kernel"] == (12, 16)
+    assert sizes["blocks/0/ffn/gate_up/kernel"] == (16, 2 * 20)
+    assert sizes["blocks/0/ffn/down/kernel"] == (20, 16)
+
+
+def test_orthogonalised_singular_values_are_near_one_whatever_they_were():
+    rng = np.random.default_rng(0)
+    gradients = {}
+    for i, (fan_in, fan_out) in enumerate([(16, 40), (16, 16), (40, 16), (24, 16)]):
+        u, v = (np.linalg.qr(rng.normal(size=(size, 16)))[0] for size in (fan_in, fan_out))
+        spectrum = 10.0 ** (-6 + i) * np.geomspace(1, 0.03, 16)
+        gradients[f"blocks/{i}/ffn/down/kernel"] = jnp.array(u * spectrum @ v.T, jnp.float32)
+    for name, result in orthogonalise(gradients).items():
+        u, s, vt = np.linalg.svd(np.asarray(gradients[name], np.float64), full_matrices=False)
+        fan_in, fan_out = gradients[name].shape
+        inside = u.T @ np.asarray(result, np.float64) @ vt.T / math.sqrt(max(1, fan_out / fan_in))
+        assert np.abs(inside - np.diag(np.diag(inside))).max() < 2e-3
+        assert np.diag(inside).min() > 0.7 and np.diag(inside).max() < 1.3
+    assert all(np.isfinite(x).all() for x in orthogonalise({"blocks/0/ffn/down/kernel": jnp.zeros((3, 4))}).values())
+
+
+def test_muon_directions_agree_with_optax():
+    config = small_config(
+        training__weight_decay=0.0, training__grad_clip=0.0, training__schedule="constant", training__warmup_steps=0
+    )
+    parameters = initial_parameters(config.architecture(VOCABULARY), 0)
+    inside = {name: p for name, p in parameters.items() if as_matrix(name, p.shape)}
+    gradients = {name: jax.random.normal(jax.random.key(i), p.shape) for i, (name, p) in enumerate(inside.items())}
+    flat = {name: g.reshape(as_matrix(name, g.shape)) for name, g in gradients.items()}
+    rest = {name: jnp.zeros_like(p) for name, p in parameters.items() if name not in inside}
+    ours = optimizer(config.training, 24)
+    updates, _ = ours.update(gradients | rest, ours.init(parameters), parameters)
+    theirs = optax.contrib.scale_by_muon()
+    direction, _ = theirs.update(flat, theirs.init(flat))
+    for name, expected in direction.items():
+        got = np.asarray(updates[name]).reshape(expected.shape)
+        scale = config.training.muon_lr * math.sqrt(max(1, expected.shape[1] / expected.shape[0]))
+        cosine = -np.vdot(got, expected) / np.linalg.norm(got) / np.linalg.norm(expected)
+        assert cosine > 0.97
+        assert np.linalg.norm(got) == pytest.approx(scale * math.sqrt(min(expected.shape)), rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_weight_decay_acts_on_matrices_only(kind):
+    config = small_config(
+        training__optimizer=kind, training__weight_decay=0.5, training__warmup_steps=0, model__norm="layernorm"
+    )
+    parameters = {n: p + 1.0 for n, p in initial_parameters(config.architecture(VOCABULARY), 0).items()}
+    rule = optimizer(config.training, 24)
+    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, parameters), rule.init(parameters), parameters)
+    for name, p in parameters.items():
+        rate = config.training.muon_lr if kind == "muon" and as_matrix(name, p.shape) else config.training.lr
+        expected = -rate * 0.5 * p if p.ndim >= 2 else jnp.zeros_like(p)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-9)
+        assert (p.ndim < 2) == ("norm" in name)
+
+
+def test_adamw_against_its_definition():
+    config = small_config(training__optimizer="adamw", training__grad_clip=0.0, training__weight_decay=0.2)
+    t, rng = config.training, np.random.default_rng(1)
+    rule, factor = optimizer(t, 24), schedule(t, 24)
+    weights = rng.normal(size=(3, 4))
+    parameters = {"embed": jnp.array(weights, jnp.float32)}
+    state, m, v = rule.init(parameters), np.zeros((3, 4)), np.zeros((3, 4))
+    for step in range(1, 6):
+        gradient = rng.normal(size=(3, 4))
+        updates, state = rule.update({"embed": jnp.array(gradient, jnp.float32)}, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        m, v = t.beta1 * m + (1 - t.beta1) * gradient, t.beta2 * v + (1 - t.beta2) * gradient**2
+        direction = m / (1 - t.beta1**step) / (np.sqrt(v / (1 - t.beta2**step)) + 1e-8)
+        weights = weights - t.lr * float(factor(step - 1)) * (direction + t.weight_decay * weights)
+    np.testing.assert_allclose(parameters["embed"], weights, rtol=2e-5, atol=1e-6)
+
+
+def test_clipping_limits_the_norm_and_zero_switches_it_off():
+    gradients = {"embed": jnp.full((2, 2), 50.0)}
+
+    def moment(clip):
+        rule = optimizer(small_config(training__optimizer="adamw", training__grad_clip=clip).training, 24)
+        _, state = rule.update(gradients, rule.init(gradients), gradients)
+        return next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 2))
+
+    np.testing.assert_allclose(moment(1.0), 0.1 * 0.5, rtol=1e-5)
+    np.testing.assert_allclose(moment(0.0), 0.1 * 50, rtol=1e-5)
+    np.testing.assert_allclose(moment(1000.0), 0.1 * 50, rtol=1e-5)

@@ -1,0 +1,151 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.report import read_csv, read_jsonl
+from dantinox.text.store import TokenStore
+from dantinox.training.resume import resumed_config, total_steps
+
+from .small import small_config, small_store
+
+TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
+
+
+class Stumbles(TokenStore):
+    """Fails when the batch of one step is asked for."""
+
+    at = None
+
+    def batch(self, step):
+        if step == self.at:
+            raise KeyError("stumbled")
+        return super().batch(step)
+
+
+def outcome(run, config):
+    """Everything that a resumed run must share with an uninterrupted one."""
+    rows = [read_csv(run.log(config)), read_jsonl(run.metrics)]
+    return run.weights.read_bytes(), [[{k: v for k, v in row.items() if k not in TIMES} for row in part] for part in rows]
+
+
+@pytest.mark.parametrize(("kind", "every"), [("muon", None), ("adamw", 5)])
+def test_resumed_runs_equal_the_uninterrupted_one(workshop, kind, every):
+    config = small_config(training__optimizer=kind, training__checkpoint_every=every)
+    expected = outcome(workshop.train("whole", config), config)
+    assert [row["step"] for row in expected[1][0]] == [6, 12, 18, 24]
+    for stop in (3, 9, 13, 23):
+        store = small_store(config, Stumbles)
+        store.at = stop
+        with pytest.raises(KeyError):
+            workshop.train(f"cut{stop}", config, store=store)
+        run = workshop.train(f"cut{stop}", config, resume=True)
+        assert outcome(run, config) == expected
+    assert "there is no complete checkpoint: starting at step 0" in workshop.notes.getvalue()
+    assert "resumed from step" in workshop.notes.getvalue()
+
+
+def test_running_means_survive_other_intervals(workshop):
+    """What was summed before an interruption is in the first row after it, whatever the intervals are then."""
+    config = small_config(training__checkpoint_every=5, training__eval_every=24, logging__log_every=1)
+    store = small_store(config, Stumbles)
+    store.at = 12
+    with pytest.raises(KeyError):
+        workshop.train("cut", config, store=store)
+    changed = small_config(training__eval_every=8, logging__log_every=1)
+    run = workshop.train("cut", changed, resume=True)
+    losses = [row["train_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
+    rows = read_csv(run.log(config))
+    assert [row["step"] for row in rows] == [16, 24] and len(losses) == 24
+    np.testing.assert_allclose([row["train_loss"] for row in rows], [np.mean(losses[:16]), np.mean(losses[16:])], rtol=1e-5)
+
+
+def test_finished_runs_say_so_and_change_nothing(workshop):
+    config = small_config()
+    run = workshop.train("done", config)
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+    workshop.train("done", config, resume=True)
+    assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+    assert "this run is finished: step 24 of 24" in workshop.notes.getvalue()
+
+
+def test_more_steps_go_on_from_the_end(workshop):
+    workshop.train("more", small_config(training__steps=12))
+    longer = small_config(training__steps=18)
+    run = workshop.train("more", longer, resume=True)
+    assert [row["step"] for row in read_csv(run.log(longer))] == [6, 12, 18]
+
+
+def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
+    config = small_config()
+    run = workshop.train("whole", config)
+    expected = outcome(run, config)
+    (run.checkpoints / "24" / "state" / "manifest.ocdbt").write_bytes(b"")
+    assert outcome(workshop.train("whole", config, resume=True), config) == expected
+    assert "checkpoint 24 cannot be read" in workshop.notes.getvalue()
+    assert "resumed from step 18" in workshop.notes.getvalue()
+    for step in run.checkpoints.glob("*/state/manifest.ocdbt"):
+        step.write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint in .* can be read"):
+        workshop.train("whole", config, resume=True)
+
+
+def test_only_steps_intervals_and_logging_may_differ():
+    saved = small_config()
+    given = small_config(training__steps=50, training__eval_every=3, logging__log_every=1, training__patience=2)
+    assert resumed_config(saved, given) == given
+    for change, old, new in (("training__lr", 0.01, 0.02), ("model__dim", 16, 32), ("training__seed", 42, 1)):
+        with pytest.raises(UserError, match=rf"{change.replace('__', '.')} .*the run has {old}, got {new}"):
+            resumed_config(saved, small_config(**{change: new}))
+
+
+def test_steps_win_over_epochs():
+    assert total_steps(small_config(training__steps=7), 100) == 7
+    base = {"training.batch_size": 8, "training.warmup_steps": 0}
+    assert total_steps(build_config({}, base | {"training.epochs": 2}), 100) == 25
+    assert total_steps(build_config({}, base | {"training.epochs": 0.5}), 100) == 7
+
+
+CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from pathlib import Path
+    from training.small import Deadly, Workshop, small_config, small_store
+    config = small_config(training__checkpoint_every=4, training__eval_every=8)
+    store = small_store(config, Deadly)
+    Workshop(Path({path!r}), sys.stderr).train("run", config, store=store, resume="resume" in sys.argv)
+"""
+
+
+def process(path, *arguments, **environment):
+    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1]), path=str(path))
+    command = [sys.executable, "-c", script, *arguments]
+    caching = {f"{name.upper()}": str(getattr(jax.config, name)) for name in CACHE}
+    return subprocess.run(
+        command, env=os.environ | caching | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_processes_resume_to_the_same_result(tmp_path, workshop, number):
+    config = small_config(training__checkpoint_every=4, training__eval_every=8)
+    expected = outcome(workshop.train("whole", config), config)
+    first = process(tmp_path, DIE_AT="14", DIE_WITH=str(int(number)))
+    assert first.returncode == (-9 if number == signal.SIGKILL else 128 + number), first.stderr
+    second = process(tmp_path, "resume")
+    assert second.returncode == 0, second.stderr
+    if number != signal.SIGKILL:
+        assert "Traceback" not in first.stderr and "stopped by a signal" in first.stderr
+    assert "resumed from step" in second.stderr
+    run = workshop.train("run", config, resume=True)
+    assert outcome(run, config) == expected
+    assert json.loads(run.summary(config).read_text())["steps"] == 24
