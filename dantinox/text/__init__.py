@@ -1,10 +1,10 @@
 """Text: tokenizers, corpora, and the token store with its batches. Nothing here imports jax."""
 
-from dantinox.text.build import prepare_data
+from dantinox.text.build import open_store, prepare_data
 from dantinox.text.corpus import Corpus
 from dantinox.text.detokenizer import Detokenizer
 from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
 
-__all__ = ["Batch", "Corpus", "Counts", "Detokenizer", "TokenStore", "Tokenizer", "prepare_data", "train_tokenizer"]
+__all__ = ["Batch", "Corpus", "Counts", "Detokenizer", "TokenStore", "Tokenizer", "open_store", "prepare_data", "train_tokenizer"]

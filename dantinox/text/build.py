@@ -19,7 +19,7 @@ from dantinox.text.store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 HEADER = "tokens.json"
 CHUNK_CHARACTERS = 1 << 16  # what one core encodes at a time
 BATCH_CHARACTERS = 4 << 20  # what is encoded between two calls of `progress`
@@ -30,10 +30,14 @@ Progress = Callable[[str, int, int], None]  # (what is being done, characters do
 
 
 class Chunk(NamedTuple):
-    """A stretch of text of part 0 (training) or 1 (validation); `starts`/`ends`: a document does so here."""
+    """A stretch of text of part 0 (training) or 1 (validation).
+
+    `counts`: the first stretch of a document in its part; `begins`/`ends`: a document does so here.
+    """
 
     part: int
-    starts: bool
+    counts: bool
+    begins: bool
     ends: bool
     text: str
 
@@ -67,7 +71,12 @@ class _Plan:
 
 
 def prepare_data(
-    config: Config, directory: str | Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None
+    config: Config,
+    directory: str | Path,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+    *,
+    keep: bool = False,
 ) -> tuple[Tokenizer, TokenStore]:
     """The tokenizer and the tokens of the corpus that the settings name.
 
@@ -78,9 +87,11 @@ def prepare_data(
     Args:
       tokenizer: use this one; None trains or loads the one that the settings describe.
       progress: called with (what is being done, characters done, characters in all).
+      keep: tokens that are in `directory` already must be those of the corpus; never build others over them.
 
     Raises:
-      UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
+      UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written; with `keep`, a corpus
+        that is not what it was.
     """
     data = config.data
     if config.corpus is None:
@@ -98,10 +109,18 @@ def prepare_data(
     }
     directory = Path(directory)
     header = _read_header(directory, wanted)
+    if header is None and keep and (directory / HEADER).exists():
+        raise UserError(f"the corpus, its options or the tokens in {directory} have changed since this run began")
     if header is None:
         plan = _plan(corpora, extents or tuple(corpus.scan() for corpus in corpora), data.val_fraction)
         header = _build(plan, tokenizer, directory, wanted, progress)
     return tokenizer, _open(directory, header, config, tokenizer)
+
+
+def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> TokenStore | None:
+    """The tokens that `prepare_data` left in `directory`, whatever has become of the corpus; None where there are none."""
+    header = _read_header(Path(directory), {"format": FORMAT, "tokenizer": tokenizer.fingerprint})
+    return None if header is None else _open(Path(directory), header, config, tokenizer)
 
 
 def _plan(corpora: tuple[Corpus, ...], extents: tuple[Extent, ...], val_fraction: float) -> _Plan:
@@ -136,10 +155,11 @@ def _chunks(plan: _Plan, tokenizer: Tokenizer) -> Iterator[Chunk]:
     before: tuple[int, int] | None = None
     held: Chunk | None = None
     for part, document, text in flat:
-        starts = document != before or (held is not None and part != held.part)
+        begins = document != before
+        counts = begins or (held is not None and part != held.part)
         if held is not None:
-            yield held._replace(ends=document != before)
-        held, before = Chunk(part, starts, False, text), document
+            yield held._replace(ends=begins)
+        held, before = Chunk(part, counts, begins, False, text), document
     if held is not None:
         yield held._replace(ends=True)
 
@@ -210,7 +230,9 @@ def _encode(tokenizer: Tokenizer, batch: list[Chunk], before: int) -> Iterator[n
     except UnknownCharacter as error:
         raise _placed(error, batch, before) from None
     for chunk, ids in zip(batch, encoded, strict=True):
-        yield np.append(ids, tokenizer.eos_id) if chunk.ends and tokenizer.eos_id is not None else ids
+        first = [tokenizer.bos_id] if chunk.begins and tokenizer.bos_id is not None else []
+        last = [tokenizer.eos_id] if chunk.ends and tokenizer.eos_id is not None else []
+        yield np.concatenate([np.array(first, np.int32), ids, np.array(last, np.int32)]) if first or last else ids
 
 
 def _placed(error: UnknownCharacter, batch: list[Chunk], before: int) -> UnknownCharacter:
@@ -221,7 +243,7 @@ def _placed(error: UnknownCharacter, batch: list[Chunk], before: int) -> Unknown
 def _added(counts: Counts, chunk: Chunk, tokens: int) -> Counts:
     return Counts(
         counts.tokens + tokens,
-        counts.documents + chunk.starts,
+        counts.documents + chunk.counts,
         counts.characters + len(chunk.text),
         counts.bytes + len(chunk.text.encode()),
     )

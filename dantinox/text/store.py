@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The size of one part of a corpus; `tokens` include the end-of-text tokens, all else is of the text alone."""
+    """The size of one part of a corpus; `tokens` include the begin and end tokens, all else is of the text alone."""
 
     tokens: int
     documents: int
@@ -97,8 +97,9 @@ class TokenStore:
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of validation text per token; bits per byte are a loss in nats / ln 2 / this number."""
-        return self.val.bytes / len(self._val)
+        """Bytes of validation text per counted target; bits per byte are a loss in nats / ln 2 / this number."""
+        crossings = 0 if self._eos is None else np.count_nonzero(self._val[:-1] == self._eos)
+        return float(self.val.bytes / (len(self._val) - 1 - crossings))
 
     def batch(self, step: int) -> Batch:
         """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length]."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import Config, TokenizerSection, UserError, build_config
-from dantinox.text import Tokenizer, TokenStore, build, corpus, prepare_data, train_tokenizer
+from dantinox.text import Tokenizer, TokenStore, build, corpus, open_store, prepare_data, train_tokenizer
 
 TEXT = (
     "Nel mezzo del cammin di nostra vita\n\n mi ritrovai per una <eos> selva oscura,\r\nché la diritta via era smarrita.\n" * 9
@@ -50,10 +50,10 @@ def test_one_document_is_cut_at_the_character(tmp_path, kind: str, fraction: flo
     tokenizer, store = prepare_data(config, tmp_path / "store")
     cut = int(len(TEXT) * (1 - fraction))
     train, val = parts(store)
-    assert train == tokenizer.encode(TEXT[:cut]) and val == [*tokenizer.encode(TEXT[cut:]), tokenizer.eos_id]
+    assert train == [tokenizer.bos_id, *tokenizer.encode(TEXT[:cut])] and val == [*tokenizer.encode(TEXT[cut:]), tokenizer.eos_id]
     assert store.train == (len(train), 1, cut, len(TEXT[:cut].encode()))
     assert store.val == (len(val), 1, len(TEXT) - cut, len(TEXT[cut:].encode()))
-    assert store.val_bytes_per_token == len(TEXT[cut:].encode()) / len(val)
+    assert store.val_bytes_per_token == len(TEXT[cut:].encode()) / (len(val) - 1)
     assert header(tmp_path / "store")["dtype"] == "<u2"
     if kind == "char":
         assert tokenizer.encode(TEXT) == [sorted(set(TEXT)).index(c) for c in TEXT]
@@ -66,7 +66,7 @@ def test_documents_are_divided_where_one_ends(tmp_path) -> None:
     # Ends are at 30, 50, 76, 91 of 100 characters.
     for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.99, 1), (0.001, 4)]:
         tokenizer, store = prepare_data(settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store")
-        encoded = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+        encoded = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
         assert parts(store) == (joined(encoded[:documents]), joined(encoded[documents:]))
         assert (store.train.documents, store.val.documents) == (documents, 5 - documents)
 
@@ -74,7 +74,8 @@ def test_documents_are_divided_where_one_ends(tmp_path) -> None:
 def test_separate_validation_text(tmp_path) -> None:
     train, val = write(tmp_path / "a.txt", TEXT), write(tmp_path / "v.txt", "ß in validation only")
     tokenizer, store = prepare_data(settings(train, **{"data.val_path": str(val)}), tmp_path / "store")
-    assert parts(store) == tuple([*tokenizer.encode(text), tokenizer.eos_id] for text in (TEXT, "ß in validation only"))
+    expected = ([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in (TEXT, "ß in validation only"))
+    assert parts(store) == tuple(expected)
 
 
 @given(text=st.text(st.sampled_from("ab \n.'\r7é"), min_size=60, max_size=400))
@@ -89,7 +90,7 @@ def test_bpe_in_chunks_is_bpe_of_the_whole(tmp_path_factory, text: str) -> None:
         patch.setattr(corpus, "BLOCK_BYTES", 90)
         chunks = list(build._chunks(plan, BPE))
     assert "".join(chunk.text for chunk in chunks) == text
-    assert [(chunk.starts, chunk.ends) for chunk in chunks] == [(i == 0, i == len(chunks) - 1) for i in range(len(chunks))]
+    assert [(chunk.begins, chunk.ends) for chunk in chunks] == [(i == 0, i == len(chunks) - 1) for i in range(len(chunks))]
     if all(re.search(r"\S\n\S|\S \S", text[i : i + 20]) for i in range(len(text) - 20)):
         ids = np.concatenate(BPE.encode_batch([chunk.text for chunk in chunks]))
         assert ids.tolist() == BPE.encode(text)
@@ -171,7 +172,7 @@ def test_damage_builds_anew(built) -> None:
         "null",
         "7",
         sound[:-9],
-        sound.replace('"format": 1', '"format": 0'),
+        sound.replace('"format": 2', '"format": 0'),
         "[" * 5000,
         "x" * 10**6,
     ]:
@@ -238,7 +239,7 @@ def test_no_corpus_and_too_little_text(tmp_path) -> None:
     with pytest.raises(UserError, match=r"data\.path.*--data_path"):
         prepare_data(build_config({}), tmp_path)
     config = settings(write(tmp_path / "a.txt", "abcdefghij"))
-    with pytest.raises(UserError, match="has 9 tokens, fewer than the 17 of one batch"):
+    with pytest.raises(UserError, match="has 10 tokens, fewer than the 17 of one batch"):
         prepare_data(config, tmp_path / "s")
 
 
@@ -263,3 +264,22 @@ def test_batches_from_disk_equal_batches_from_memory(built) -> None:
     other = TokenStore(train, val, batch_size=2, sequence_length=8, seed=42, eos_id=tokenizer.eos_id)
     for a, b in zip(store.batch(9), other.batch(9), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_a_kept_store_is_never_built_over(tmp_path) -> None:
+    config = settings(write(tmp_path / "a.txt", TEXT))
+    tokenizer, store = prepare_data(config, tmp_path / "store")
+    again = prepare_data(config, tmp_path / "store", tokenizer, keep=True)[1]
+    assert parts(again) == parts(store)
+    write(tmp_path / "a.txt", TEXT + "x")
+    with pytest.raises(UserError, match="have changed since this run began"):
+        prepare_data(config, tmp_path / "store", tokenizer, keep=True)
+    assert parts(open_store(config, tmp_path / "store", tokenizer)) == parts(store), "the tokens outlive their corpus"
+    assert open_store(config, tmp_path / "elsewhere", tokenizer) is None
+
+
+def test_bits_per_byte_count_the_targets_that_the_loss_counts(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text * 9}) + "\n" for text in ["abc", "dé", "fg", "h"]))
+    _, store = prepare_data(settings(tmp_path, **{"data.val_fraction": 0.6}), tmp_path / "store")
+    counted = sum(batch.mask_BT.sum() for batch in store.validation(2))
+    assert store.val_bytes_per_token == store.val_bytes / counted
