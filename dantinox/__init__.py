@@ -22,7 +22,7 @@ PUBLIC = {
     "generate": "dantinox.generation",
     "load": "dantinox.generation",
     "prepare": "dantinox.generation",
-    "train": "dantinox.training",
+    "launch": "dantinox.training",
 }
 __all__ = [*PUBLIC, "__version__"]
 

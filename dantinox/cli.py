@@ -116,23 +116,25 @@ def _train(options: argparse.Namespace) -> int:
         print(dump_config(config), end="")
         return 0
     _use_compilation_cache()
-    from dantinox.training import train
+    from dantinox.training import launch, rehearse
 
-    return train(config, run_dir=options.run_dir, resume=options.resume, dry_run=options.dry_run, sample=_sampler(config))
+    if options.dry_run:
+        for line in rehearse(config):
+            print(line, flush=True)
+        return 0
+    launch(config, run_dir=options.run_dir, resume=options.resume, sampler=_sample)
+    return 0
 
 
-def _sampler(config: Any) -> Callable[[Any, Any, int], str]:
-    """Text samples during training: (model, tokenizer, step) → text."""
-    from dantinox.generation.text import Run
+def _sample(config: Any, tokenizer: Any, model: Any) -> str:
+    """A text sample for the eyes of whoever watches the training."""
+    from dantinox.generation import Run
 
-    def sample(model: Any, tokenizer: Any, step: int) -> str:
-        prompt = config.training.sample_prompt or "\n"
-        run = Run(config, model, tokenizer)
-        room = config.model.max_context - len(run.prompt_ids(prompt))
-        asked = config.generation.max_new_tokens
-        return prompt + run.generate(prompt, max_new_tokens=min(asked, room), seed=config.training.seed, n=1).text
-
-    return sample
+    prompt = config.training.sample_prompt or "\n"
+    run = Run(config, model, tokenizer)
+    room = config.model.max_context - len(run.prompt_ids(prompt))
+    new = min(config.generation.max_new_tokens, room)
+    return prompt + run.generate(prompt, max_new_tokens=new, seed=config.training.seed, n=1).text
 
 
 def _generate(options: argparse.Namespace) -> int:

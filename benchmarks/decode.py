@@ -1,0 +1,109 @@
+"""Decoding speed of a Llama-shaped model with random weights, through the engine that generates text.
+
+Prints a JSON line per batch and mode with `"peer": "dantinox"`; `compile_s` is apart from all other times. `bandwidth_share` is
+the bytes of the weights read per second of decoding over the memory bandwidth measured in the same process: the share of what
+reading every weight once per step would allow.
+
+    python benchmarks/decode.py --batch 1 8 --weights int8
+"""
+
+import argparse
+import json
+import os
+import time
+
+
+def parse() -> argparse.Namespace:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--dim", type=int, default=768)
+    a.add_argument("--layers", type=int, default=12)
+    a.add_argument("--heads", type=int, default=12)
+    a.add_argument("--kv_heads", type=int, default=4)
+    a.add_argument("--head_size", type=int, default=64)
+    a.add_argument("--hidden", type=int, default=2048)
+    a.add_argument("--vocab", type=int, default=32000)
+    a.add_argument("--prompt", type=int, default=64)
+    a.add_argument("--new", type=int, default=128)
+    a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    a.add_argument("--threads", type=int, default=2)
+    a.add_argument("--repeats", type=int, default=3)
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    a.add_argument("--modes", nargs="+", choices=("greedy", "top_p"), default=["greedy", "top_p"])
+    a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    return a.parse_args()
+
+
+def main() -> None:
+    o = parse()
+    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from dantinox.config import ModelConfig
+    from dantinox.generation import prepare
+    from dantinox.generation.engine import Session
+    from dantinox.generation.prepare import weight_bytes
+    from dantinox.model import Transformer
+    from dantinox.sampling import SamplingParams
+
+    def bandwidth() -> float:
+        """Bytes per second of summing a large array, the best of several."""
+        x = jnp.ones(1 << 27, jnp.float32)
+        total = jax.jit(jnp.sum)
+        total(x).block_until_ready()
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            total(x).block_until_ready()
+            return time.perf_counter() - start
+
+        return x.nbytes / min(seconds() for _ in range(7))
+
+    config = ModelConfig(
+        vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size, num_blocks=o.layers,
+        hidden_dim=o.hidden, max_context=max(2048, o.prompt + o.new), windows=(None,) * o.layers, dtype=o.dtype,
+    )  # fmt: skip
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    make = jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+    plain = nnx.merge(graph, make())
+    params_m = sum(leaf.size for leaf in jax.tree.leaves(state)) / 1e6
+    model = prepare(plain, o.weights)
+    # The embedding table is looked up, not read as a whole: the prepared head is its copy.
+    read_bytes = weight_bytes(model) - model.embed[...].nbytes
+    modes = {"greedy": {"greedy": True}, "top_p": {"top_p": 0.9, "seed": 0}}
+    peak = bandwidth()
+    for batch in o.batch:
+        ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
+        for mode in o.modes:
+            params = SamplingParams.build(modes[mode], batch=batch)
+
+            def run(new: int, ids=ids, params=params, batch=batch) -> float:
+                start = time.perf_counter()
+                session = Session(
+                    model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch
+                )
+                chunk = session.start()
+                while not chunk.done.all():
+                    chunk = session.advance()
+                return time.perf_counter() - start
+
+            def best(new: int, run=run) -> float:
+                return min(run(new) for _ in range(o.repeats))
+
+            cold = run(o.new) + run(1)
+            prefill, total = best(1), best(o.new)
+            rate = batch * (o.new - 1) / (total - prefill)
+            print(json.dumps({
+                "peer": "dantinox", "batch": batch, "mode": mode, "new": o.new, "params_m": round(params_m, 1),
+                "tok_per_s": round(batch * o.new / total, 1), "decode_tok_per_s": round(rate, 1),
+                "prefill_s": round(prefill, 3), "compile_s": round(cold - total - prefill, 2), "weights": o.weights,
+                "weights_mb": round(read_bytes / 1e6, 1), "bandwidth_gb_per_s": round(peak / 1e9, 1),
+                "bandwidth_share": round(rate / batch * read_bytes / peak, 3),
+            }), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measures a model, its weights and the machine it runs on."""
