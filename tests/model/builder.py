@@ -1,8 +1,8 @@
 """Small models with random weights, and their compiled programs, made once per configuration."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,8 @@ def shaken(state: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, state)
 
 
-class Built(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Built:
     """A model taken apart, and jitted functions of its state."""
 
     config: ModelConfig

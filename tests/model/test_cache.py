@@ -1,0 +1,234 @@
+"""Reading through a cache gives the logits of the whole text at once, whatever the order of the calls."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.model import KVCache, make_cache
+from dantinox.model.cache import Full, Ring
+
+from . import reference
+from .builder import Built, build, config, places, texts
+
+ROWS, LENGTH, CHUNK = 3, 24, 6
+
+# Every pair of (position, windows), (position, heads) and (windows, heads) is here. Windows cover none, one key, a ring shorter
+# than a chunk, a ring longer than one, longer than the text, and layers that differ; MIXED has one slot less than the text.
+POSITIONS = ["rope", "learned", "sinusoidal", "none"]
+WINDOWS = [(None,), (1,), (4, 64), (9, None, 1)]
+HEADS = [(4, 4), (4, 2), (4, 1)]
+CONFIGS = [
+    config(position=position, windows=windows, n_heads=n, kv_heads=k, no_sink=w % 2 == 0, qk_norm=p % 2 == 0)
+    for p, position in enumerate(POSITIONS)
+    for w, windows in enumerate(WINDOWS)
+    for n, k in [HEADS[(p + w) % 3]]
+]
+MIXED = config(windows=(1, 23, 4, None), head_size=6)
+
+# A schedule is a list of calls; a call says how many tokens each row reads next.
+ONE = (1, 1, 1)
+SCHEDULES = {
+    "prefill, then token by token": [(6, 6, 6)] + [ONE] * 18,
+    "token by token": [ONE] * 24,
+    "ragged prompts": [(6, 3, 1)] + [ONE] * 18,
+    "chunks": [(6, 6, 6)] * 4,
+    "ragged chunks": [(6, 5, 1), (2, 6, 6), (6, 1, 3), ONE, (5, 6, 2), ONE, (3, 4, 6)],
+    "idle rows": [(6, 0, 4), (1, 0, 1), (0, 6, 0), (1, 0, 0), (0, 1, 6), (3, 6, 0), (0, 0, 0), ONE, (1, 1, 0), (6, 2, 6), ONE],
+}
+
+
+@lru_cache(maxsize=None)
+def whole(built: Built) -> np.ndarray:
+    """The logits `[B, T, V]` of the whole text, by NumPy."""
+    weights = built.weights
+    return np.array([reference.forward(built.config, weights, row)[0] for row in texts((ROWS, LENGTH))])
+
+
+def call(tokens_BT: np.ndarray, read: np.ndarray, counts) -> tuple[np.ndarray, np.ndarray]:
+    """The next `counts` tokens of each row with their positions, padded on the right to one token or a chunk."""
+    length = 1 if max(counts) <= 1 else CHUNK
+    tokens, positions = np.full((ROWS, length), 7, np.int32), np.full((ROWS, length), -1, np.int32)
+    for row, count in enumerate(counts):
+        tokens[row, :count] = tokens_BT[row, read[row] : read[row] + count]
+        positions[row, :count] = np.arange(read[row], read[row] + count)
+    return tokens, positions
+
+
+def follow(built: Built, schedule, cache: KVCache, tolerance: float = 1e-5) -> KVCache:
+    """Reads the text in the schedule's calls and compares the logits of every token with `whole`."""
+    tokens_BT, expected = texts((ROWS, LENGTH)), whole(built)
+    read = np.zeros(ROWS, int)
+    for counts in schedule:
+        tokens, positions = call(tokens_BT, read, counts)
+        logits, cache = built.run(built.state, tokens, positions, cache)
+        for row, count in enumerate(counts):
+            wanted = expected[row, read[row] : read[row] + count]
+            difference = np.abs(np.asarray(logits)[row, :count] - wanted).max(initial=0)
+            assert difference <= tolerance * np.abs(expected).max(), (row, read[row], count, difference)
+        read += counts
+    return cache
+
+
+def empty(built: Built, dtype=jnp.float32) -> KVCache:
+    return make_cache(built.config, ROWS, LENGTH, dtype)
+
+
+@pytest.mark.parametrize("model_config", CONFIGS, ids=lambda c: f"{c.position}-{c.windows}-{c.n_heads}:{c.kv_heads}")
+def test_cached_is_uncached(model_config):
+    built = build(model_config)
+    for schedule in SCHEDULES.values():
+        follow(built, schedule, empty(built))
+
+
+@st.composite
+def schedules(draw):
+    """Random calls until every row has read between one token and all."""
+    left, calls = np.array([LENGTH] * ROWS), []
+    for _ in range(draw(st.integers(1, 10))):
+        most = draw(st.sampled_from([1, CHUNK]))
+        counts = tuple(draw(st.integers(0, min(most, int(n)))) for n in left)
+        left -= counts
+        calls.append(counts)
+    return calls
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(schedules())
+def test_any_schedule(schedule):
+    built = build(MIXED)
+    follow(built, schedule, empty(built))
+
+
+def test_what_a_row_held_before_is_never_seen():
+    """A row may be given to another text without cleaning: the cache of a finished text, or any numbers, change no bit."""
+    built = build(MIXED)
+    dirty = jax.tree.map(lambda leaf: 1e4 * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), empty(built))
+    for name in ("ragged prompts", "idle rows"):
+        clean_logits, dirty_logits = [], []
+        for logits, cache in ((clean_logits, empty(built)), (dirty_logits, dirty)):
+            read = np.zeros(ROWS, int)
+            for counts in SCHEDULES[name]:
+                tokens, positions = call(texts((ROWS, LENGTH)), read, counts)
+                out, cache = built.run(built.state, tokens, positions, cache)
+                logits.append(np.where(positions[..., None] >= 0, out, 0))
+                read += counts
+        for a, b in zip(clean_logits, dirty_logits, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def rows_of(cache: KVCache, rows: list[int]) -> list[np.ndarray]:
+    return [np.asarray(leaf)[rows] for leaf in jax.tree.leaves(cache)]
+
+
+@pytest.mark.parametrize("count", [1, CHUNK])
+def test_an_idle_row_writes_nothing_and_disturbs_nobody(count):
+    built = build(MIXED)
+    tokens_BT, read = texts((ROWS, LENGTH)), np.array([11, 6, 7])
+    before = follow(built, [(6, 6, 6), (5, 0, 1)], empty(built))
+    tokens, positions = call(tokens_BT, read, (count, count, count))
+    busy_logits, busy = built.run(built.state, tokens, positions, before)
+    idle_logits, idle = built.run(built.state, *call(tokens_BT, read, (count, 0, count)), before)
+    for now, then in zip(rows_of(idle, [1]), rows_of(before, [1]), strict=True):
+        np.testing.assert_array_equal(now, then)
+    for now, then in zip(rows_of(idle, [0, 2]), rows_of(busy, [0, 2]), strict=True):
+        np.testing.assert_array_equal(now, then)
+    np.testing.assert_array_equal(np.asarray(idle_logits)[[0, 2]], np.asarray(busy_logits)[[0, 2]])
+    assert np.isfinite(idle_logits).all()
+
+
+def test_a_row_beside_others_has_the_bits_of_the_row_alone():
+    built = build(MIXED)
+    together = [(6, 3, 1), (1, 1, 1), (6, 2, 0), (1, 1, 1), (0, 6, 5), (1, 1, 1)]
+    for row in range(ROWS):
+        read, caches = np.zeros(ROWS, int), [empty(built), empty(built)]
+        for counts in together:
+            alone = tuple(count if r == row else 0 for r, count in enumerate(counts))
+            tokens, positions = call(texts((ROWS, LENGTH)), read, counts)
+            # The row alone takes the same program: the shape of the call is that of the shared one.
+            solo = np.where(np.array(alone)[:, None] > 0, positions, -1)
+            outs = []
+            for i, place in enumerate((positions, solo)):
+                logits, caches[i] = built.run(built.state, tokens, place, caches[i])
+                outs.append(np.asarray(logits)[row, : counts[row]])
+            np.testing.assert_array_equal(*outs)
+            read += counts
+
+
+def test_padding_tokens_do_not_matter():
+    built = build(MIXED)
+    tokens, positions = call(texts((ROWS, LENGTH)), np.zeros(ROWS, int), (6, 3, 1))
+    others = np.where(positions < 0, 3, tokens)
+    assert (others != tokens).any()
+    first, cache = built.run(built.state, tokens, positions, empty(built))
+    second, other = built.run(built.state, others, positions, empty(built))
+    jax.tree.map(np.testing.assert_array_equal, cache, other)
+    np.testing.assert_array_equal(np.asarray(first)[positions >= 0], np.asarray(second)[positions >= 0])
+
+
+def test_padding_without_a_cache():
+    """Right-padded rows read fresh give the logits of the rows without padding."""
+    built = build(MIXED)
+    positions = np.where(np.arange(LENGTH) < np.array([24, 9, 1])[:, None], np.arange(LENGTH), -1).astype(np.int32)
+    logits, _ = built.run(built.state, texts((ROWS, LENGTH)), positions)
+    unpadded, _ = built.run(built.state, texts((ROWS, LENGTH)), places(ROWS, LENGTH))
+    np.testing.assert_array_equal(np.asarray(logits)[positions >= 0], np.asarray(unpadded)[positions >= 0])
+    assert np.isfinite(logits).all()
+
+
+def test_slots_hold_the_positions_they_should():
+    """Slot p of a full layer and slot p mod W of a ring hold the keys of position p, and only the last W remain."""
+    built = build(MIXED)
+    schedule = [(6, 3, 1), (1, 1, 1), (6, 2, 0), (1, 1, 1), (0, 6, 5), (1, 1, 1)]
+    cache, fresh = follow(built, schedule, empty(built)), follow(built, [ONE] * 24, make_cache(all_full(built), ROWS, 24, "float32"))
+    for layer, everything in zip(cache.layers, fresh.layers, strict=True):
+        slots = layer.k_BKSH.shape[2]
+        for row, length in enumerate(np.sum(schedule, axis=0)):
+            expected = np.zeros(layer.k_BKSH.shape[1:], np.float32), np.zeros(layer.k_BKSH.shape[1:], np.float32)
+            for position in range(length):
+                for side, store in zip(expected, (everything.k_BKSH, everything.v_BKSH), strict=True):
+                    side[:, position % slots] = store[row, :, position]
+            np.testing.assert_allclose(layer.k_BKSH[row], expected[0], atol=2e-5)
+            np.testing.assert_allclose(layer.v_BKSH[row], expected[1], atol=2e-5)
+
+
+def all_full(built: Built):
+    """The configuration for a cache that forgets nothing; the model's own windows still apply."""
+    return config(windows=(None,) * built.config.num_blocks, kv_heads=built.config.kv_heads, head_size=built.config.head_size)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_report(dtype):
+    """The bytes are those of the arrays, and a ring has exactly the window's slots."""
+    architecture = config(windows=(None, 1, 4, 23, 24, 100), kv_heads=2, head_size=10, n_heads=4)
+    cache = make_cache(architecture, batch=5, slots=24, dtype=dtype)
+    report = cache.report()
+    slots = [24, 1, 4, 23, 24, 24]
+    assert report["slots"] == slots
+    assert [type(layer) for layer in cache.layers] == [Full, Ring, Ring, Ring, Full, Full]
+    assert report["bytes"] == sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(cache))
+    assert report["bytes"] == 2 * 5 * 2 * sum(slots) * 10 * jnp.dtype(dtype).itemsize
+    assert report["dtype"] == jnp.dtype(dtype).name
+
+
+def test_a_narrow_cache_is_close():
+    """bfloat16 keys and values under float32 arithmetic: 8 bits of mantissa, so about 1 % in the logits."""
+    built = build(MIXED)
+    for name in ("chunks", "idle rows"):
+        cache = follow(built, SCHEDULES[name], empty(built, jnp.bfloat16), tolerance=0.03)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {"bfloat16"}
+
+
+def test_a_donated_cache_is_written_in_place():
+    """One decode step must not copy the cache: the output aliases all of it and the scratch space is small beside it."""
+    built = build(config(windows=(4, None), head_size=32))
+    cache = make_cache(built.config, ROWS, 4096, jnp.float32)
+    step = jax.jit(built.run.__wrapped__, donate_argnums=(3,))
+    memory = step.lower(built.state, texts((ROWS, 1)), places(ROWS, 1), cache).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == cache.report()["bytes"]
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 10_000
+    assert memory.temp_size_in_bytes < cache.report()["bytes"] / 10
