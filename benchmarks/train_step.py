@@ -1,0 +1,76 @@
+"""One optimizer step of a Llama-shaped model: forward, backward, clipping, AdamW. Each step is waited for.
+
+Prints a JSON line with `"peer": "dantinox"`; compile time is apart.
+
+    python benchmarks/train_step.py --dim 128 --layers 4
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+
+def parse() -> argparse.Namespace:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--dim", type=int, default=128)
+    a.add_argument("--layers", type=int, default=4)
+    a.add_argument("--heads", type=int, default=4)
+    a.add_argument("--hidden", type=int, default=352)
+    a.add_argument("--vocab", type=int, default=65)
+    a.add_argument("--batch", type=int, default=12)
+    a.add_argument("--block", type=int, default=64)
+    a.add_argument("--steps", type=int, default=60)
+    a.add_argument("--threads", type=int, default=2)
+    a.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    return a.parse_args()
+
+
+def main() -> None:
+    o = parse()
+    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    import jax
+    import numpy as np
+
+    from dantinox.config import build_config
+    from dantinox.text import Batch
+    from dantinox.training.step import abstract_batch, abstract_state, initial_state, make_train_step
+
+    config = build_config({
+        "model": {
+            "dim": o.dim, "n_heads": o.heads, "num_blocks": o.layers, "hidden_dim": o.hidden, "max_context": o.block,
+            "weight_tying": False, "dtype": o.dtype,
+        },
+        "training": {
+            "steps": o.steps, "batch_size": o.batch, "lr": 1e-3, "beta2": 0.99, "schedule": "constant", "warmup_steps": 0,
+            "optimizer": o.optimizer,
+        },
+    })  # fmt: skip
+    model = config.architecture(o.vocab)
+    start = time.perf_counter()
+    abstract = abstract_state(config, model, o.steps)
+    step = make_train_step(config, model, o.steps).lower(abstract, abstract_batch(o.batch, o.block)).compile()
+    compile_s = time.perf_counter() - start
+    state = initial_state(config, model, o.steps)
+    random = np.random.default_rng(0)
+    times = []
+    for _ in range(o.steps):
+        ids = random.integers(0, o.vocab, (o.batch, o.block + 1)).astype(np.int32)
+        batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
+        start = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - start)
+    ms = statistics.median(times[10:]) * 1e3
+    print(json.dumps({
+        "peer": "dantinox", "params_m": round(sum(x.size for x in state.parameters.values()) / 1e6, 2),
+        "ms_per_step": round(ms, 2), "tok_per_s": round(o.batch * o.block / ms * 1e3), "compile_s": round(compile_s, 2),
+        "optimizer": o.optimizer,
+    }), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
