@@ -18,8 +18,7 @@ from dantinox.config import Config, UserError
 from dantinox.model import Transformer
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, atomic_write, save_weights
-from dantinox.text.store import TokenStore
-from dantinox.text.tokenizer import Tokenizer
+from dantinox.text import Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.clock import Clock
 from dantinox.training.feed import Feed
@@ -55,11 +54,12 @@ def train(
       UserError: not enough memory or disk, a damaged checkpoint, a loss that is no number.
       SystemExit: after SIGTERM (code 143) or SIGINT (130), when the checkpoint is on the disk.
     """
-    trainer = Trainer(config, run, tokenizer, store, console, sample)
-    try:
-        return trainer.train(resume)
-    finally:
-        trainer.close()
+    with stop_request() as stop:
+        trainer = Trainer(config, run, tokenizer, store, console, sample)
+        try:
+            return trainer.train(resume, stop)
+        finally:
+            trainer.close()
 
 
 class Trainer:
@@ -88,7 +88,7 @@ class Trainer:
         self.recent: list[Metrics] = []
         self.clock = Clock()
 
-    def train(self, resume: bool) -> Progress:
+    def train(self, resume: bool, stop: StopRequest) -> Progress:
         """See `train`."""
         restored = self._restore() if resume else None
         if restored and self._finished():
@@ -104,8 +104,8 @@ class Trainer:
         self.console.start(self.steps, self.step)
         feed = Feed(self.store.batch, self.step, self.steps)
         try:
-            with stop_request() as stop:
-                self._loop(feed, stop)
+            stop.can_save = True
+            self._loop(feed, stop)
         finally:
             feed.close()
         return self.progress

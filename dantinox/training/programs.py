@@ -6,7 +6,7 @@ from typing import Any
 
 from dantinox.config import Config, ModelConfig
 from dantinox.report import human_bytes, human_count
-from dantinox.text.store import Batch
+from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums
 from dantinox.training.parameters import Parameters

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig
-from dantinox.text.store import Batch
+from dantinox.text import Batch
 from dantinox.training.objective import sums
 from dantinox.training.optimizer import optimizer, schedule
 from dantinox.training.parameters import Parameters, blueprint, initial_parameters

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT: the first asks the loop to save and exit, the second exits at once."""
+"""SIGTERM and SIGINT: the first asks the loop to save and exit, the second exits at once.
+
+The exit code is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
+"""
 
 import contextlib
 import os
@@ -11,10 +14,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Which signal asked to stop, if one did. The exit code is 128 + its number: 143 for SIGTERM, 130 for SIGINT."""
+    """Which signal asked to stop, if one did. Until `can_save` is set there is nothing to save: a signal exits at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.can_save = False
 
     @property
     def exit_code(self) -> int:
@@ -25,6 +29,8 @@ class StopRequest:
         if self.signal is not None:
             os._exit(128 + number)  # nothing is flushed or awaited: checkpoints are committed by a rename
         self.signal = number
+        if not self.can_save:
+            raise SystemExit(self.exit_code)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 from dantinox.config import build_config
 from dantinox.report import Console
 from dantinox.run import create_run, save_config
-from dantinox.text.store import Counts, TokenStore
+from dantinox.text import Counts, TokenStore
 from dantinox.training import train
 
 VOCABULARY = 11

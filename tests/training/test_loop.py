@@ -113,12 +113,19 @@ def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
     exits = []
     monkeypatch.setattr("os._exit", exits.append)
     with stop_request() as stop:
+        stop.can_save = True
         assert isinstance(stop, StopRequest) and stop.signal is None
         signal.raise_signal(signal.SIGINT)
         assert stop.exit_code == 130 and exits == []
         signal.raise_signal(signal.SIGTERM)
         assert exits == [143]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_before_there_is_anything_to_save_exits_at_once():
+    with pytest.raises(SystemExit) as stopped, stop_request():
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.code == 143
 
 
 def test_init_from_starts_with_the_weights_of_another_run(workshop):
@@ -141,7 +148,7 @@ def test_another_tokenizer_is_refused(workshop):
     run = workshop.train("run", small_config(training__steps=6))
     trainer = Trainer(config, run, Tokens(fingerprint="1" * 64), small_store(config), workshop_console(workshop))
     with pytest.raises(UserError, match="was trained with tokenizer 000000000000, the run directory now has 111111111111"):
-        trainer.train(resume=True)
+        trainer.train(True, StopRequest())
     trainer.close()
 
 

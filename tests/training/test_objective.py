@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from dantinox.model import Transformer
-from dantinox.text.store import Batch
+from dantinox.text import Batch
 from dantinox.training.objective import sums
 
 from .small import VOCABULARY, small_config

@@ -12,7 +12,7 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.report import read_csv, read_jsonl
-from dantinox.text.store import TokenStore
+from dantinox.text import TokenStore
 from dantinox.training.resume import resumed_config, total_steps
 
 from .small import small_config, small_store
@@ -94,7 +94,7 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
     assert "resumed from step 18" in workshop.notes.getvalue()
     for step in run.checkpoints.glob("*/state/manifest.ocdbt"):
         step.write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint in .* can be read"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
         workshop.train("whole", config, resume=True)
 
 
@@ -147,5 +147,7 @@ def test_killed_processes_resume_to_the_same_result(tmp_path, workshop, number):
         assert "Traceback" not in first.stderr and "stopped by a signal" in first.stderr
     assert "resumed from step" in second.stderr
     run = workshop.train("run", config, resume=True)
-    assert outcome(run, config) == expected
+    weights, logs = outcome(run, config)
+    assert logs == expected[1]
+    assert weights == expected[0]
     assert json.loads(run.summary(config).read_text())["steps"] == 24
