@@ -1,7 +1,7 @@
 """Small models with random weights, and their compiled programs, made once per configuration."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -51,6 +51,10 @@ def shaken(state: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, state)
 
 
+# Half the compile time, for programs that are compared to a tolerance and run once.
+quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+
+
 @dataclass(frozen=True, eq=False)
 class Built:
     """A model taken apart, and jitted functions of its state."""
@@ -69,7 +73,7 @@ class Built:
         return nnx.merge(self.graph, self.state if state is None else state)
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(config: ModelConfig, seed: int = 0) -> Built:
     """The model of `config` with weights from `seed`."""
     # Shapes only: compiling an initialiser per shape would take longer than all the rest.
@@ -91,3 +95,20 @@ def texts(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
 def places(batch: int, length: int, first: int = 0) -> np.ndarray:
     """Positions first, first + 1, … in every row."""
     return np.broadcast_to(np.arange(first, first + length, dtype=np.int32), (batch, length))
+
+
+TOKENS = texts((2, 9))
+PLACES = places(2, 9)
+
+
+def loss_of(built: Built, dropout_seed: int | None = None):
+    """The cross-entropy of TOKENS against themselves shifted, as a function of the state."""
+    tokens_BT = jnp.asarray(TOKENS)
+
+    def loss(state):
+        rngs = None if dropout_seed is None else nnx.Rngs(dropout=dropout_seed)
+        logits, _, _ = built.model(state)(tokens_BT, PLACES, rngs=rngs)
+        targets = jnp.roll(tokens_BT, -1, axis=1)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1))
+
+    return loss

@@ -1,6 +1,6 @@
 """Reading through a cache gives the logits of the whole text at once, whatever the order of the calls."""
 
-from functools import lru_cache
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ SCHEDULES = {
 }
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def whole(built: Built) -> np.ndarray:
     """The logits `[B, T, V]` of the whole text, by NumPy."""
     weights = built.weights
@@ -110,7 +110,8 @@ def test_what_a_row_held_before_is_never_seen():
     dirty = jax.tree.map(lambda leaf: 1e4 * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), empty(built))
     for name in ("ragged prompts", "idle rows"):
         clean_logits, dirty_logits = [], []
-        for logits, cache in ((clean_logits, empty(built)), (dirty_logits, dirty)):
+        for logits, start in ((clean_logits, empty(built)), (dirty_logits, dirty)):
+            cache = start
             read = np.zeros(ROWS, int)
             for counts in SCHEDULES[name]:
                 tokens, positions = call(texts((ROWS, LENGTH)), read, counts)
@@ -184,7 +185,10 @@ def test_slots_hold_the_positions_they_should():
     """Slot p of a full layer and slot p mod W of a ring hold the keys of position p, and only the last W remain."""
     built = build(MIXED)
     schedule = [(6, 3, 1), (1, 1, 1), (6, 2, 0), (1, 1, 1), (0, 6, 5), (1, 1, 1)]
-    cache, fresh = follow(built, schedule, empty(built)), follow(built, [ONE] * 24, make_cache(all_full(built), ROWS, 24, "float32"))
+    cache, fresh = (
+        follow(built, schedule, empty(built)),
+        follow(built, [ONE] * 24, make_cache(all_full(built), ROWS, 24, "float32")),
+    )
     for layer, everything in zip(cache.layers, fresh.layers, strict=True):
         slots = layer.k_BKSH.shape[2]
         for row, length in enumerate(np.sum(schedule, axis=0)):
