@@ -34,10 +34,14 @@ def attention(
       The output `[B, T, K, G, H]` and what the probe returned, or None.
     """
     B, T, K, G, H = q_BTKGH.shape
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=jnp.float32) * H**-0.5
+    # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
+    q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    scores_BKMS = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * H**-0.5
+    scores = scores_BKMS.reshape(B, K, G, T, -1)
     masked = jnp.where(valid_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(masked, axis=-1).astype(v_BKSH.dtype)
-    out_BTKGH = jnp.einsum("BKGTS,BKSH->BTKGH", weights, v_BKSH)
+    weights_BKMS = jax.nn.softmax(masked, axis=-1).astype(v_BKSH.dtype).reshape(scores_BKMS.shape)
+    out_BKMH = jnp.einsum("BKMS,BKSH->BKMH", weights_BKMS, v_BKSH)
+    out_BTKGH = out_BKMH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
     if probe is None:
         return out_BTKGH, None
     rows = jnp.arange(B)
