@@ -1,5 +1,6 @@
 """Small models with random weights, and their compiled programs, made once per configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -74,12 +75,12 @@ class Built:
 
 
 @cache
-def build(config: ModelConfig, seed: int = 0) -> Built:
+def build(config: ModelConfig, seed: int = 0, compiler: Callable = quick) -> Built:
     """The model of `config` with weights from `seed`."""
     # Shapes only: compiling an initialiser per shape would take longer than all the rest.
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
-    @jax.jit
+    @compiler
     def run(state, tokens_BT, positions_BT, cache=None, segments_BT=None):
         logits, cache, _ = nnx.merge(graph, state)(tokens_BT, positions_BT, cache=cache, segments_BT=segments_BT)
         return logits, cache

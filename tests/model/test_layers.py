@@ -143,7 +143,7 @@ def test_number_of_parameters(changes):
 def test_initial_weights():
     """Kernels start normal with deviation 1/sqrt(fan in), over sqrt(2 L) on the way back into the residual stream."""
     c = config(dim=64, head_size=16, hidden_dim=96, no_sink=True, weight_tying=False, position="learned", vocab_size=200)
-    make = quick(lambda seed: nnx.state(Transformer(c, rngs=nnx.Rngs(seed))))
+    make = quick(lambda seed: nnx.state(Transformer(c, rngs=nnx.Rngs(jax.random.key(seed)))))
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(c, rngs=nnx.Rngs(0))))
     model, other = (nnx.merge(graph, make(seed)) for seed in (0, 1))
     block = model.blocks[1]
