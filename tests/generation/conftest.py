@@ -1,0 +1,38 @@
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(tmp_path_factory):
+    """The same small programs come again and again: each is compiled once."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """Products in full float32 on every device: numbers are compared to 1e-5."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def programs():
+    """A function that gives the number of programs compiled (or fetched from a cache on disk) since it was last called."""
+    count = [0]
+
+    def listen(event, duration, **_):
+        count[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: (count[0], count.__setitem__(0, 0))[0]
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,137 @@
+"""The compiled loop, token for token against a loop on the host that reads the whole text again for every token."""
+
+import numpy as np
+import pytest
+
+from dantinox.generation import generate
+from dantinox.generation.engine import Session
+from dantinox.sampling import SamplingParams
+
+from . import builder
+
+PROMPTS = builder.prompts(5, 9, 2)
+STEPS = 36  # the first token, a whole chunk, and a part of one
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 1.7},
+    "cold": {"temperature": 0.3},
+    "zero": {"temperature": 0.0},
+    "top_k": {"top_k": 5, "temperature": 2.5},
+    "top_k of one": {"top_k": 1, "temperature": 2.5},
+    "top_p": {"top_p": 0.8, "temperature": 2.5},
+    "top_p of zero": {"top_p": 0.0, "temperature": 2.5},
+    "min_p": {"min_p": 0.1, "temperature": 2.5},
+    "top_k and top_p": {"top_k": 10, "top_p": 0.9, "temperature": 2.5},
+    "repetition": {"repetition_penalty": 1.4},
+    "greedy repetition": {"repetition_penalty": 1.8, "greedy": True},
+    "encouraged": {"repetition_penalty": 0.7, "greedy": True},
+    "all": {"repetition_penalty": 1.2, "temperature": 2.0, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", ["temperature", "greedy repetition", "top_k and top_p", "all"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_plans_of_their_own(name, use_cache):
+    """Batches that have one setting in common, for which less is compiled than for mixed ones."""
+    if not use_cache and name != "all":
+        pytest.skip("without a cache only the model runs otherwise")
+    model, settings = builder.model(), SETTINGS[name]
+    tokens, lengths = builder.padded(PROMPTS)
+    out = generate(model, tokens, STEPS, prompt_lengths=lengths, seed=11, use_cache=use_cache, **settings)
+    for row, prompt in zip(out, PROMPTS, strict=True):
+        assert row[len(prompt) : len(prompt) + STEPS].tolist() == builder.slowly(model, prompt, STEPS, seed=11, **settings)
+
+
+def test_every_setting_in_one_batch():
+    """Rows of different length, setting, seed and limit, each as it would be alone."""
+    model = builder.model()
+    rows = [settings | {"seed": 7 + b} for b, settings in enumerate(SETTINGS.values())]
+    prompts = builder.prompts(*(1 + b % 9 for b in range(len(rows))), seed=3)
+    limits = np.array([1 + 5 * b % 43 for b in range(len(rows))])
+    tokens, lengths = builder.padded(prompts)
+    session = Session(model, tokens, lengths, SamplingParams.build(rows), limits_B=limits, eos_ids=[[]] * len(rows))
+    said: list[list[int]] = [[] for _ in rows]
+    chunk = session.start()
+    while True:
+        for text, new, count in zip(said, chunk.tokens, chunk.counts, strict=True):
+            text.extend(new[:count].tolist())
+        if chunk.done.all():
+            break
+        chunk = session.advance(7)
+    for name, text, prompt, row, limit in zip(SETTINGS, said, prompts, rows, limits, strict=True):
+        assert text == builder.slowly(model, prompt, limit, **row), name
+
+
+def test_top_k_and_top_p_both_cut():
+    """The older program ignored top_p beside top_k: with a tiny top_p the text is the greedy one whatever top_k."""
+    tokens, lengths = builder.padded(PROMPTS)
+    greedy = [builder.slowly(builder.model(), prompt, 10, greedy=True) for prompt in PROMPTS]
+    for settings in ({"top_k": 50, "top_p": 1e-6}, {"top_k": 1, "top_p": 0.999}):
+        out = generate(builder.model(), tokens, STEPS, prompt_lengths=lengths, temperature=2.0, seed=1, **settings)
+        assert [row[length : length + 10].tolist() for row, length in zip(out, lengths, strict=True)] == greedy
+
+
+def test_min_tokens_keeps_the_end_token_away():
+    model = builder.model()
+    text = builder.slowly(model, PROMPTS[0], 20, greedy=True)
+    end = text[3]
+    settings = {"greedy": True, "eos_ids": [end], "min_tokens": 10}
+    out, told = generate(model, [PROMPTS[0]], 20, return_info=True, **settings)
+    expected = builder.slowly(model, PROMPTS[0], 20, **settings)
+    assert out[0, 5 : told["lengths"][0]].tolist() == expected
+    assert end not in expected[:10]
+
+
+def test_a_given_seed_gives_the_same_text_alone_and_in_a_batch():
+    model = builder.model()
+    tokens, lengths = builder.padded(PROMPTS)
+    settings = {"temperature": 2.0, "seed": 2**32 - 1}
+    batch = generate(model, tokens, STEPS, prompt_lengths=lengths, **settings)
+    for row, prompt in zip(batch, PROMPTS, strict=True):
+        alone = generate(model, [prompt], STEPS, **settings)
+        assert row[: len(prompt) + STEPS].tolist() == alone[0].tolist()
+    copies = generate(model, [PROMPTS[0]] * 3, STEPS, **settings)
+    assert copies[0].tolist() == copies[1].tolist() == copies[2].tolist(), "one seed, one prompt, one text"
+
+
+def test_without_a_seed_each_call_has_its_own_and_tells_it():
+    model = builder.model()
+    runs = [generate(model, [PROMPTS[0]], STEPS, temperature=3.0, return_info=True) for _ in range(3)]
+    assert len({told["seed"] for _, told in runs}) == 3
+    assert len({tuple(out[0]) for out, _ in runs}) == 3
+    for out, told in runs:
+        again = generate(model, [PROMPTS[0]], STEPS, temperature=3.0, seed=told["seed"])
+        assert again.tolist() == out.tolist()
+
+
+def test_samples_of_a_prompt_are_its_draws_by_number():
+    model, prompt = builder.model(), PROMPTS[0]
+    out = generate(model, [prompt], STEPS, temperature=2.0, seed=6, n=3)
+    assert out.shape == (3, 5 + STEPS)
+    texts = [row[5:].tolist() for row in out]
+    for sample, text in enumerate(texts):
+        assert text == builder.slowly(model, prompt, STEPS, temperature=2.0, seed=6, sample=sample)
+    assert len(set(map(tuple, texts))) == 3
+    one = generate(model, [prompt], STEPS, temperature=2.0, seed=6)
+    assert out[0].tolist() == one[0].tolist(), "the first sample is the text of a single one"
+
+
+def test_samples_of_several_prompts_stand_together():
+    """Rows of one prompt follow each other, prompts of different length share the batch."""
+    tokens, lengths = builder.padded(PROMPTS[:2])
+    out = generate(builder.model(), tokens, 6, prompt_lengths=lengths, greedy=True, n=2)
+    for row, prompt in zip(out, (PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]), strict=True):
+        assert row[: len(prompt) + 6].tolist() == prompt + builder.slowly(builder.model(), prompt, 6, greedy=True)
+
+
+def test_log_probabilities_of_drawn_tokens():
+    """Before the chain and after it, against float64."""
+    out, told = generate(builder.model(), [PROMPTS[1]], 12, temperature=2.0, top_k=3, seed=2, logprobs=4, return_info=True)
+    logits = builder.all_logits(builder.model(), out[0].tolist()).astype(np.float64)[8:-1]
+    plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    cut = np.where(logits >= np.sort(logits)[:, -3:-2], logits / 2, -np.inf)
+    after = cut - np.log(np.exp(cut).sum(-1, keepdims=True))
+    steps, said, tolerance = np.arange(12), out[0, 9:], 1e-5 * np.abs(logits).max()
+    np.testing.assert_allclose(told["info"].logprob[0], plain[steps, said], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(told["info"].logprob_sampled[0], after[steps, said], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(told["info"].top_logprobs[0], np.sort(plain)[:, ::-1][:, :4], rtol=0, atol=tolerance)

@@ -1,0 +1,139 @@
+"""With and without a cache, alone and in company: the same text."""
+
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.generation import generate
+
+from . import builder
+
+PROMPTS = builder.prompts(5, 9, 2)
+STEPS = 20
+WINDOWS = {"full": (None, None), "sliding": (4, 4), "mixed": (3, None)}
+POSITIONS = ("rope", "learned", "sinusoidal", "none")
+# Every position with every window, every number of key heads with each of both.
+KINDS = [(p, w, (1, 2, 4)[(i + j) % 3]) for i, p in enumerate(POSITIONS) for j, w in enumerate(WINDOWS)]
+
+
+@pytest.mark.parametrize(("position", "windows", "kv_heads"), KINDS)
+def test_a_ragged_batch_equals_each_prompt_done_the_slow_way(position, windows, kv_heads):
+    """The same tokens, and log-probabilities of a float64 softmax."""
+    extra = {"qk_norm": True, "no_sink": True} if kv_heads == 4 else {}
+    model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
+    tokens, lengths = builder.padded(PROMPTS)
+    out, told = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
+    info = told["info"]
+    assert len(np.unique(out)) > 15, "a text this dull shows nothing"
+    for b, prompt in enumerate(PROMPTS):
+        text = out[b, : len(prompt) + STEPS].tolist()
+        assert text[: len(prompt)] == prompt
+        assert text[len(prompt) :] == builder.slowly(model, prompt, STEPS, greedy=True)
+        logits = builder.all_logits(model, text).astype(np.float64)[len(prompt) - 1 : -1]
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        best, tolerance = np.sort(logprobs)[:, ::-1][:, :3], 1e-5 * np.abs(logits).max()
+        np.testing.assert_allclose(info.top_logprobs[b], best, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(info.logprob[b], best[:, 0], rtol=0, atol=tolerance)
+        assert (info.top_ids[b, :, 0] == text[len(prompt) :]).all()
+        assert (info.logprob_sampled[b] == 0).all()
+
+
+@pytest.mark.parametrize(("position", "windows", "kv_heads"), [KINDS[0], KINDS[4], KINDS[11]])
+def test_the_same_without_a_cache(position, windows, kv_heads):
+    extra = {"qk_norm": True, "no_sink": True} if kv_heads == 4 else {}
+    model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
+    tokens, lengths = builder.padded(PROMPTS)
+    options = {"greedy": True, "prompt_lengths": lengths, "logprobs": 3, "return_info": True}
+    (cached, told), (slow, told_slow) = (
+        generate(model, tokens, STEPS, use_cache=use_cache, **options) for use_cache in (True, False)
+    )
+    assert cached.tolist() == slow.tolist()
+    np.testing.assert_allclose(told["info"].top_logprobs, told_slow["info"].top_logprobs, rtol=0, atol=2e-4)
+
+
+def test_a_long_text_crosses_buckets_chunks_and_the_ring():
+    """17 tokens are padded to 32; 100 more take four chunks and turn the ring many times."""
+    model = builder.model(builder.config(windows=(4, None), max_context=128))
+    (prompt,) = builder.prompts(17, seed=4)
+    out = generate(model, [prompt], 100, greedy=True)
+    assert out[0].tolist() == prompt + builder.slowly(model, prompt, 100, greedy=True)
+
+
+def test_no_new_tokens_returns_the_input():
+    model = builder.model()
+    tokens, lengths = builder.padded(PROMPTS)
+    out = generate(model, tokens, 0, prompt_lengths=lengths, pad_id=66)
+    for row, prompt in zip(out, PROMPTS, strict=True):
+        assert row.tolist() == prompt + [66] * (tokens.shape[1] - len(prompt))
+    assert out.shape == tokens.shape and out.dtype == np.int32
+    whole = np.tile(np.arange(64), (1, 1))
+    assert generate(model, whole, 0).tolist() == whole.tolist(), "a full context needs no room for nothing"
+    out, told = generate(model, tokens, 0, prompt_lengths=lengths, return_info=True, logprobs=1)
+    assert told["lengths"].tolist() == lengths.tolist() and told["reasons"] == ["length"] * 3
+
+
+def test_prompt_then_continuation_then_padding():
+    """An end token stays, what stands behind it is padding, and its neighbours go on."""
+    model = builder.model()
+    tokens, lengths = builder.padded(PROMPTS)
+    free = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths)
+    text = free[1, 9 : 9 + STEPS].tolist()
+    end = text[6]
+    first = text.index(end)
+    out, told = generate(
+        model, tokens, STEPS, greedy=True, prompt_lengths=lengths, eos_ids=[end, 999], pad_id=65, return_info=True
+    )
+    assert out.shape == (3, 9 + STEPS)
+    assert told["reasons"][1] == "eos"
+    for b, prompt in enumerate(PROMPTS):
+        length = told["lengths"][b]
+        assert out[b, :length].tolist() == free[b, :length].tolist()
+        assert (out[b, length:] == 65).all()
+        assert length == (len(prompt) + STEPS if told["reasons"][b] == "length" else length)
+        assert (out[b, length - 1] == end) == (told["reasons"][b] == "eos")
+        assert end not in out[b, len(prompt) : length - 1]
+    assert told["lengths"][1] == 9 + first + 1
+
+
+def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
+    model = builder.model(builder.config(position="learned"))
+    outs = []
+    for fill in (0, 3, 66):
+        tokens, lengths = builder.padded(PROMPTS, fill)
+        outs.append(generate(model, tokens, 5, prompt_lengths=lengths, seed=3, repetition_penalty=1.5).tolist())
+    assert outs[0] == outs[1] == outs[2]
+
+
+def test_the_cache_is_as_long_as_the_request_not_as_the_context():
+    from dantinox.generation.engine import Session
+    from dantinox.sampling import SamplingParams
+
+    model = builder.model(builder.config(max_context=4096, windows=(None, 8)))
+    params = SamplingParams.build({"greedy": True})
+    session = Session(model, np.ones((1, 10), np.int32), np.array([10]), params, limits_B=np.array([20]), eos_ids=[[]])
+    session.start()
+    assert session.cache.report()["slots"] == [32, 8]
+    assert session.cache.report()["bytes"] == 2 * 2 * (32 + 8) * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "options", "sentence"),
+    [
+        ([[]], {}, r"input_ids must be integers \[B, T\]"),
+        ([1, 2], {}, r"input_ids must be integers \[B, T\]"),
+        ([[1.5]], {}, r"input_ids must be integers \[B, T\]"),
+        ([[67]], {}, r"input_ids must be in \[0, 67\), got 67"),
+        ([[-1]], {}, r"input_ids must be in \[0, 67\), got -1"),
+        ([[1, 2]], {"prompt_lengths": [3]}, r"prompt_lengths must be 1 integers in \[1, 2\], got \[3\]"),
+        ([[1, 2]], {"prompt_lengths": [0]}, "prompt_lengths must be"),
+        ([[1, 2]], {"prompt_lengths": [1, 1]}, "prompt_lengths must be"),
+        ([[1]], {"max_generations": -1}, "max_generations must be an integer ≥ 0, got -1"),
+        ([[1]], {"top_p": 1.7}, r"generation.top_p must be .*, got 1.7"),
+        ([[1]], {"temperature": -1.0}, "generation.temperature must be"),
+        ([[1]], {"seed": -1}, "generation.seed must be"),
+        ([[1] * 64], {"max_generations": 1}, "fills the model's context of 64"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(input_ids, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        generate(builder.model(), input_ids, **options)

@@ -1,0 +1,142 @@
+"""What is compiled, how often, and what it costs in memory. Counted and read off the compiled programs."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.generation import generate
+from dantinox.generation.engine import Session, _generate_toks, bucket
+from dantinox.sampling import SamplingParams
+
+from . import builder
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model with a long context, its cache much larger than one step's numbers."""
+    return builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=4096))
+
+
+def test_buckets():
+    """Powers of two from 16, then multiples of 256."""
+    lengths = [1, 15, 16, 17, 32, 33, 129, 255, 256, 257, 512, 513, 1000, 4096]
+    assert [bucket(length) for length in lengths] == [16, 16, 16, 32, 32, 64, 256, 256, 256, 512, 512, 768, 1024, 4096]
+
+
+def test_numbers_and_words_change_nothing_that_is_compiled(programs):
+    model = builder.model()
+    settings = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 1}
+    prompt = list(range(5))
+    generate(model, [prompt], 40, eos_ids=[7], min_tokens=1, **settings)
+    assert programs() > 0, "nothing was counted"
+    for name, value in [
+        ("temperature", 0.3), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.2), ("repetition_penalty", 1.7), ("seed", 99),
+    ]:  # fmt: skip
+        generate(model, [prompt], 40, eos_ids=[7], min_tokens=1, **settings | {name: value})
+        assert programs() == 0, name
+    for other in ([9] * 5, list(range(5, 16)), [1] * 16):
+        generate(model, [other], 40, eos_ids=[7], min_tokens=1, **settings)
+        assert programs() == 0, f"a prompt of {len(other)} tokens"
+    for count in (30, 41, 46):
+        generate(model, [prompt], count, eos_ids=[8], min_tokens=3, **settings)
+        assert programs() == 0, f"{count} new tokens"
+
+
+def test_short_chunks_are_no_other_program(programs):
+    params = SamplingParams.build({"greedy": True})
+    session = Session(builder.model(), np.ones((1, 5), np.int32), np.array([5]), params, limits_B=np.array([50]), eos_ids=[[]])
+    session.start()
+    session.advance(1)
+    programs()
+    for steps in (1, 2, 7, 32):
+        session.advance(steps)
+    assert session.advance(32).counts.sum() == 50 - 44
+    assert programs() == 0
+
+
+def test_another_step_is_one_more_program_each(programs):
+    """Prefill and decoding are two programs; a step added to the plan compiles both once and nothing else."""
+    model, prompt = builder.model(), [[1, 2, 3]]
+    generate(model, prompt, 20, greedy=True)
+    generate(model, prompt, 20, greedy=True, repetition_penalty=1.2)  # its arrays are made by small programs of their own
+    programs()
+    generate(model, [[1, 2, 3]] * 2, 20, greedy=True)
+    assert programs() <= 2 + 4, "a batch of two: two programs, and a few for its arrays"
+    before = _generate_toks.jitted_fn._cache_size()
+    generate(model, [[1, 2, 3]] * 2, 20, greedy=True, repetition_penalty=1.2)
+    assert _generate_toks.jitted_fn._cache_size() == before + 2
+    generate(model, [[1, 2, 3]] * 2, 20, greedy=True, repetition_penalty=1.4)
+    assert _generate_toks.jitted_fn._cache_size() == before + 2
+
+
+def test_a_temperature_is_a_number_not_a_program(programs):
+    """The older program compiled anew for every temperature, and divided by a temperature of zero."""
+    model, prompt = builder.model(), [[1, 2, 3]]
+    generate(model, prompt, 20, temperature=0.7, seed=0)
+    programs()
+    for temperature in (0.71, 1.3, 50.0, 1e-4):
+        generate(model, prompt, 20, temperature=temperature, seed=0)
+    assert programs() == 0
+    cold = generate(model, prompt, 20, temperature=0)
+    assert cold.tolist() == generate(model, prompt, 20, greedy=True).tolist()
+
+
+def decode_program(model, settings, rows=2, room=2030, **options):
+    """The compiled decoding step of a batch whose cache has 2,048 places, and that cache."""
+    params = SamplingParams.build(settings, batch=rows)
+    limits, lengths = np.full(rows, room), np.full(rows, 5)
+    session = Session(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows, **options)
+    session.start()
+    options = {"use_cache": True, "report": options.get("report")}
+    return _generate_toks.lower(model, session.cache, session.state, params, jnp.int32(32), **options).compile(), session
+
+
+@pytest.mark.parametrize(
+    "settings", [{"greedy": True}, {"seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.8}]
+)
+def test_decoding_copies_neither_cache_nor_weights(wide, settings):
+    program, session = decode_program(wide, settings)
+    report, memory = session.cache.report(), program.memory_analysis()
+    assert report["slots"] == [2048] * 4
+    assert memory.temp_size_in_bytes < 0.1 * report["bytes"]
+    assert memory.alias_size_in_bytes >= report["bytes"]
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20
+
+
+def prefill_program(model, length, report=None):
+    params = SamplingParams.build({"greedy": True})
+    session = Session(
+        model, np.ones((1, length), np.int32), np.array([length]), params,
+        limits_B=np.array([20]), eos_ids=[[]], report=report,
+    )  # fmt: skip
+    return _generate_toks.lower(
+        model, None, session.state, params, jnp.int32(0), session._prompt, **session._options, **session._first
+    ).compile()
+
+
+def test_prefill_computes_the_last_position_alone(wide):
+    """No array of logits for every position, unless the prompt's own log-probabilities are asked for."""
+    V = wide.config.vocab_size
+    every = re.compile(rf"f32\[(1,)?(512|511),{V}\]|f32\[(1,)?{V},(512|511)\]")
+    assert not every.search(prefill_program(wide, 500).as_text())
+    assert every.search(prefill_program(wide, 500, report=0).as_text()), "the pattern finds what it should"
+
+
+def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide):
+    """The older program read all of `max_context` for a prompt of ten tokens."""
+    text = prefill_program(wide, 10).as_text()
+    sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", text) for size in shape.split(",")}
+    assert 16 in sizes and 4096 not in sizes
+    short, long = (prefill_program(wide, length).cost_analysis()["flops"] for length in (10, 500))
+    assert short * 15 < long
+
+
+def test_a_decoding_step_costs_what_the_request_needs(wide):
+    """It grows with the cache of the request, not with `max_context`."""
+    small, _ = decode_program(wide, {"greedy": True}, room=20)
+    same = builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=64))
+    expected, _ = decode_program(same, {"greedy": True}, room=20)
+    assert small.cost_analysis()["flops"] == expected.cost_analysis()["flops"]
+    assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes
