@@ -9,6 +9,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.model import Transformer
 from dantinox.model.layers import Linear
+from dantinox.model.transformer import output_layer
 
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over widened weights
@@ -22,7 +23,8 @@ class NarrowLinear(nnx.Module):
     """
 
     def __init__(self, linear: Linear, dtype: str):
-        self.shape_in, self.shape_out, self.dtype = linear.shape_in, linear.shape_out, linear.dtype
+        self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
+        self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         weights_OI = linear.kernel[...].reshape(math.prod(self.shape_in), -1).T
         if dtype == "int8":
             largest_O = jnp.max(jnp.abs(weights_OI), axis=1)
@@ -39,7 +41,7 @@ class NarrowLinear(nnx.Module):
         weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
         y_RO = jnp.stack([row_I @ weights_OI.astype(jnp.float32).T for row_I in rows_RI])
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
-        return y_RO.reshape(*lead, *self.shape_out).astype(self.dtype)
+        return y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)
 
     def wide(self) -> Linear:
         """The plain projection with the same numbers in float32."""
@@ -47,7 +49,7 @@ class NarrowLinear(nnx.Module):
         if self.scale is not None:
             weights_OI = weights_OI * self.scale[...][:, None]
         kernel = jax.lax.optimization_barrier(weights_OI.T).reshape(*self.shape_in, *self.shape_out)
-        return _linear(kernel, self.shape_in, self.shape_out, self.dtype)
+        return _with_kernel(self, kernel)
 
 
 def prepare(model: Transformer, weights: str = "auto") -> Transformer:
@@ -65,14 +67,13 @@ def prepare(model: Transformer, weights: str = "auto") -> Transformer:
     model = nnx.merge(*nnx.split(model))
     if model.head is None:
         V, D = model.embed.shape
-        model.head = _linear(model.embed[...].T, (D,), (V,), model.dtype)
+        model.head = nnx.eval_shape(lambda: output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
+        model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
         weights = "float32" if model.dtype == jnp.float32 else "compute"
     change = {
         "float32": lambda linear: linear,
-        "compute": lambda linear: _linear(
-            linear.kernel[...].astype(linear.dtype), linear.shape_in, linear.shape_out, linear.dtype
-        ),
+        "compute": lambda linear: _with_kernel(linear, linear.kernel[...].astype(linear.dtype)),
         "bfloat16": lambda linear: NarrowLinear(linear, "bfloat16"),
         "int8": lambda linear: NarrowLinear(linear, "int8"),
     }[weights]
@@ -91,8 +92,11 @@ def weight_bytes(model: Transformer) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def _linear(kernel: jax.Array, shape_in: tuple[int, ...], shape_out: tuple[int, ...], dtype) -> Linear:
-    linear = nnx.eval_shape(lambda: Linear(shape_in, shape_out, dtype=dtype, rngs=nnx.Rngs(0)))
+def _with_kernel(like: Linear | NarrowLinear, kernel: jax.Array) -> Linear:
+    """A plain projection of the same axes and dtypes with another kernel."""
+    linear = nnx.eval_shape(
+        lambda: Linear(like.shape_in, like.shape_out, dtype=like.dtype, rngs=nnx.Rngs(0), out_dtype=like.out_dtype)
+    )
     linear.kernel = nnx.Param(kernel)
     return linear
 

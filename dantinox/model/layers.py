@@ -15,17 +15,27 @@ class Linear(nnx.Module):
     """A projection without bias from axes `shape_in` to axes `shape_out`.
 
     `kernel` has the shape `[*shape_in, *shape_out]`; it starts normal with standard deviation `gain / sqrt(fan in)`.
+    Operands are rounded to `dtype`, sums to `out_dtype` (default: the same).
     """
 
     def __init__(
-        self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], *, dtype: DTypeLike, rngs: nnx.Rngs, gain: float = 1.0
+        self,
+        shape_in: tuple[int, ...],
+        shape_out: tuple[int, ...],
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+        out_dtype: DTypeLike | None = None,
     ):
-        self.shape_in, self.shape_out, self.dtype = shape_in, shape_out, dtype
+        self.shape_in, self.shape_out = shape_in, shape_out
+        self.dtype, self.out_dtype = dtype, out_dtype or dtype
         std = gain / math.sqrt(math.prod(shape_in))
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tensordot(x.astype(self.dtype), self.kernel[...].astype(self.dtype), axes=len(self.shape_in))
+        operands = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
+        return jnp.tensordot(*operands, axes=len(self.shape_in), preferred_element_type=self.out_dtype)
 
 
 class RMSNorm(nnx.Module):

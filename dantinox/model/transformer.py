@@ -76,6 +76,11 @@ class Block(nnx.Module):
         return x_BTD, memory, probed
 
 
+def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Linear:
+    """The projection to float32 logits."""
+    return Linear((dim,), (vocab_size,), dtype=dtype, rngs=rngs, out_dtype=jnp.float32)
+
+
 class Transformer(nnx.Module):
     """A decoder-only transformer, built from its `ModelConfig` alone.
 
@@ -92,7 +97,8 @@ class Transformer(nnx.Module):
         )
         self.blocks = nnx.List([Block(config, window, dtype=self.dtype, rngs=rngs) for window in config.windows])
         self.norm_f = NORMS[config.norm](D, config.norm_epsilon)
-        self.head = nnx.data(None if config.weight_tying else Linear((D,), (V,), dtype=self.dtype, rngs=rngs))
+        untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
+        self.head = nnx.data(untied)
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
         """`hidden` and `logits` in a row: (logits `[B, T, V]`, cache, aux)."""
@@ -124,6 +130,8 @@ class Transformer(nnx.Module):
         Returns:
           `(x_BTD, cache, aux)`; `aux["probe"]` is a tuple with what the probe returned in each layer.
         """
+        if cache is not None and segments_BT is not None:
+            raise ValueError("segments_BT has no effect with a cache: its rows hold one document each")
         constrain = constrain or (lambda x: x)
         layers: tuple[Any, ...] = cache.layers if cache is not None else (Fresh(segments_BT),) * len(self.blocks)
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(len(layers) + 1)]
@@ -146,7 +154,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Scores of the next token, float32 `[..., V]`, for any leading axes."""
         if self.head is not None:
-            return self.head(x_BTD).astype(jnp.float32)
+            return self.head(x_BTD)
         table_VD = self.embed[...].astype(self.dtype)
         return jnp.einsum("...D,VD->...V", x_BTD.astype(self.dtype), table_VD, preferred_element_type=jnp.float32)
 
