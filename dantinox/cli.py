@@ -91,7 +91,7 @@ def _use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, so that the second start is fast."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "dantinox" / "jax"))
     # By default jax keeps only programs that took over a second to compile.

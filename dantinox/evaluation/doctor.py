@@ -29,7 +29,7 @@ def examine() -> Iterator[str]:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     yield f"matrix products: {_products(dtype) / 1e9:.0f} GFLOP/s in {jnp.dtype(dtype).name}"
     yield f"memory: {human_bytes(_bandwidth())}/s"
-    yield f"compiled programs are kept in {jax.config.jax_compilation_cache_dir or 'memory only'}"
+    yield f"compiled programs are kept in {jax.config.values['jax_compilation_cache_dir'] or 'memory only'}"
 
 
 def _products(dtype) -> float:

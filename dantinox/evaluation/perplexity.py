@@ -1,7 +1,7 @@
 """How well a model predicts a text, and what narrow weights change about it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,9 @@ def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) ->
     """Runs both models over validation batches. Narrow weights are widened first: the numbers are the same."""
 
     @nnx.jit(graph_updates=False)
-    def measure(model: Transformer, other: Transformer, batch: Batch) -> jax.Array:
+    def measure(model: Transformer, other: Transformer, batch: Any) -> jax.Array:
         positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
-        a, b = (
-            m(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0] for m in (widen(model), widen(other))
-        )
+        a, b = (m(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0] for m in (widen(model), widen(other)))
         nats = [
             -jnp.sum(batch.mask_BT * jnp.take_along_axis(jax.nn.log_softmax(x), batch.targets_BT[..., None], 2)[..., 0])
             for x in (a, b)
@@ -51,6 +49,6 @@ def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) ->
 
     total = np.zeros(4)
     for batch in batches:
-        total += np.asarray(measure(model, other, Batch(*map(jnp.asarray, batch))), np.float64)
+        total += np.asarray(measure(model, other, jax.tree.map(jnp.asarray, batch)), np.float64)
     nats, other_nats, gap, targets = total
     return Comparison(nats / targets, other_nats / targets, float(np.sqrt(gap / targets)), int(targets))

@@ -80,12 +80,16 @@ class Emitted(NamedTuple):
     info: StepInfo | None
 
 
-@partial(
+# `graph_updates=False`: else the model is an output of the program, that is, all weights are copied on every call.
+_compiled: Any = partial(
     nnx.jit,
     static_argnames=("use_cache", "report", "chunk", "slots", "samples"),
     donate_argnames=("cache",),
     graph_updates=False,
 )
+
+
+@_compiled
 def _generate_toks(
     model: Transformer,
     cache: KVCache | None,
@@ -172,7 +176,7 @@ def _choose(logits_BV, state, params, report):
     active_B = ~state.done_B
     token_B, sampler, drawn = sample(logits_BV, params, state.sampler, active_B, report=report is not None)
     info = None
-    if report is not None:
+    if drawn.logprob is not None and drawn.logprob_sampled is not None:
         top_logprobs, top_ids = jax.lax.top_k(jax.nn.log_softmax(logits_BV), report)
         info = StepInfo(drawn.logprob, drawn.logprob_sampled, top_ids, top_logprobs)
     position_B = state.position_B + active_B
@@ -325,7 +329,7 @@ def generate(
         greedy=greedy, temperature=float(temperature), top_k=top_k, top_p=top_p if top_p is None else float(top_p),
         min_p=float(min_p), repetition_penalty=float(repetition_penalty), min_tokens=min_tokens, seed=seed,
     )  # fmt: skip
-    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, sample_index=np.tile(np.arange(n), B))
+    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, sample_index=[*range(n)] * B)
     limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
     lengths_N = np.repeat(lengths_B, n)
     out = np.full((B * n, T + max_generations), pad_id, np.int32)

@@ -29,10 +29,10 @@ class NarrowLinear(nnx.Module):
         if dtype == "int8":
             largest_O = jnp.max(jnp.abs(weights_OI), axis=1)
             scale_O = jnp.where(largest_O > 0, largest_O, 1.0) / 127
-            self.scale = nnx.data(nnx.Param(scale_O))
+            self.scale: nnx.Param | None = nnx.Param(scale_O)
             self.kernel = nnx.Param(jnp.round(weights_OI / scale_O[:, None]).astype(jnp.int8))
         else:
-            self.scale = nnx.data(None)
+            self.scale = None
             self.kernel = nnx.Param(weights_OI.astype(jnp.bfloat16))
 
     def __call__(self, x: jax.Array) -> jax.Array:

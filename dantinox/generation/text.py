@@ -71,9 +71,7 @@ class Run:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self._prepared: dict[str, Transformer] = {}
 
-    def generate(
-        self, prompt: str | Sequence[str], *, logprobs: int | None = None, echo: bool = False, **settings: Any
-    ) -> Any:
+    def generate(self, prompt: str | Sequence[str], *, logprobs: int | None = None, echo: bool = False, **settings: Any) -> Any:
         """Continues a prompt, or several in one batch.
 
         Args:
@@ -194,7 +192,7 @@ class Batch:
         params = SamplingParams.build(
             [s.model_copy(update={"seed": seed}) for s, seed in zip(self._sections, self._seeds, strict=True)],
             stop_ids=eos,
-            sample_index=np.tile(np.arange(samples), len(ids)),
+            sample_index=[*range(samples)] * len(ids),
         )
         self._ids, self._samples = ids, samples
         self._limited = bool((limits_P > 0).any())
@@ -337,10 +335,10 @@ class CompileTimer:
         """The part of the seconds that fell after `moment` (seconds since the context was opened)."""
         return sum(duration for at, duration in self._events if at > moment)
 
-    def _listen(self, event: str, duration: float, **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
-            self.seconds += duration
-            self._events.append((time.perf_counter() - self._start, duration))
+            self.seconds += duration_secs
+            self._events.append((time.perf_counter() - self._start, duration_secs))
 
 
 def load(run_dir: str | Path) -> Run:

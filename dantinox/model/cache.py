@@ -142,10 +142,12 @@ class Ring:
         wanted_BS = self._held(jnp.max(positions_BT, axis=1))
         index = jnp.clip(wanted_BS - first_B[:, None], 0)[:, None, :, None]
         fresh = ((wanted_BS >= first_B[:, None]) & (wanted_BS >= 0))[:, None, :, None]
-        ring = Ring(*(
-            jnp.where(fresh, jnp.take_along_axis(new, index, axis=2).astype(old.dtype), old)
-            for new, old in ((k_BKTH, self.k_BKSH), (v_BKTH, self.v_BKSH))
-        ))
+        ring = Ring(
+            *(
+                jnp.where(fresh, jnp.take_along_axis(new, index, axis=2).astype(old.dtype), old)
+                for new, old in ((k_BKTH, self.k_BKSH), (v_BKTH, self.v_BKSH))
+            )
+        )
         return out, ring, probed
 
 

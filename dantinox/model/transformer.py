@@ -1,4 +1,7 @@
-"""The transformer. Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size."""
+"""The transformer.
+
+Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
+"""
 
 import math
 from collections.abc import Callable
@@ -46,7 +49,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
         qkv = self.qkv(x_BTD)
         q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
         if angles is not None:
             q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
@@ -141,7 +144,7 @@ class Transformer(nnx.Module):
         memories: list[Full | Ring] = []
         probed = []
         for block, memory, key in zip(self.blocks, layers, keys, strict=False):
-            run = partial(block, probe=probe)
+            run: Callable = partial(block, probe=probe)
             if self.config.remat != "none":
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
             x_BTD, memory, seen = run(x_BTD, positions_BT, angles, memory, key)

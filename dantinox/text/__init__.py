@@ -7,4 +7,14 @@ from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
 
-__all__ = ["Batch", "Corpus", "Counts", "Detokenizer", "TokenStore", "Tokenizer", "open_store", "prepare_data", "train_tokenizer"]
+__all__ = [
+    "Batch",
+    "Corpus",
+    "Counts",
+    "Detokenizer",
+    "TokenStore",
+    "Tokenizer",
+    "open_store",
+    "prepare_data",
+    "train_tokenizer",
+]

@@ -50,7 +50,8 @@ def test_one_document_is_cut_at_the_character(tmp_path, kind: str, fraction: flo
     tokenizer, store = prepare_data(config, tmp_path / "store")
     cut = int(len(TEXT) * (1 - fraction))
     train, val = parts(store)
-    assert train == [tokenizer.bos_id, *tokenizer.encode(TEXT[:cut])] and val == [*tokenizer.encode(TEXT[cut:]), tokenizer.eos_id]
+    assert train == [tokenizer.bos_id, *tokenizer.encode(TEXT[:cut])]
+    assert val == [*tokenizer.encode(TEXT[cut:]), tokenizer.eos_id]
     assert store.train == (len(train), 1, cut, len(TEXT[:cut].encode()))
     assert store.val == (len(val), 1, len(TEXT) - cut, len(TEXT[cut:].encode()))
     assert store.val_bytes_per_token == len(TEXT[cut:].encode()) / (len(val) - 1)
