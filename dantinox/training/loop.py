@@ -22,7 +22,7 @@ from dantinox.text import Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.clock import Clock
 from dantinox.training.feed import Feed
-from dantinox.training.memory import check_memory, used_gb
+from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
 from dantinox.training.parameters import blueprint, nested
 from dantinox.training.programs import Programs
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
@@ -54,6 +54,8 @@ def train(
       UserError: not enough memory or disk, a damaged checkpoint, a loss that is no number.
       SystemExit: after SIGTERM (code 143) or SIGINT (130), when the checkpoint is on the disk.
     """
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     with stop_request() as stop:
         trainer = Trainer(config, run, tokenizer, store, console, sample)
         try:

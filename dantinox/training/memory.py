@@ -1,5 +1,7 @@
 """What a run needs and what there is, before anything is allocated; and what it uses while it runs."""
 
+import contextlib
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,8 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.training.step import State
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,18 @@ def check_memory(plan: MemoryPlan, config: Config) -> None:
         f"this run needs about {plan.peak / 1e9:.2f} GB of memory and {plan.available / 1e9:.2f} GB are free: "
         + ", ".join(remedy for remedy in remedies if remedy)
     )
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what XLA frees after a step for the next one.
+
+    By default glibc gives large blocks back to the system at once, and the page faults of getting them again double the
+    time of a step on a CPU (60 MB of temporaries: 92 ms, and 40 ms when they are kept).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+        malloc_option = ctypes.CDLL(None).mallopt
+        malloc_option(M_MMAP_THRESHOLD, 1 << 30)
+        malloc_option(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def available_bytes(device: jax.Device) -> int | None:

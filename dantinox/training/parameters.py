@@ -31,8 +31,13 @@ def blueprint(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer],
 
 
 def initial_parameters(config: ModelConfig, seed: int) -> Parameters:
-    """Fresh random weights; the same for the same seed."""
-    return parameters_of(Transformer(config, rngs=nnx.Rngs(seed)))
+    """Fresh random weights; the same for the same seed on the same kind of device."""
+    return parameters_of(Transformer(config, rngs=nnx.Rngs(params=random_key(seed))))
+
+
+def random_key(seed: int) -> jax.Array:
+    """The root of a run's randomness. XLA's own generator: a fraction of Threefry's time to compile and to run."""
+    return jax.random.key(seed, impl="rbg")
 
 
 def parameters_of(model: Transformer) -> Parameters:

@@ -12,7 +12,7 @@ from dantinox.config import Config, ModelConfig
 from dantinox.text import Batch
 from dantinox.training.objective import sums
 from dantinox.training.optimizer import optimizer, schedule
-from dantinox.training.parameters import Parameters, blueprint, initial_parameters
+from dantinox.training.parameters import Parameters, blueprint, initial_parameters, random_key
 
 
 class State(NamedTuple):
@@ -68,7 +68,7 @@ def make_train_step(config: Config, model: ModelConfig, steps: int) -> Any:
         return total.nats + training.z_loss * total.penalty, total.nats
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        key = jax.random.fold_in(random_key(training.seed), state.step)
         gradients, nats = _accumulated(objective, state.parameters, batch, key, training.grad_accum)
         count = jnp.maximum(jnp.sum(batch.mask_BT), 1.0)
         gradients, loss = jax.tree.map(lambda g: g / count, gradients), nats / count
