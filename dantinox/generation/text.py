@@ -144,13 +144,14 @@ class Run:
 class _Row:
     """The host's side of a row: its text so far and why it ended."""
 
-    def __init__(self, tokenizer: Tokenizer, section: GenerationSection):
+    def __init__(self, tokenizer: Tokenizer, section: GenerationSection, prompt: Sequence[int]):
         self.tokens: list[int] = []
         self.text: list[str] = []
         self.reason: str | None = None
         self._eos = None if section.ignore_eos else tokenizer.eos_id
         self._min_tokens = section.min_tokens
         self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer.push(prompt)  # the first new token is no beginning, where some vocabularies drop a space
         self._stops = StopFinder(section.stop, section.keep_stop)
 
     def take(self, ids: list[int], done: bool) -> str:
@@ -195,7 +196,7 @@ class Batch:
             sample_index=[*range(samples)] * len(ids),
         )
         self._ids, self._samples = ids, samples
-        self._limited = bool((limits_P > 0).any())
+        self._needed = bool((limits_P > 0).any()) or echo
         self._session = Session(
             run.prepared(sections[0].weights),
             prompt_PT,
@@ -207,7 +208,7 @@ class Batch:
             use_cache=sections[0].use_cache,
             report=logprobs,
         )
-        self._rows = [_Row(run.tokenizer, section) for section in self._sections]
+        self._rows = [_Row(run.tokenizer, section, ids[i // samples]) for i, section in enumerate(self._sections)]
 
     @property
     def rows(self) -> int:
@@ -236,7 +237,7 @@ class Batch:
         with CompileTimer() as compiling:
             start = time.perf_counter()
             first, steps = 0.0, 1
-            chunk = self._session.start() if self._limited else None
+            chunk = self._session.start() if self._needed else None
             while chunk is not None:
                 first = first or time.perf_counter() - start
                 infos.append((chunk.counts, chunk.info))

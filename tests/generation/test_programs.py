@@ -8,6 +8,7 @@ import pytest
 
 from dantinox.generation import generate
 from dantinox.generation.engine import Session, _generate_toks, bucket
+from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams
 
 from . import builder
@@ -79,22 +80,22 @@ def test_a_temperature_is_a_number_not_a_program(programs):
     assert cold.tolist() == generate(model, prompt, 20, greedy=True).tolist()
 
 
-def decode_program(model, settings, rows=2, room=2030, **options):
-    """The compiled decoding step of a batch whose cache has 2,048 places, and that cache."""
+def decode_program(model, settings, rows=2, slots=2048):
+    """The compiled decoding of a batch whose cache has this many places, and that cache."""
     params = SamplingParams.build(settings, batch=rows)
-    limits, lengths = np.full(rows, room), np.full(rows, 5)
-    session = Session(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows, **options)
-    session.start()
-    options = {"use_cache": True, "report": options.get("report")}
-    return _generate_toks.lower(model, session.cache, session.state, params, jnp.int32(32), **options).compile(), session
+    limits, lengths = np.full(rows, 9), np.full(rows, 5)
+    session = Session(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows)
+    cache = make_cache(model.config, rows, slots, model.dtype)
+    program = _generate_toks.lower(model, cache, session.state, params, jnp.int32(32), use_cache=True, report=None)
+    return program.compile(), cache
 
 
 @pytest.mark.parametrize(
     "settings", [{"greedy": True}, {"seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.8}]
 )
 def test_decoding_copies_neither_cache_nor_weights(wide, settings):
-    program, session = decode_program(wide, settings)
-    report, memory = session.cache.report(), program.memory_analysis()
+    program, cache = decode_program(wide, settings)
+    report, memory = cache.report(), program.memory_analysis()
     assert report["slots"] == [2048] * 4
     assert memory.temp_size_in_bytes < 0.1 * report["bytes"]
     assert memory.alias_size_in_bytes >= report["bytes"]
@@ -131,8 +132,8 @@ def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide):
 
 def test_a_decoding_step_costs_what_the_request_needs(wide):
     """It grows with the cache of the request, not with `max_context`."""
-    small, _ = decode_program(wide, {"greedy": True}, room=20)
+    small, _ = decode_program(wide, {"greedy": True}, slots=32)
     same = builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=64))
-    expected, _ = decode_program(same, {"greedy": True}, room=20)
+    expected, _ = decode_program(same, {"greedy": True}, slots=32)
     assert small.cost_analysis()["flops"] == expected.cost_analysis()["flops"]
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes

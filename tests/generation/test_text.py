@@ -1,0 +1,303 @@
+"""Text in, text out: stopping, streaming, samples, log-probabilities, seeds, the context."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+import dantinox
+from dantinox.config import UserError
+from dantinox.generation import Run
+from dantinox.text import Tokenizer
+
+CIRCLE = "aè€😀b\nc"  # what the model of `run_dir` says, byte by byte
+AROUND = "è€😀b\nca" * 9  # its greedy text after "a"
+
+
+@pytest.fixture(scope="module")
+def run(run_dir):
+    return dantinox.load(run_dir)
+
+
+@pytest.fixture(scope="module")
+def ending(ending_run_dir):
+    return dantinox.load(ending_run_dir)
+
+
+def greedy(run, prompt="a", **settings):
+    return run.generate(prompt, greedy=True, **{"max_new_tokens": 40} | settings)
+
+
+def test_text_goes_on_behind_the_prompt(run):
+    result = greedy(run)
+    assert result.prompt == "a"
+    assert result.text == AROUND[:21] + "\ufffd", "forty bytes end inside a character"
+    assert result.tokens == list(AROUND.encode()[:40])
+    assert result.finish_reason == "length"
+    assert result.stats["prompt_tokens"] == 1 and result.stats["new_tokens"] == 40
+
+
+def test_the_end_token_ends_a_row_and_is_no_text(ending):
+    result = greedy(ending)
+    assert (result.text, result.finish_reason) == ("è€😀b\nc", "eos")
+    assert result.tokens == [*"è€😀b\nc".encode(), ending.tokenizer.eos_id]
+
+
+def test_an_end_token_as_the_last_one_allowed_is_still_the_end(ending):
+    count = len("è€😀b\nc".encode()) + 1
+    assert greedy(ending, max_new_tokens=count).finish_reason == "eos"
+    assert greedy(ending, max_new_tokens=count - 1).finish_reason == "length"
+
+
+def test_ignore_eos_goes_on(ending):
+    result = greedy(ending, ignore_eos=True)
+    assert len(result.tokens) == 40 and result.finish_reason == "length"
+    assert ending.tokenizer.eos_id in result.tokens, "it is generated like any other token"
+    assert result.text.startswith("è€😀b\nc")
+
+
+def test_min_tokens_keeps_the_end_away(ending):
+    for least in (0, 12, 13, 30):
+        result = greedy(ending, min_tokens=least)
+        assert ending.tokenizer.eos_id not in result.tokens[:least]
+        assert (result.tokens == greedy(ending).tokens) == (least <= 12), "twelve tokens of text, then the end"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["b"], "è€😀"),
+        (["\nc"], "è€😀b"),
+        (["😀"], "è€"),
+        (["€😀b"], "è"),
+        (["zz", "ca", "b\n"], "è€😀"),
+        (["è"], ""),
+        (["never"], AROUND[:21] + "\ufffd"),
+    ],
+)
+def test_stop_strings(run, stop, text):
+    result = greedy(run, stop=stop)
+    reason = "length" if stop == ["never"] else "stop"
+    assert (result.text, result.finish_reason) == (text, reason)
+    assert "".join(run.stream("a", greedy=True, max_new_tokens=40, stop=stop)) == text
+    kept = greedy(run, stop=stop, keep_stop=True)
+    found = next((s for s in stop if kept.text.endswith(s)), "")
+    assert kept.text == text + found and bool(found) == (reason == "stop")
+    assert len(result.tokens) == len((text + found).encode()) or reason == "length", "no token behind the stop"
+
+
+def test_a_stop_string_before_min_tokens_is_text(run):
+    assert greedy(run, stop=["b"], min_tokens=12).text == "è€😀b\ncaè€😀"
+    assert greedy(run, stop=["b"], min_tokens=10).text == "è€😀", "b is the tenth token"
+
+
+def test_a_stop_string_does_not_see_the_prompt(run):
+    assert greedy(run, "a", stop=["aè"]).text == "è€😀b\nc"
+
+
+def test_what_is_held_back_comes_at_the_end(run):
+    """The text ends inside what might have become a stop string."""
+    assert greedy(run, max_new_tokens=12, stop=["\ncX"]).text == "è€😀b\nc"
+    assert "".join(run.stream("a", greedy=True, max_new_tokens=12, stop=["\ncX"])) == "è€😀b\nc"
+
+
+def test_the_end_token_inside_a_possible_stop_string(ending):
+    result = greedy(ending, stop=["cX"])
+    assert (result.text, result.finish_reason) == ("è€😀b\nc", "eos")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_streamed_text_is_the_text(run, temperature):
+    """Hot text is hardly ever valid UTF-8: torn characters are replaced in the same places."""
+    settings = {"temperature": temperature, "seed": 5, "max_new_tokens": 40}
+    pieces = list(run.stream("a", **settings))
+    assert "".join(pieces) == run.generate("a", **settings).text
+    assert all(pieces), "an empty piece is no piece"
+    if temperature == 0:
+        assert "\ufffd" not in "".join(pieces[:-1]) and len(pieces) > 2
+        assert set("".join(pieces[:-1])) <= set(CIRCLE), "no half of a character is ever shown"
+
+
+def test_a_stream_that_is_left_early_does_no_harm(run):
+    stream = run.stream("a", greedy=True, max_new_tokens=40)
+    assert next(stream)
+    stream.close()
+    assert greedy(run).text.startswith("è€")
+
+
+def test_finished_rows_leave_the_others_alone(ending):
+    """Rows end by the end token, by a stop string, by their limit; each has the text it has alone."""
+    requests = [
+        ("a", {"greedy": True, "max_new_tokens": 40}),
+        ("€", {"greedy": True, "stop": ["b"]}),
+        ("Nel mezzo", {"temperature": 3.0, "seed": 2, "max_new_tokens": 40, "ignore_eos": True}),
+        ("c", {"greedy": True, "ignore_eos": True, "max_new_tokens": 2}),
+        ("b", {"greedy": True, "max_new_tokens": 0}),
+    ]
+    batch = ending.start(requests)
+    texts = [""] * len(requests)
+    for piece in batch.pieces():
+        texts[piece.row] += piece.text
+    assert [result.text for result in batch.results] == texts
+    hot = ending.generate("Nel mezzo", **requests[2][1])
+    assert texts[:3] == ["è€😀b\nc", "😀", hot.text] and texts[4] == ""
+    assert batch.results[2].tokens == hot.tokens and len(hot.tokens) == 40
+    assert [result.finish_reason for result in batch.results] == ["eos", "stop", "length", "length", "length"]
+    assert [len(result.tokens) for result in batch.results] == [13, 5, 40, 2, 0]
+
+
+def test_samples_are_distinct_and_can_be_had_again(run):
+    settings = {"temperature": 3.0, "seed": 4, "max_new_tokens": 40}
+    samples = run.generate("a", n=4, **settings)
+    assert len({sample.text for sample in samples}) == 4
+    assert samples[0].tokens == run.generate("a", **settings).tokens
+    assert [sample.seed for sample in samples] == [4] * 4
+    two = run.generate(["a", "€"], n=2, **settings)
+    assert [sample.prompt for sample in two] == ["a", "a", "€", "€"]
+    assert [sample.tokens for sample in two[:2]] == [sample.tokens for sample in samples[:2]]
+
+
+def test_a_seed_is_drawn_told_and_works_again(run):
+    first, second = (run.generate("a", temperature=3.0, max_new_tokens=40) for _ in range(2))
+    assert first.seed != second.seed and first.text != second.text
+    assert run.generate("a", temperature=3.0, max_new_tokens=40, seed=first.seed).text == first.text
+    batch = run.generate(["€", "a"], temperature=3.0, max_new_tokens=40, seed=first.seed)
+    assert batch[1].text == first.text
+
+
+def test_log_probabilities_of_text_and_prompt(run):
+    """Against a softmax in float64 over the logits of one pass without a cache."""
+    prompt = "Nel mezzo del"
+    result = run.generate(prompt, logprobs=3, echo=True, temperature=2.0, top_k=4, seed=1, max_new_tokens=12)
+    ids = [*run.tokenizer.encode(prompt), *result.tokens]
+    positions = np.arange(len(ids))[None]
+    logits = np.asarray(run.model(np.array([ids]), positions)[0])[0].astype(np.float64)
+    plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    said = plain[np.arange(len(ids) - 1), ids[1:]]
+    info, start = result.info, len(prompt)
+    assert info["prompt_logprobs"][0] is None
+    np.testing.assert_allclose(info["prompt_logprobs"][1:], said[: start - 1], atol=1e-4)
+    np.testing.assert_allclose(info["logprobs"], said[start - 1 :], atol=1e-4)
+    for n, top in enumerate(info["top"]):
+        row = plain[start - 1 + n]
+        np.testing.assert_allclose(top["logprobs"], np.sort(row)[::-1][:3], atol=1e-4)
+        assert top["ids"][0] == int(np.argmax(row))
+        cut = np.where(logits[start - 1 + n] >= np.sort(logits[start - 1 + n])[-4], logits[start - 1 + n] / 2, -np.inf)
+        expected = cut[result.tokens[n]] - np.log(np.exp(cut).sum())
+        assert info["sampled_logprobs"][n] == pytest.approx(expected, abs=1e-4)
+    assert info["prompt_tokens"] == list(prompt) and len(info["tokens"]) == 12
+    json.dumps(result.to_dict())
+
+
+def test_a_prompt_alone_can_be_scored(run):
+    """No new tokens, log-probabilities of the prompt all the same."""
+    scored = run.generate("Nel mezzo", logprobs=0, echo=True, max_new_tokens=0)
+    longer = run.generate("Nel mezzo", logprobs=0, echo=True, max_new_tokens=2)
+    assert scored.text == "" and scored.tokens == [] and scored.info["logprobs"] == []
+    np.testing.assert_allclose(scored.info["prompt_logprobs"][1:], longer.info["prompt_logprobs"][1:], atol=1e-5)
+    full = run.generate("x" * 128, logprobs=0, echo=True, max_new_tokens=0)
+    assert len(full.info["prompt_logprobs"]) == 128
+
+
+def test_log_probabilities_end_where_the_text_ends(ending):
+    result = greedy(ending, logprobs=2, stop=["b"])
+    assert len(result.info["logprobs"]) == len(result.info["top"]) == len(result.tokens) == 10
+    batch = ending.generate(["a", "€"], greedy=True, logprobs=0, max_new_tokens=40)
+    assert [len(one.info["logprobs"]) for one in batch] == [len(one.tokens) for one in batch] == [13, 8]
+
+
+def test_a_full_context_is_announced_and_cut(run):
+    with pytest.warns(UserWarning) as caught:
+        result = greedy(run, "a" * 100, max_new_tokens=40)
+    assert [str(w.message) for w in caught] == [
+        "the context of 128 tokens leaves room for 28 new tokens behind a prompt of 100: 12 fewer than asked for"
+    ]
+    assert len(result.tokens) == 28 and result.finish_reason == "length"
+    assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, "the last place of the context is as good as any"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(greedy(run, "a" * 100, max_new_tokens=28).tokens) == 28
+    with pytest.raises(UserError, match="the prompt has 128 tokens and fills the model's context of 128"):
+        greedy(run, "a" * 128)
+
+
+def test_an_empty_prompt_begins_with_the_begin_token(run):
+    result = greedy(run, "", max_new_tokens=5)
+    assert result.stats["prompt_tokens"] == 1 and len(result.tokens) == 5
+    bare = json.loads(run.tokenizer.to_json())
+    bare["added_tokens"] = [token for token in bare["added_tokens"] if token["content"] != "<bos>"]
+    without = Run(run.config, run.model, Tokenizer(json.dumps(bare)))
+    with pytest.raises(UserError, match="the prompt is empty and the tokenizer has no begin token"):
+        without.generate("")
+
+
+def test_settings_of_the_run_are_defaults_and_arguments_win(run):
+    config = run.config.model_copy(
+        update={"generation": run.config.generation.model_copy(update={"greedy": True, "max_new_tokens": 3, "stop": ("€",)})}
+    )
+    own = Run(config, run.model, run.tokenizer)
+    assert len(own.generate("a").tokens) == 3
+    assert own.generate("a", max_new_tokens=12).text == "è"
+    assert own.generate("a", max_new_tokens=12, stop=[]).text == "è€😀b\nc"
+    assert own.generate("a", max_generations=12, stop=[]).text == "è€😀b\nc", "the older name"
+
+
+def test_no_new_tokens_is_no_text(run):
+    result = greedy(run, max_new_tokens=0)
+    assert (result.text, result.tokens, result.finish_reason) == ("", [], "length")
+    assert list(run.stream("a", max_new_tokens=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"top_q": 1}, "top_q"),
+        ({"temperature": -1}, "generation.temperature"),
+        ({"temperature": float("nan")}, "generation.temperature"),
+        ({"top_p": 2.0}, "generation.top_p"),
+        ({"stop": [""]}, "generation.stop must not hold an empty string"),
+        ({"n": 0}, "generation.n"),
+        ({"weights": "int3"}, "generation.weights"),
+        ({"logprobs": 260}, r"logprobs must be an integer in \[0, 259\], got 260"),
+        ({"logprobs": -1}, "logprobs must be an integer"),
+        ({"echo": True}, "echo reports log-probabilities"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(run, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run.generate("a", **settings)
+
+
+def test_a_batch_shares_what_it_must(run):
+    with pytest.raises(UserError, match=r"generation\.n must be the same for all prompts"):
+        run.start([("a", {"n": 1}), ("b", {"n": 2})])
+    with pytest.raises(UserError, match="there is no prompt to continue"):
+        run.generate([])
+
+
+def test_one_row_of_a_batch_too_long_is_named_before_any_work(run):
+    with pytest.raises(UserError, match="the prompt has 200 tokens"):
+        run.generate(["a", "x" * 200])
+
+
+def test_a_space_before_the_first_new_word_stays(run):
+    """Vocabularies in which a word brings its space along drop it at the start of a text, not of a continuation."""
+    words = {f"▁w{n}": n for n in range(256)}
+    tree = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 256 + n, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False} for n, name in enumerate(["<pad>", "<s>", "</s>"])
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+        "post_processor": None,
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+        "model": {"type": "WordLevel", "vocab": words | {"<pad>": 256, "<s>": 257, "</s>": 258}, "unk_token": "w0"},
+    }  # fmt: skip
+    own = Run(run.config, run.model, Tokenizer(json.dumps(tree)))
+    result = own.generate("w97", greedy=True, max_new_tokens=3)
+    assert result.text == " w195 w168 w226"
+    assert "".join(own.stream("w97", greedy=True, max_new_tokens=3)) == result.text
+    assert own.generate("", greedy=True, max_new_tokens=1).text.startswith("w"), "here the text begins"
