@@ -122,7 +122,7 @@ def _generate_toks(
         logits_BV, cache, echo_PT = _prefill(widen(model), prompt, use_cache, report, slots, samples)
         state, emitted = _choose(logits_BV, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
-    model = model if rows <= NARROW_ROWS else widen(model)
+    model = model if use_cache and rows <= NARROW_ROWS else widen(model)
 
     def step(cache, state):
         logits_BV, cache = _next_logits(model, cache, state, use_cache)

@@ -1,0 +1,137 @@
+"""Narrow weights against a model whose float weights NumPy has rounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError
+from dantinox.generation import generate, prepare
+from dantinox.generation.engine import Session, _generate_toks
+from dantinox.generation.prepare import weight_bytes
+from dantinox.model import make_cache
+from dantinox.model.layers import Linear
+from dantinox.sampling import SamplingParams
+
+from . import builder
+
+PROMPTS = builder.prompts(5, 9, 2, 7, 3, 8)
+ROWS = [1, 4, 6]  # alone, the most that are multiplied row by row, and over widened weights
+TIED = builder.config(no_sink=True)
+UNTIED = builder.config(weight_tying=False, activation="gelu", kv_heads=1)
+
+
+def rounded(kernel, shape_in, weights):
+    """float64 NumPy: symmetric int8 with one scale per output, or bfloat16 by rounding half to even."""
+    flat_IO = np.asarray(kernel, np.float64).reshape(int(np.prod(shape_in)), -1)
+    if weights == "int8":
+        scale_O = np.abs(flat_IO).max(axis=0) / 127
+        flat_IO = np.round(flat_IO / scale_O) * scale_O
+    else:
+        bits = flat_IO.astype(np.float32).view(np.uint32)
+        flat_IO = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return flat_IO.astype(np.float32).reshape(kernel.shape)
+
+
+def rounded_model(model, weights):
+    """The same model with rounded projections; a tied table becomes an output layer of its own."""
+    copy = prepare(model, "float32")
+    for _, node in list(nnx.iter_graph(copy)):
+        if isinstance(node, Linear):
+            node.kernel = nnx.Param(jnp.asarray(rounded(np.asarray(node.kernel[...]), node.shape_in, weights)))
+    return copy
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_narrow_weights_are_the_rounded_ones(config, weights):
+    """In one row, in four, and in more than are multiplied one by one."""
+    model = builder.model(config)
+    narrow, expected = prepare(model, weights), rounded_model(model, weights)
+    tokens, lengths = builder.padded(PROMPTS)
+    reference, told = generate(expected, tokens, 12, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
+    plain = np.asarray(jax.nn.log_softmax(builder.all_logits(model, PROMPTS[0])[-1]))
+    assert np.abs(np.sort(plain)[::-1][:3] - told["info"].top_logprobs[0, 0]).max() > 5e-3, "rounding is expected to show"
+    for rows in ROWS if config is TIED and weights == "int8" else ROWS[:1]:
+        out, info = generate(
+            narrow, tokens[:rows], 12, greedy=True, prompt_lengths=lengths[:rows], logprobs=3, return_info=True
+        )
+        assert out.tolist() == reference[:rows].tolist()
+        np.testing.assert_allclose(info["info"].top_logprobs, told["info"].top_logprobs[:rows], rtol=0, atol=5e-4)
+
+
+def decoding(model, params, use_cache=True):
+    """The decoding program of one row, lowered."""
+    session = Session(
+        model, np.ones((1, 5), np.int32), np.array([5]), params,
+        limits_B=np.array([20]), eos_ids=[[]], use_cache=use_cache,
+    )  # fmt: skip
+    cache = make_cache(model.config, 1, 32, model.dtype) if use_cache else None
+    return _generate_toks.lower(model, cache, session.state, params, jnp.int32(32), use_cache=use_cache, report=None)
+
+
+def test_without_a_cache_a_text_is_not_multiplied_word_by_word():
+    """Row by row is for few rows: over a whole text the program would be as long as the text."""
+    params = SamplingParams.build({"greedy": True})
+    products = [
+        decoding(prepare(builder.model(TIED), weights), params, use_cache=False).as_text().count("dot_general")
+        for weights in ("float32", "int8")
+    ]
+    assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("weights", ["auto", "float32", "bfloat16", "int8"])
+def test_the_model_itself_stays_as_it_is(weights):
+    model = builder.model(TIED)
+    before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
+    graph = nnx.split(model)[0]
+    prepared = prepare(model, weights)
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
+    assert nnx.split(model)[0] == graph and model.head is None and prepared is not model
+    assert np.asarray(prepared.embed[...]).dtype == np.float32, "norms and embeddings keep their precision"
+
+
+def test_bytes_are_those_of_the_arrays():
+    """One byte or two per projected weight, four per scale, four for everything kept."""
+    model = builder.model(TIED)
+    kernels = [node.kernel for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
+    outputs = sum(int(np.prod(k.shape)) for k in kernels)
+    all_numbers = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    V, D = builder.V, TIED.dim
+    assert weight_bytes(model) == 4 * all_numbers
+    assert weight_bytes(prepare(model, "float32")) == 4 * (all_numbers + V * D), "a tied table is copied"
+    assert weight_bytes(prepare(model, "bfloat16")) == 4 * (all_numbers - outputs) + 2 * (outputs + V * D)
+    linears = [node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]
+    rows = sum(int(np.prod(linear.shape_out)) for linear in linears) + V
+    assert weight_bytes(prepare(model, "int8")) == 4 * (all_numbers - outputs) + (outputs + V * D) + 4 * rows
+
+
+def test_arrays_that_stay_are_shared():
+    model = builder.model(UNTIED)
+    for weights in ("auto", "float32"):
+        prepared = prepare(model, weights)
+        assert all(a is b for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(prepared)), strict=True))
+
+
+def test_another_precision_is_named():
+    with pytest.raises(UserError, match=r"generation\.weights must be one of auto, float32, bfloat16, int8, got 'int4'"):
+        prepare(builder.model(), "int4")
+
+
+def test_a_row_of_zeros_stays_zero():
+    model = builder.model(UNTIED, seed=1)
+    model.head.kernel = nnx.Param(model.head.kernel[...].at[:, 3].set(0.0))
+    narrow = prepare(model, "int8").head
+    assert np.isfinite(np.asarray(narrow.scale[...])).all() and not np.asarray(narrow.kernel[3]).any()
+
+
+def test_decoding_makes_no_wide_copy_of_narrow_weights():
+    """Temporaries of a decoding program stay far below the float32 size of the weights that are kept narrow."""
+    config = builder.config(dim=256, hidden_dim=768, head_size=32, n_heads=8, vocab_size=1031)
+    model = builder.model(config)
+    narrow = prepare(model, "int8")
+    program = decoding(narrow, SamplingParams.build({"greedy": True})).compile()
+    largest = max(node.kernel[...].nbytes for _, node in nnx.iter_graph(model) if isinstance(node, Linear))
+    assert program.memory_analysis().temp_size_in_bytes < largest / 4
