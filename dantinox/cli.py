@@ -1,6 +1,7 @@
 """The command line: `dantinox train | generate | info | doctor`. Parses, calls, prints."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import UserError
+from dantinox.config import UserError, build_config
 from dantinox.config.flags import Parser, add_config_flags, overrides
 
 DEFAULT_CONFIG = Path("configs/quickstart.yaml")
@@ -19,6 +20,13 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 def entry(command: str | None = None) -> None:
     """The process: runs a command with the arguments of `sys.argv` and exits with its code."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started the process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        else:
+            # Text and JSON are UTF-8 whatever the locale; a file name that is not text is shown escaped.
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.exit(main(([command] if command else []) + sys.argv[1:]))
 
 
@@ -29,8 +37,12 @@ def main(argv: Sequence[str]) -> int:
     if not debug:
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     try:
-        options = _parser().parse(argv)
-        return options.run(options)
+        try:
+            options = _parser().parse(argv)
+            code: int = options.run(options)
+        finally:
+            sys.stdout.flush()  # here, where a failure can be told
+        return code
     except UserError as error:
         if debug:
             raise
@@ -40,9 +52,20 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has gone: nothing is left to be told, not even by the interpreter's last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader of a pipe has gone
         return 0
+    except OSError as error:
+        if debug:
+            raise
+        _discard_output()
+        print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _discard_output() -> None:
+    """Sends what is left of the output nowhere, the interpreter's last flush included: it cannot be written."""
+    with contextlib.suppress(OSError):  # a stream in memory has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> Parser:
@@ -138,7 +161,9 @@ def _sample(config: Any, tokenizer: Any, model: Any) -> str:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    settings = {key.removeprefix("generation."): value for key, value in overrides(options).items()}
+    given = overrides(options)
+    build_config({}, given)  # a wrong setting is told before anything is loaded
+    settings = {key.removeprefix("generation."): value for key, value in given.items()}
     if options.no_cache:
         if settings.get("use_cache"):
             raise UserError("--no_cache and --use_cache true contradict each other")
@@ -182,7 +207,7 @@ def _requests(options: argparse.Namespace, settings: dict[str, Any]) -> list[tup
         return [(_stdin() if prompt == "-" else prompt, settings)]
     path = options.prompt_file
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at the other line breaks of Unicode
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompts {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
     return [_request(line, settings, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -193,15 +218,18 @@ def _request(line: str, settings: dict[str, Any], where: str) -> tuple[str, dict
         return line, settings
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"a line that begins with {{ must be a JSON object: {error} ({where})") from None
     prompt = record.pop("prompt", None)
     if not isinstance(prompt, str):
         raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
+    build_config({"generation": record}, source=where)
     return prompt, {**settings, **record}
 
 
 def _stdin() -> str:
+    if sys.stdin is None:
+        raise UserError("--prompt - reads standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

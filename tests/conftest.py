@@ -7,6 +7,24 @@ CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per
 
 
 @pytest.fixture(scope="session")
+def compile_once(tmp_path_factory):
+    """The same small programs come again and again: each is compiled once."""
+    import jax
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="session")
 def run_dir(tmp_path_factory):
     """A run whose greedy text goes round and round the bytes of `CIRCLE`; any other byte leads into it."""
     return make_run(tmp_path_factory.mktemp("runs") / "circle")

@@ -21,6 +21,10 @@ from dantinox.sampling import SamplingParams
 from dantinox.text import Detokenizer, Tokenizer
 
 STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
+REPORTED = (
+    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
+    "decode_tok_per_s", "cache",
+)  # fmt: skip
 SHARED = ("use_cache", "weights", "n")  # settings that all rows of a batch have in common
 
 
@@ -48,9 +52,9 @@ class Result:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat JSON-ready dict: the fields, the stats, and `logprobs` where they were asked for."""
-        told = {key: value for key, value in vars(self).items() if key not in ("info", "stats")} | self.stats
-        return told | ({"logprobs": self.info} if self.info else {})
+        """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""
+        told = vars(self) | self.stats
+        return {name: told[name] for name in REPORTED} | ({"logprobs": self.info} if self.info else {})
 
 
 class Piece(NamedTuple):

@@ -23,7 +23,7 @@ KINDS = [
 @pytest.mark.parametrize(("position", "windows", "kv_heads"), KINDS)
 def test_a_ragged_batch_equals_each_prompt_done_the_slow_way(position, windows, kv_heads):
     """The same tokens, and log-probabilities of a float64 softmax."""
-    extra = {"qk_norm": True, "no_sink": True} if kv_heads == 4 else {}
+    extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)
     out, told = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
@@ -44,7 +44,7 @@ def test_a_ragged_batch_equals_each_prompt_done_the_slow_way(position, windows, 
 
 @pytest.mark.parametrize(("position", "windows", "kv_heads"), [("rope", "full", 1), ("learned", "mixed", 4)])
 def test_the_same_without_a_cache(position, windows, kv_heads):
-    extra = {"qk_norm": True, "no_sink": True} if kv_heads == 4 else {}
+    extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
     tokens, lengths = builder.padded(PROMPTS)
     options = {"greedy": True, "prompt_lengths": lengths, "logprobs": 3, "return_info": True}

@@ -1,0 +1,379 @@
+"""The command line: what stands on stdout and what on stderr, one sentence per mistake, and real processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dantinox import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
+SUMMARY = r"\d+ prompt \+ \d+ new tokens, first token [\d.]+ s, [\d.]+ tok/s, compile [\d.]+ s, seed (\d+|\[.*\])\n"
+KEYS = [
+    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
+    "decode_tok_per_s", "cache",
+]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture
+def dantinox(capfd):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        code = cli.main([str(arg) for arg in argv])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def generate(dantinox, run_dir):
+    return lambda *argv: dantinox("generate", "--run_dir", run_dir, *argv)
+
+
+@pytest.fixture
+def copy(run_dir, tmp_path):
+    """A run directory to be damaged."""
+    return Path(shutil.copytree(run_dir, tmp_path / "copy"))
+
+
+def assert_one_sentence(outcome, *parts):
+    """Exit code 2, nothing on stdout, one line on stderr that holds all the parts."""
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 400, err
+    for part in parts:
+        assert part in err, err
+
+
+# Generation
+
+
+def test_stdout_is_prompt_and_continuation_and_nothing_else(generate):
+    code, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12)
+    assert (code, out) == (0, "a" + AROUND[:6] + "\n")
+    assert re.fullmatch("1 prompt \\+ 12 new" + SUMMARY[SUMMARY.index(" tokens") :], err)
+
+
+def test_the_prompt_when_none_is_given(generate):
+    _, out, _ = generate("--greedy", "--max_new_tokens", 2)
+    assert out.startswith("Nel mezzo del cammin")
+
+
+@pytest.mark.parametrize("flags", [["--greedy"], ["--greedy", "true"], ["--greedy=True"], ["--temperature", "0"]])
+def test_greedy_in_every_spelling(generate, flags):
+    assert generate("--prompt", "a", "--max_new_tokens", 12, *flags)[1] == "a" + AROUND[:6] + "\n"
+    assert generate(*flags, "--prompt", "a", "--max_new_tokens", 12)[1] == "a" + AROUND[:6] + "\n"
+
+
+def test_false_is_false(generate):
+    """`--greedy False` was true once."""
+    hot = ["--prompt", "a", "--max_new_tokens", 12, "--temperature", 50, "--seed", 3]
+    assert generate(*hot, "--greedy", "False")[1] == generate(*hot)[1] != generate(*hot, "--greedy", "True")[1]
+
+
+@pytest.mark.parametrize("flags", [["--no_cache"], ["--use_cache", "false"], ["--generation.use_cache", "False"]])
+def test_without_a_cache(generate, flags):
+    code, out, _ = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, "--json", *flags)
+    record = json.loads(out)
+    assert code == 0 and record["text"] == AROUND[:6] and record["cache"] is None
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no_stream"])
+def test_streamed_or_not_the_output_is_the_same(generate, stream):
+    _, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 25, stream)
+    assert out == "a" + (AROUND * 2)[:13] + "\n" and re.fullmatch(SUMMARY, err)
+
+
+def test_a_seed_is_told_and_gives_the_text_again(generate):
+    hot = ["--prompt", "a", "--max_new_tokens", 12, "--temperature", 5, "--top_k", 50, "--top_p", 0.9]
+    _, out, err = generate(*hot)
+    seed = re.search(r"seed (\d+)", err)[1]
+    assert generate(*hot, "--seed", seed)[1] == out
+    assert generate(*hot)[1] != out
+
+
+def test_samples(generate):
+    _, out, err = generate("--prompt", "a", "--max_new_tokens", 12, "--temperature", 5, "--n", 3, "--seed", 1, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert len({record["text"] for record in records}) == 3
+    assert err.startswith("1 prompt + 36 new tokens")
+
+
+def test_stop_strings_of_the_shell(generate):
+    """Backslash-n is a line break; several strings, in any place."""
+    _, out, _ = generate("--stop", r"b\n", "zzz", "--prompt", "a", "--greedy", "--max_new_tokens", 24)
+    assert out == "aè€😀\n"
+    _, out, _ = generate("--prompt", "a", "--greedy", "--max_new_tokens", 24, "--keep_stop", "--stop", "€")
+    assert out == "aè€\n"
+
+
+def test_json_holds_exactly_what_is_promised(generate):
+    _, out, _ = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, "--json", "--seed", 7)
+    record = json.loads(out)
+    assert list(record) == KEYS and out.count("\n") == 1
+    assert (record["prompt"], record["text"], record["finish_reason"], record["seed"]) == ("a", AROUND[:6], "length", 7)
+    assert record["tokens"] == list(AROUND.encode()[:12])
+    assert (record["prompt_tokens"], record["new_tokens"]) == (1, 12)
+    assert set(record["cache"]) >= {"bytes"} and record["seconds"] > 0
+
+
+def test_log_probabilities(generate):
+    _, out, _ = generate("--prompt", "ab", "--greedy", "--max_new_tokens", 3, "--json", "--logprobs", 2, "--echo")
+    record = json.loads(out)
+    assert list(record) == [*KEYS, "logprobs"]
+    told = record["logprobs"]
+    assert len(told["logprobs"]) == len(told["top"]) == 3 and len(told["top"][0]["ids"]) == 2
+    assert told["prompt_tokens"] == ["a", "b"] and told["prompt_logprobs"][0] is None
+
+
+def test_prompts_from_a_file(generate, tmp_path):
+    """Text and JSON lines, each with its own settings; line breaks of Unicode are no ends of lines, blank lines no prompts."""
+    path = tmp_path / "prompts.txt"
+    lines = [
+        "\ufeffa",
+        '{"prompt": "a", "max_new_tokens": 5}',
+        "",
+        '{"prompt": "x\u2028y", "greedy": false, "seed": 9}\r',
+        "q\x0cr",
+        '{"prompt": "a", "stop": ["😀"]}',
+    ]
+    path.write_bytes("\n".join(lines).encode())
+    code, out, err = generate("--prompt_file", path, "--greedy", "--max_new_tokens", 12)
+    records = [json.loads(line) for line in out.split("\n") if line]
+    assert code == 0 and re.fullmatch(SUMMARY, err)
+    assert [record["prompt"] for record in records] == ["a", "a", "x\u2028y", "q\x0cr", "a"]
+    assert [record["new_tokens"] for record in records][:4] == [12, 5, 12, 12]
+    assert [record["text"] for record in records][:2] == [AROUND[:6], "è€"]
+    assert records[4]["text"] == "è€" and records[4]["finish_reason"] == "stop"
+    assert records[2]["seed"] == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ('{"prompt": 3}', ["a text under the key prompt", "line 2"]),
+        ('{"text": "a"}', ["a text under the key prompt", "line 2"]),
+        ('{"prompt": "a"', ["must be a JSON object", "line 2"]),
+        ('{"prompt": "a", "topp": 1}', ["generation.topp", "did you mean generation.top_p", "line 2"]),
+        ('{"prompt": "a", "top_p": 3}', ["generation.top_p", "line 2"]),
+        ('{"prompt": "a", "n": 2}', ["generation.n must be the same"]),
+        ('{"prompt": "\\ud800"}', ["half of a character"]),
+        ('{"prompt": ' + "[" * 99999, ["must be a JSON object", "line 2"]),
+    ],
+)
+def test_a_wrong_line_of_prompts_is_named(generate, tmp_path, line, parts):
+    path = tmp_path / "prompts.txt"
+    path.write_text("fine\n" + line + "\n")
+    assert_one_sentence(generate("--prompt_file", path), *parts)
+
+
+def test_a_file_without_prompts(generate, tmp_path):
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert_one_sentence(generate("--prompt_file", tmp_path / "empty"), "there is no prompt")
+    assert_one_sentence(generate("--prompt_file", tmp_path / "bytes"), "not UTF-8 text")
+    assert_one_sentence(generate("--prompt_file", tmp_path / "missing"), "missing", "No such file")
+    assert_one_sentence(generate("--prompt_file", tmp_path), "Is a directory")
+
+
+def test_a_context_too_short_is_one_warning(generate):
+    code, out, err = generate("--prompt", "a" * 120, "--greedy", "--max_new_tokens", 20)
+    assert code == 0 and out.startswith("a" * 120)
+    warning, summary = err.splitlines()
+    assert warning == (
+        "warning: the context of 128 tokens leaves room for 8 new tokens behind a prompt of 120: 12 fewer than asked for"
+    )
+    assert re.fullmatch(SUMMARY, summary + "\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--topp", "0.9"], ["unknown flag --topp", "top_p"]),
+        (["--temprature=1"], ["unknown flag --temprature", "temperature"]),
+        (["more"], ["unknown argument more"]),
+        (["--top_p", "1.7"], ["generation.top_p", "[0, 1]", "1.7"]),
+        (["--top_p", "x"], ["generation.top_p", "'x'"]),
+        (["--top_k", "1.5"], ["generation.top_k", "integer"]),
+        (["--temperature", "-1"], ["generation.temperature", "-1"]),
+        (["--temperature", "nan"], ["generation.temperature"]),
+        (["--max_new_tokens", "-3"], ["generation.max_new_tokens", "-3"]),
+        (["--max_new_tokens"], ["max_new_tokens", "expected one argument"]),
+        (["--n", "0"], ["generation.n", "0"]),
+        (["--seed", "-1"], ["generation.seed", "-1"]),
+        (["--seed", "4294967296"], ["generation.seed"]),
+        (["--greedy", "maybe"], ["generation.greedy", "true or false", "'maybe'"]),
+        (["--weights", "int3"], ["generation.weights", "int8"]),
+        (["--stop", ""], ["generation.stop"]),
+        (["--max_new_tokens", "3", "--max_generations", "4"], ["max_generations", "another name"]),
+        (["--no_cache", "--use_cache", "true"], ["--no_cache", "contradict"]),
+        (["--prompt", "a", "--prompt_file", "b"], ["--prompt_file", "use one of them"]),
+        (["--logprobs", "3"], ["--logprobs needs --json"]),
+        (["--json", "--logprobs", "-3"], ["--logprobs", "-3"]),
+        (["--json", "--logprobs", "260"], ["logprobs", "260"]),
+        (["--json", "--echo"], ["echo", "logprobs"]),
+        (["--stream", "--json"], ["--stream", "--json"]),
+        (["--stream", "--n", "2", "--max_new_tokens", "5"], ["--stream", "--n 1"]),
+        (["--prompt", "a" * 128], ["128", "context", "shorten"]),
+        (["--prompt", "\udcff"], ["lone surrogate"]),
+        (["--training.lr", "1"], ["unknown flag --training.lr"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(generate, argv, parts):
+    assert_one_sentence(generate(*argv), *parts)
+
+
+def test_no_command_and_an_unknown_one(dantinox):
+    assert_one_sentence(dantinox(), "command")
+    assert_one_sentence(dantinox("genrate"), "genrate", "generate")
+    assert_one_sentence(dantinox("generate"), "--run_dir")
+
+
+# Run directories that are no good
+
+
+def test_a_directory_that_is_no_run(dantinox, tmp_path, copy):
+    (tmp_path / "empty").mkdir()
+    assert_one_sentence(dantinox("generate", "--run_dir", tmp_path / "nowhere"), "no run directory at", "nowhere")
+    assert_one_sentence(dantinox("generate", "--run_dir", tmp_path / "empty"), "config.yaml")
+    (copy / "model_weights.msgpack").unlink()
+    assert_one_sentence(dantinox("generate", "--run_dir", copy), "has no weights yet", "model_weights.msgpack")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("model_weights.msgpack", b"", ["model_weights.msgpack"]),
+        ("model_weights.msgpack", b"\x00 no weights", ["model_weights.msgpack"]),
+        ("config.yaml", b"model: {dim: [}", ["config.yaml", "line 1"]),
+        ("config.yaml", b"model: {dim: 48, n_heads: 4}", ["model_weights.msgpack", "shape"]),
+        ("config.yaml", b"\xff\xfe\x00", ["config.yaml"]),
+        ("config.yaml", b"modle: {dim: 32}", ["modle", "model"]),
+        ("tokenizer.json", b"{}", ["tokenizer.json"]),
+        ("tokenizer.json", b'{"version": "1.0"', ["tokenizer.json"]),
+        ("tokenizer.json", b"\xff", ["tokenizer.json"]),
+        ("tokenizer.json", None, ["tokenizer.json"]),
+    ],
+)
+def test_a_damaged_file_is_named(dantinox, copy, name, content, parts):
+    if content is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes(content)
+    assert_one_sentence(dantinox("generate", "--run_dir", copy), *parts)
+
+
+def test_half_a_weights_file(dantinox, copy):
+    path = copy / "model_weights.msgpack"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert_one_sentence(dantinox("generate", "--run_dir", copy), "model_weights.msgpack")
+
+
+def test_another_runs_tokenizer(dantinox, copy):
+    from dantinox.config import TokenizerSection
+    from dantinox.text import train_tokenizer
+
+    characters = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
+    characters.save(copy / "tokenizer.json")
+    assert_one_sentence(dantinox("generate", "--run_dir", copy), "model_weights.msgpack", "shape")
+
+
+def test_debug_shows_the_traceback(run_dir):
+    from dantinox.config import UserError
+
+    with pytest.raises(UserError, match="top_p"):
+        cli.main(["generate", "--run_dir", str(run_dir), "--top_p", "7", "--debug"])
+
+
+def test_ctrl_c_is_one_word(generate, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_requests", interrupted)
+    assert generate() == (130, "", "interrupted\n")
+
+
+# Real processes
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Where compiled programs are kept for the test's own processes."""
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+    }
+
+
+def process(environment, *argv, script="generate.py", **options):
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, argv)],
+        capture_output="stdout" not in options, env=environment, timeout=120, **options,
+    )  # fmt: skip
+
+
+def test_a_process_writes_utf8_whatever_the_locale(environment, run_dir, tmp_path):
+    """From another folder, the prompt from stdin, no terminal; compiled programs go to the user's cache."""
+    done = process(
+        environment | {"PYTHONIOENCODING": "ascii"}, "--run_dir", run_dir, "--prompt", "-", "--greedy",
+        "--max_new_tokens", 12, input=b"xa", cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.decode()) == (0, "xa" + AROUND[:6] + "\n")
+    assert re.fullmatch(SUMMARY, done.stderr.decode())
+    assert any((Path(environment["XDG_CACHE_HOME"]) / "dantinox").rglob("*"))
+    assert list(tmp_path.iterdir()) == [], "generating leaves nothing behind"
+
+
+def test_help_needs_no_jax(environment):
+    script = (
+        "import sys; sys.argv = ['dantinox', '--help']\ntry:\n import dantinox.cli as c; c.entry()\nexcept SystemExit: pass\n"
+    )
+    script += "assert not {'jax', 'flax', 'numpy', 'tokenizers'} & set(sys.modules), 'heavy imports'"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"generate" in done.stdout and done.stderr == b""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of a shell")
+@pytest.mark.parametrize("reader", ["head -c 3", "true"])
+def test_a_reader_that_goes_away_is_no_error(environment, run_dir, reader):
+    command = f"{sys.executable} {ROOT}/generate.py --run_dir {run_dir} --prompt a --greedy --max_new_tokens 100 | {reader}"
+    done = subprocess.run(command, shell=True, capture_output=True, env=environment, timeout=120)
+    assert "aè".encode().startswith(done.stdout)
+    assert done.stderr == b"" or re.fullmatch(SUMMARY, done.stderr.decode()), done.stderr.decode()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_full_disk_is_one_sentence(environment, run_dir):
+    with open("/dev/full", "wb") as full:
+        done = process(
+            environment, "--run_dir", run_dir, "--prompt", "a", "--max_new_tokens", 2, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[-1] == "error: the output: No space left on device"
+    assert b"Traceback" not in done.stderr and b"ignored" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_while_text_is_coming(environment, run_dir, tmp_path):
+    """The text so far, one word on stderr, exit code 130."""
+    argv = [sys.executable, ROOT / "generate.py", "--run_dir", run_dir, "--prompt", "a", "--max_new_tokens", "100", "--stream"]
+    environment = environment | {"XDG_CACHE_HOME": str(tmp_path)}  # behind the prompt there is a second of compiling
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as running:
+        assert running.stdout.read(1) == b"a"
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert (running.returncode, err.decode()) == (130, "interrupted\n")
+
+
+# Training: the command's own behaviour; what training does is tested in its room.
