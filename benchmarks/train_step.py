@@ -37,8 +37,10 @@ def main() -> None:
 
     from dantinox.config import build_config
     from dantinox.text import Batch
-    from dantinox.training.step import abstract_batch, abstract_state, initial_state, make_train_step
+    from dantinox.training.memory import keep_freed_memory
+    from dantinox.training.step import abstract_batch, abstract_state, compiled, initial_state, make_train_step
 
+    keep_freed_memory()
     config = build_config({
         "model": {
             "dim": o.dim, "n_heads": o.heads, "num_blocks": o.layers, "hidden_dim": o.hidden, "max_context": o.block,
@@ -52,7 +54,7 @@ def main() -> None:
     model = config.architecture(o.vocab)
     start = time.perf_counter()
     abstract = abstract_state(config, model, o.steps)
-    step = make_train_step(config, model, o.steps).lower(abstract, abstract_batch(o.batch, o.block)).compile()
+    step = compiled(make_train_step(config, model, o.steps).lower(abstract, abstract_batch(o.batch, o.block)))
     compile_s = time.perf_counter() - start
     state = initial_state(config, model, o.steps)
     random = np.random.default_rng(0)

@@ -43,7 +43,8 @@ def launch(
             tokenizer, store = prepare_data(config, run.data, tokenizer, _Announcer(console), keep=resume)
             if not resume:
                 atomic_write(run.tokenizer, tokenizer.to_json())
-            save_config(run, config)  # last: where it stands, the run can be resumed
+            if not resume or config != load_run_config(run):
+                save_config(run, config)  # last: where it stands, the run can be resumed
         console.note(f"run directory {run.path}")
         console.note(_plan(config, tokenizer, store))
         final = tokenizer

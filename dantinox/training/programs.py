@@ -10,7 +10,7 @@ from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums
 from dantinox.training.parameters import Parameters
-from dantinox.training.step import Metrics, State, abstract_batch, abstract_state, make_eval_step, make_train_step
+from dantinox.training.step import Metrics, State, abstract_batch, abstract_state, compiled, make_eval_step, make_train_step
 
 EVAL_TOKENS_PER_CALL = 8192
 
@@ -29,7 +29,7 @@ class Programs:
         self._failure: BaseException | None = None
         self._thread = Thread(target=self._compile, args=(evaluate,), name="compile", daemon=True)
         self._thread.start()
-        self.train: Callable[[State, Batch], tuple[State, Metrics]] = train.compile()
+        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train)
         self.memory: MemoryPlan = plan_memory(self.train, self.abstract)
 
     def evaluate(self, parameters: Parameters, batch: Any) -> Sums:
@@ -41,7 +41,7 @@ class Programs:
 
     def _compile(self, lowered: Any) -> None:
         try:
-            self._evaluate = lowered.compile()
+            self._evaluate = compiled(lowered)
         except BaseException as error:
             self._failure = error
 
