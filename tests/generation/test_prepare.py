@@ -43,8 +43,15 @@ def rounded_model(model, weights):
     return copy
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        pytest.param(TIED, "int8", id="tied, int8"),
+        pytest.param(UNTIED, "bfloat16", id="untied, bfloat16"),
+        pytest.param(TIED, "bfloat16", id="tied, bfloat16", marks=pytest.mark.slow),
+        pytest.param(UNTIED, "int8", id="untied, int8", marks=pytest.mark.slow),
+    ],
+)
 def test_narrow_weights_are_the_rounded_ones(config, weights):
     """In one row, in four, and in more than are multiplied one by one."""
     model = builder.model(config)

@@ -60,24 +60,24 @@ def test_short_chunks_are_no_other_program(programs):
 def test_another_step_is_one_more_program_each():
     """Prefill and decoding are two programs; a step added to the plan compiles both once more and nothing else does."""
     model, prompt, size = builder.model(), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
-    generate(model, prompt, 20, greedy=True)
+    generate(model, prompt, 40, greedy=True)
     before = size()
-    generate(model, prompt, 20, greedy=True, repetition_penalty=1.2)
+    generate(model, prompt, 40, greedy=True, repetition_penalty=1.2)
     assert size() == before + 2
-    generate(model, prompt, 20, greedy=True, repetition_penalty=1.4)
+    generate(model, prompt, 40, greedy=True, repetition_penalty=1.4)
     assert size() == before + 2
 
 
 def test_a_temperature_is_a_number_not_a_program(programs):
     """The older program compiled anew for every temperature, and divided by a temperature of zero."""
     model, prompt = builder.model(), [[1, 2, 3]]
-    generate(model, prompt, 20, temperature=0.7, seed=0)
+    generate(model, prompt, 40, temperature=0.7, seed=0)
     programs()
     for temperature in (0.71, 1.3, 50.0, 1e-4):
-        generate(model, prompt, 20, temperature=temperature, seed=0)
+        generate(model, prompt, 40, temperature=temperature, seed=0)
     assert programs() == 0
-    cold = generate(model, prompt, 20, temperature=0)
-    assert cold.tolist() == generate(model, prompt, 20, greedy=True).tolist()
+    cold = generate(model, prompt, 40, temperature=0)
+    assert cold.tolist() == generate(model, prompt, 40, greedy=True).tolist()
 
 
 def decode_program(model, settings, rows=2, slots=2048):

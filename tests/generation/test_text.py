@@ -11,6 +11,8 @@ from dantinox.config import UserError
 from dantinox.generation import Run
 from dantinox.text import Tokenizer
 
+from . import builder
+
 CIRCLE = "aè€😀b\nc"  # what the model of `run_dir` says, byte by byte
 AROUND = "è€😀b\nca" * 9  # its greedy text after "a"
 
@@ -130,7 +132,7 @@ def test_finished_rows_leave_the_others_alone(ending):
     """Rows end by the end token, by a stop string, by their limit; each has the text it has alone."""
     requests = [
         ("a", {"greedy": True, "max_new_tokens": 40}),
-        ("€", {"greedy": True, "stop": ["b"]}),
+        ("€", {"greedy": True, "stop": ["b"], "max_new_tokens": 40}),
         ("Nel mezzo", {"temperature": 3.0, "seed": 2, "max_new_tokens": 40, "ignore_eos": True}),
         ("c", {"greedy": True, "ignore_eos": True, "max_new_tokens": 2}),
         ("b", {"greedy": True, "max_new_tokens": 0}),
@@ -171,8 +173,7 @@ def test_log_probabilities_of_text_and_prompt(run):
     prompt = "Nel mezzo del"
     result = run.generate(prompt, logprobs=3, echo=True, temperature=2.0, top_k=4, seed=1, max_new_tokens=12)
     ids = [*run.tokenizer.encode(prompt), *result.tokens]
-    positions = np.arange(len(ids))[None]
-    logits = np.asarray(run.model(np.array([ids]), positions)[0])[0].astype(np.float64)
+    logits = builder.all_logits(run.model, ids).astype(np.float64)
     plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     said = plain[np.arange(len(ids) - 1), ids[1:]]
     info, start = result.info, len(prompt)
