@@ -3,6 +3,9 @@
 Every kind answers one call, `attend(q, k, v, positions, window, probe) -> (out, next kind, probed)`: take in the new keys and
 values, let the queries see what they may, hand back the updated self. Attention has no branch per kind.
 
+Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than two
+thirds of the time of q · kᵀ.
+
 A position of −1 marks padding: it writes nothing and nobody attends to it. The valid positions of a row are consecutive
 and stand before its padding.
 """
@@ -22,7 +25,7 @@ Probe = Callable[[jax.Array, jax.Array], Any]
 
 
 def attention(
-    q_BTKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, valid_BTS: jax.Array, newest_B: jax.Array, probe: Probe | None
+    q_BTKGH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, valid_BTS: jax.Array, newest_B: jax.Array, probe: Probe | None
 ) -> tuple[jax.Array, Any]:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
 
@@ -36,7 +39,7 @@ def attention(
     B, T, K, G, H = q_BTKGH.shape
     # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores_BKMS = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * H**-0.5
+    scores_BKMS = jnp.einsum("BKMH,BKHS->BKMS", q_BKMH, k_BKHS, preferred_element_type=jnp.float32) * H**-0.5
     scores = scores_BKMS.reshape(B, K, G, T, -1)
     masked = jnp.where(valid_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights_BKMS = jax.nn.softmax(masked, axis=-1).astype(v_BKSH.dtype).reshape(scores_BKMS.shape)
@@ -72,43 +75,48 @@ class Fresh:
         valid_BTS = visible(positions_BT, positions_BT, window)
         if self.segments_BT is not None:
             valid_BTS &= self.segments_BT[:, :, None] == self.segments_BT[:, None, :]
-        k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
-        out, probed = attention(q_BTKGH, k_BKTH, v_BKTH, valid_BTS, newest(positions_BT), probe)
+        k_BKHT, v_BKTH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
+        out, probed = attention(q_BTKGH, k_BKHT, v_BKTH, valid_BTS, newest(positions_BT), probe)
         return out, self, probed
 
 
-def _write(store_BKSH: jax.Array, new_BTKH: jax.Array, slots_BT: jax.Array) -> jax.Array:
-    """Writes each new vector to its row's slot; a slot outside the store is dropped."""
-    B, K = store_BKSH.shape[:2]
-    rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None, :]
-    return store_BKSH.at[rows, heads, slots_BT[:, :, None]].set(new_BTKH.astype(store_BKSH.dtype), mode="drop")
+def _write(
+    k_BKHS: jax.Array, v_BKSH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Writes each new key and value to its row's slot; a slot outside the store is dropped."""
+    B, K = v_BKSH.shape[:2]
+    rows, heads, slots = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None, :], slots_BT[:, :, None]
+    return (
+        k_BKHS.at[rows, heads, :, slots].set(k_BTKH.astype(k_BKHS.dtype), mode="drop"),
+        v_BKSH.at[rows, heads, slots].set(v_BTKH.astype(v_BKSH.dtype), mode="drop"),
+    )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k_BKSH", "v_BKSH"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH"], meta_fields=[])
 @dataclass(frozen=True)
 class Full:
     """One slot per position: slot s holds position s."""
 
-    k_BKSH: jax.Array
+    k_BKHS: jax.Array
     v_BKSH: jax.Array
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        B, _, S, _ = self.k_BKSH.shape
+        B, _, S, _ = self.v_BKSH.shape
         slots_BT = jnp.where(positions_BT < 0, S, positions_BT)
-        cache = Full(_write(self.k_BKSH, k_BTKH, slots_BT), _write(self.v_BKSH, v_BTKH, slots_BT))
+        cache = Full(*_write(self.k_BKHS, self.v_BKSH, k_BTKH, v_BTKH, slots_BT))
         valid_BTS = visible(positions_BT, jnp.broadcast_to(jnp.arange(S), (B, S)), window)
         dtype = q_BTKGH.dtype
-        k, v = cache.k_BKSH.astype(dtype), cache.v_BKSH.astype(dtype)
+        k, v = cache.k_BKHS.astype(dtype), cache.v_BKSH.astype(dtype)
         out, probed = attention(q_BTKGH, k, v, valid_BTS, newest(positions_BT), probe)
         return out, cache, probed
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k_BKSH", "v_BKSH"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH"], meta_fields=[])
 @dataclass(frozen=True)
 class Ring:
     """The last W positions of a sliding-window layer: slot p mod W holds the newest position p written there."""
 
-    k_BKSH: jax.Array
+    k_BKHS: jax.Array
     v_BKSH: jax.Array
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
@@ -117,37 +125,39 @@ class Ring:
 
     def _held(self, last_B: jax.Array) -> jax.Array:
         """The position in each slot `[B, W]` once `last_B` is the newest written; negative where none is."""
-        W = self.k_BKSH.shape[2]
+        W = self.v_BKSH.shape[2]
         return last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W
 
     def _attend_one(self, q, k_B1KH, v_B1KH, positions_B1, window, probe):
-        W = self.k_BKSH.shape[2]
+        W = self.v_BKSH.shape[2]
         slots_B1 = jnp.where(positions_B1 < 0, W, positions_B1 % W)
-        ring = Ring(_write(self.k_BKSH, k_B1KH, slots_B1), _write(self.v_BKSH, v_B1KH, slots_B1))
+        ring = Ring(*_write(self.k_BKHS, self.v_BKSH, k_B1KH, v_B1KH, slots_B1))
         valid_BTS = visible(positions_B1, self._held(positions_B1[:, 0]), window)
         out, probed = attention(
-            q, ring.k_BKSH.astype(q.dtype), ring.v_BKSH.astype(q.dtype), valid_BTS, newest(positions_B1), probe
+            q, ring.k_BKHS.astype(q.dtype), ring.v_BKSH.astype(q.dtype), valid_BTS, newest(positions_B1), probe
         )
         return out, ring, probed
 
     def _attend_many(self, q, k_BTKH, v_BTKH, positions_BT, window, probe):
         """Queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
         first_B = positions_BT[:, 0]
-        k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
+        k_BKHT, v_BKTH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
         old_BS = self._held(first_B - 1)
-        keys = jnp.concatenate([self.k_BKSH.astype(q.dtype), k_BKTH], axis=2)
+        keys = jnp.concatenate([self.k_BKHS.astype(q.dtype), k_BKHT], axis=3)
         values = jnp.concatenate([self.v_BKSH.astype(q.dtype), v_BKTH], axis=2)
         valid_BTS = visible(positions_BT, jnp.concatenate([old_BS, positions_BT], axis=1), window)
         out, probed = attention(q, keys, values, valid_BTS, newest(positions_BT), probe)
         wanted_BS = self._held(jnp.max(positions_BT, axis=1))
-        index = jnp.clip(wanted_BS - first_B[:, None], 0)[:, None, :, None]
-        fresh = ((wanted_BS >= first_B[:, None]) & (wanted_BS >= 0))[:, None, :, None]
-        ring = Ring(
-            *(
-                jnp.where(fresh, jnp.take_along_axis(new, index, axis=2).astype(old.dtype), old)
-                for new, old in ((k_BKTH, self.k_BKSH), (v_BKTH, self.v_BKSH))
-            )
-        )
+        index_BS = jnp.clip(wanted_BS - first_B[:, None], 0)
+        fresh_BS = (wanted_BS >= first_B[:, None]) & (wanted_BS >= 0)
+
+        def renewed(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+            """`old` with its fresh slots, counted along `axis`, taken from `new`."""
+            others = tuple(a for a in (1, 2, 3) if a != axis)
+            taken = jnp.take_along_axis(new, jnp.expand_dims(index_BS, others), axis=axis).astype(old.dtype)
+            return jnp.where(jnp.expand_dims(fresh_BS, others), taken, old)
+
+        ring = Ring(renewed(self.k_BKHS, k_BKHT, 3), renewed(self.v_BKSH, v_BKTH, 2))
         return out, ring, probed
 
 
@@ -162,8 +172,8 @@ class KVCache:
         """Allocated bytes (every leaf's `nbytes`) and slots per layer."""
         return {
             "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self)),
-            "dtype": str(self.layers[0].k_BKSH.dtype),
-            "slots": [layer.k_BKSH.shape[2] for layer in self.layers],
+            "dtype": str(self.layers[0].v_BKSH.dtype),
+            "slots": [layer.v_BKSH.shape[2] for layer in self.layers],
         }
 
 
@@ -172,7 +182,7 @@ def make_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) ->
 
     def layer(window: int | None) -> Full | Ring:
         kind, size = (Ring, window) if window is not None and window < slots else (Full, slots)
-        shape = (batch, config.kv_heads, size, config.head_size)
-        return kind(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        B, K, H = batch, config.kv_heads, config.head_size
+        return kind(jnp.zeros((B, K, H, size), dtype), jnp.zeros((B, K, size, H), dtype))
 
     return KVCache(tuple(layer(window) for window in config.windows))

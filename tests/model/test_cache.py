@@ -191,13 +191,13 @@ def test_slots_hold_the_positions_they_should():
         follow(built, [ONE] * 24, make_cache(all_full(built), ROWS, 24, "float32")),
     )
     for layer, everything in zip(cache.layers, fresh.layers, strict=True):
-        slots = layer.k_BKSH.shape[2]
+        slots = layer.v_BKSH.shape[2]
         for row, length in enumerate(np.sum(schedule, axis=0)):
-            expected = np.zeros(layer.k_BKSH.shape[1:], np.float32), np.zeros(layer.k_BKSH.shape[1:], np.float32)
+            expected = np.zeros(layer.v_BKSH.shape[1:], np.float32), np.zeros(layer.v_BKSH.shape[1:], np.float32)
             for position in range(length):
-                for side, store in zip(expected, (everything.k_BKSH, everything.v_BKSH), strict=True):
+                for side, store in zip(expected, (everything.k_BKHS.swapaxes(2, 3), everything.v_BKSH), strict=True):
                     side[:, position % slots] = store[row, :, position]
-            np.testing.assert_allclose(layer.k_BKSH[row], expected[0], atol=2e-5)
+            np.testing.assert_allclose(layer.k_BKHS[row].swapaxes(1, 2), expected[0], atol=2e-5)
             np.testing.assert_allclose(layer.v_BKSH[row], expected[1], atol=2e-5)
 
 
