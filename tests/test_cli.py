@@ -377,3 +377,101 @@ def test_ctrl_c_while_text_is_coming(environment, run_dir, tmp_path):
 
 
 # Training: the command's own behaviour; what training does is tested in its room.
+
+
+def train(environment, *argv):
+    command = [sys.executable, ROOT / "train.py", *argv]
+    return subprocess.run([str(a) for a in command], capture_output=True, text=True, env=environment, timeout=120, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--config", "nowhere.yaml"], "no config file at nowhere.yaml"),
+        (["--lr", "-1"], "training.lr must be a number > 0, got -1 (command line)"),
+        (["--seed", "3"], "--seed is a key of two sections: write --training.seed or --generation.seed"),
+        (["--data_path", "nowhere.txt"], "no corpus at 'nowhere.txt'"),
+        (["--use_moe", "True"], "moe.use_moe must be false"),
+        (["--resume"], "--resume needs --run_dir"),
+    ],
+)
+def test_a_mistake_in_training_as_a_process(environment, tmp_path, flags, says):
+    done = train(environment, *flags, *([] if "--resume" in flags else ["--run_dir", tmp_path / "run"]))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ") and says in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+TINY = [
+    "--dim", 16, "--n_heads", 2, "--num_blocks", 1, "--max_context", 16, "--tokenizer_type", "byte", "--batch_size", 2,
+    "--steps", 4, "--eval_every", 2, "--warmup_steps", 1, "--sample_every", 4, "--max_new_tokens", 5,
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Nel mezzo del cammin di nostra vita\n" * 40)
+    return path
+
+
+@pytest.mark.parametrize("name", ["quickstart", "dante", "shakespeare_char", "gpt2_124m", "llama_1b"])
+def test_every_config_is_parsed_and_built(dantinox, name):
+    """Built from shapes alone; a billion parameters take no memory."""
+    import jax
+    from flax import nnx
+
+    from dantinox.config import load_config
+    from dantinox.model import Transformer
+
+    path = ROOT / "configs" / f"{name}.yaml"
+    assert "$schema=schema.json" in path.read_text().splitlines()[0]
+    config = load_config(path)
+    vocab_size = config.tokenizer.vocab_size if config.tokenizer.tokenizer_type == "bpe" else 68
+    model = nnx.eval_shape(lambda: Transformer(config.architecture(vocab_size), rngs=nnx.Rngs(0)))
+    millions = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) / 1e6
+    assert 0.5 < millions < 1200
+    assert all(line.split("#")[1].strip() for line in path.read_text().splitlines() if line.startswith("  ")), "a comment a key"
+
+
+def test_train_then_generate_then_resume(dantinox, tmp_path, text):
+    run = tmp_path / "run"
+    code, out, err = dantinox(
+        "train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY
+    )
+    assert (code, out) == (0, "") and "finished at step 4" in err
+    names = {
+        "config.yaml",
+        "tokenizer.json",
+        "model_weights.msgpack",
+        "training_log.csv",
+        "metrics.jsonl",
+        "model_summary.json",
+    }
+    assert names <= {path.name for path in run.iterdir()} and (run / "samples" / "step_4.txt").is_file()
+    code, out, _ = dantinox("generate", "--run_dir", run, "--prompt", "Nel", "--max_new_tokens", 4, "--greedy")
+    assert code == 0 and out.startswith("Nel")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, out, err = dantinox("train", "--run_dir", run, "--resume")
+    assert (code, out) == (0, "") and "this run is finished" in err
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "nothing has changed"
+    assert_one_sentence(dantinox("train", "--data_path", text, "--run_dir", run), "is not empty: add --resume")
+    code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
+    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.003, got 1" in err
+    code, out, _ = dantinox("info", run)
+    assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
+
+
+def test_dry_run_and_print_config_leave_nothing_behind(dantinox, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ["--config", ROOT / "configs/quickstart.yaml", "--data_path", text]
+    code, out, err = dantinox("train", *config, "--dry_run", *TINY)
+    assert (code, err) == (0, "") and "4 steps of 2 × 16 tokens" in out and "estimated peak" in out and "first row" in out
+    code, out, err = dantinox("train", *config, "--print_config", "--training.lr", "5e-4", "--use_moe", "False")
+    assert (code, err) == (0, "") and "lr: 0.0005" in out and "use_moe: false" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_doctor(dantinox):
+    code, out, err = dantinox("doctor")
+    assert (code, err) == (0, "") and "jax " in out and "device 0: " in out and "GFLOP/s" in out

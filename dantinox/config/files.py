@@ -125,9 +125,13 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 
 
 def build_config(
-    tree: dict[str, Any], overrides: dict[str, Any] | None = None, where: dict[str, str] | None = None, source: str = ""
+    tree: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    where: dict[str, str] | None = None,
+    source: str = "",
+    origin: str = "command line",
 ) -> Config:
-    """Validates a tree of sections; `where` tells for a dotted path where it was written."""
+    """Validates a tree of sections; `where` tells for a dotted path where it was written, `origin` where the overrides were."""
     where = dict(where or {})
     flat: dict[str, Any] = {}
     for section, content in tree.items():
@@ -139,8 +143,8 @@ def build_config(
             raise UserError(f"{section} must be a section of keys, got {_shown(content)}{_place(section, where, source)}")
         flat |= {f"{section}.{key}": value for key, value in content.items()}
     flat = _resolve_aliases(flat, where, source)
-    changes = _resolve_aliases(overrides or {}, {}, "command line")
-    where |= dict.fromkeys(changes, "command line")
+    changes = _resolve_aliases(overrides or {}, {}, origin)
+    where |= dict.fromkeys(changes, origin)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in (flat | changes).items():
         _check_text(key, value, where, source)

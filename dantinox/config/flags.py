@@ -1,6 +1,7 @@
 """Command-line flags made from the settings: every key, flat (`--lr`) and by path (`--training.lr`)."""
 
 import argparse
+import difflib
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,9 +24,10 @@ class Parser(argparse.ArgumentParser):
         """Parses all of `argv`; an unknown flag is named together with the nearest known one."""
         namespace, unknown = self.parse_known_args(argv)
         if unknown:
-            name = unknown[0].lstrip("-").split("=")[0]
-            kind = "flag" if unknown[0].startswith("-") else "argument"
-            raise UserError(f"unknown {kind} {unknown[0]}{nearest_key(name) if kind == 'flag' else ''}")
+            flag = unknown[0].split("=")[0]
+            if not flag.startswith("-"):
+                raise UserError(f"unknown argument {flag}")
+            raise UserError(f"unknown flag {flag}{_nearest_flag(flag, getattr(namespace, 'flags', []))}")
         return namespace
 
 
@@ -49,6 +51,16 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: tuple[str, ...] 
     for flat, paths in owners.items():
         if len(paths) > 1 and f"--{flat}" not in taken:
             group.add_argument(f"--{flat}", dest=f"ambiguous:{flat}", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+    parser.set_defaults(flags=sorted(parser._option_string_actions))
+
+
+def _nearest_flag(flag: str, known: list[str]) -> str:
+    """`, did you mean --lr?` for a misspelt flag, if the command has one like it."""
+    key = nearest_key(flag.lstrip("-")).removeprefix(", did you mean ").rstrip("?")
+    short, long = f"--{key.partition('.')[2]}", f"--{key}"
+    likely = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
+    hit = next((name for name in likely if name in known), None)
+    return f", did you mean {hit}?" if hit else ""
 
 
 def overrides(namespace: argparse.Namespace) -> dict[str, Any]:

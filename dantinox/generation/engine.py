@@ -1,12 +1,9 @@
-"""Decoding: `generate`, the compiled core `_generate_toks`, and the `Session` that runs it chunk by chunk.
+"""Decoding: the compiled core `_generate_toks`, and the `Session` that runs it chunk by chunk.
 
 Everything a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling numbers. So rows
 of different length and different settings share one compiled program.
 """
 
-import secrets
-import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import UserError
 from dantinox.generation.prepare import NARROW_ROWS, widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample
@@ -277,122 +273,3 @@ class Session:
         tokens, active, info, done = jax.device_get((emitted.tokens, emitted.active, emitted.info, self.state.done_B))
         info = None if info is None else jax.tree.map(lambda x: x[:, :steps], info)
         return Chunk(tokens[:, :steps], active[:, :steps].sum(1), done, info)
-
-
-def generate(
-    model: Transformer,
-    input_ids: Any,
-    max_generations: int = 150,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    greedy: bool = False,
-    seed: int | None = None,
-    use_cache: bool = True,
-    prompt_lengths: Any = None,
-    eos_ids: Sequence[int] = (),
-    min_tokens: int = 0,
-    pad_id: int = 0,
-    n: int = 1,
-    logprobs: int | None = None,
-    return_info: bool = False,
-) -> Any:
-    """Continues token sequences.
-
-    Args:
-      input_ids: prompts `[B, T]`, right-padded where they differ in length.
-      max_generations: new tokens per row; less where `max_context` ends, with a warning. 0 returns the input.
-      prompt_lengths: `[B]`, the tokens of each row that count; None: all T.
-      seed: of the draws, the same for every row; None takes a fresh one from the operating system.
-      eos_ids: ids that end a row (the id itself is kept).
-      n: samples per prompt; their rows follow each other.
-      logprobs: alternatives to report per token with `return_info`; None reports none.
-      temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
-
-    Returns:
-      int32 `[B · n, T + max_generations]`: each row's prompt, its continuation right behind it, then `pad_id`. With
-      `return_info` also a dict: `lengths` (prompt and continuation), `reasons` (`eos` or `length`), `seed`, `seconds`,
-      and `info`, a `StepInfo` or None.
-
-    Raises:
-      UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
-    """
-    tokens_BT, lengths_B = _checked_prompts(model, input_ids, prompt_lengths)
-    if max_generations < 0:
-        raise UserError(f"max_generations must be an integer ≥ 0, got {max_generations}")
-    B, T = tokens_BT.shape
-    seed = secrets.randbits(32) if seed is None else seed
-    row = dict(
-        greedy=greedy, temperature=float(temperature), top_k=top_k, top_p=top_p if top_p is None else float(top_p),
-        min_p=float(min_p), repetition_penalty=float(repetition_penalty), min_tokens=min_tokens, seed=seed,
-    )  # fmt: skip
-    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, sample_index=[*range(n)] * B)
-    limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
-    lengths_N = np.repeat(lengths_B, n)
-    out = np.full((B * n, T + max_generations), pad_id, np.int32)
-    for b, length in enumerate(lengths_N):
-        out[b, :length] = tokens_BT[b // n, :length]
-    start = time.perf_counter()
-    reasons, infos = ["length"] * (B * n), []
-    if max_generations > 0:
-        session = Session(
-            model, tokens_BT, lengths_B, params, limits_B=limits_B, eos_ids=[list(eos_ids)] * (B * n),
-            samples=n, use_cache=use_cache, report=logprobs if return_info else None,
-        )  # fmt: skip
-        chunk = session.start()
-        while True:
-            for b, count in enumerate(chunk.counts):
-                out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
-                lengths_N[b] += count
-            infos.append(chunk.info)
-            if chunk.done.all():
-                break
-            chunk = session.advance()
-        last = out[np.arange(B * n), lengths_N - 1]
-        reasons = ["eos" if token in eos_ids else "length" for token in last]
-    if not return_info:
-        return out
-    info = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None
-    seconds = time.perf_counter() - start
-    return out, {"lengths": lengths_N, "reasons": reasons, "seed": seed, "seconds": seconds, "info": info}
-
-
-def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
-    """New tokens per row that still fit into the context; one warning says how many were cut, and where.
-
-    Raises:
-      UserError: a prompt leaves no room at all.
-    """
-    room_B = max_context - lengths_B
-    if (room_B <= 0).any() and (wanted_B > 0).any():
-        raise UserError(
-            f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
-        )
-    cut = int(np.max(wanted_B - room_B, initial=0))
-    if cut > 0:
-        row = int(np.argmax(wanted_B - room_B))
-        warnings.warn(
-            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens behind a prompt of "
-            f"{lengths_B[row]}: {cut} fewer than asked for",
-            stacklevel=3,
-        )
-    return np.minimum(wanted_B, room_B)
-
-
-def _checked_prompts(model: Transformer, input_ids: Any, prompt_lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-    tokens_BT = np.asarray(input_ids)
-    if tokens_BT.ndim != 2 or not np.issubdtype(tokens_BT.dtype, np.integer) or 0 in tokens_BT.shape:
-        raise UserError(f"input_ids must be integers [B, T] with B, T ≥ 1, got {tokens_BT.dtype} {list(tokens_BT.shape)}")
-    B, T = tokens_BT.shape
-    lengths_B = np.full(B, T) if prompt_lengths is None else np.asarray(prompt_lengths)
-    if lengths_B.shape != (B,) or not ((lengths_B >= 1) & (lengths_B <= T)).all():
-        raise UserError(f"prompt_lengths must be {B} integers in [1, {T}], got {lengths_B.tolist()}")
-    ids = tokens_BT[np.arange(T) < lengths_B[:, None]]
-    V = model.config.vocab_size
-    if ids.min() < 0 or ids.max() >= V:
-        bad = ids.min() if ids.min() < 0 else ids.max()
-        raise UserError(f"input_ids must be in [0, {V}), got {bad}")
-    return tokens_BT.astype(np.int32), lengths_B.astype(np.int32)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from dantinox.config import Config, GenerationSection, UserError, build_config
-from dantinox.generation.engine import CHUNK, Chunk, Session, clamp_to_context
+from dantinox.generation.engine import CHUNK, Chunk, Session
 from dantinox.generation.prepare import prepare
 from dantinox.generation.stopping import StopFinder
+from dantinox.generation.tokens import clamp_to_context
 from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint, flattened, nested
 from dantinox.run import load_run_config, load_weights, open_run
 from dantinox.sampling import SamplingParams
 from dantinox.text import Detokenizer, Tokenizer
@@ -103,7 +104,7 @@ class Run:
         """The run's `generation` section with `given` laid over it, validated."""
         tree = self.config.generation.model_dump()
         changed = {f"generation.{key}": value for key, value in given.items()}
-        return build_config({"generation": tree}, changed).generation
+        return build_config({"generation": tree}, changed, origin="").generation
 
     def start(
         self,
@@ -360,20 +361,5 @@ def load(run_dir: str | Path) -> Run:
 
 def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:
     """The transformer of a config with the weights of a file, each placed on the device as it is read."""
-    architecture = config.architecture(vocab_size)
-    abstract = nnx.eval_shape(lambda: Transformer(architecture, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
-    expected = nnx.to_pure_dict(state)
-    names = _with_text_keys(expected)
-    arrays = load_weights(weights, names, place=lambda _, array: jax.device_put(array))
-    nnx.replace_by_pure_dict(state, _like(expected, arrays))
-    return nnx.merge(graph, state)
-
-
-def _with_text_keys(tree: Any) -> Any:
-    return {str(key): _with_text_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _like(pattern: Any, tree: Any) -> Any:
-    """`tree`, whose keys are text, with the keys of `pattern`."""
-    return {key: _like(value, tree[str(key)]) for key, value in pattern.items()} if isinstance(pattern, dict) else tree
+    build, shapes = blueprint(config.architecture(vocab_size))
+    return build(flattened(load_weights(weights, nested(shapes), place=lambda _, array: jax.device_put(array))))

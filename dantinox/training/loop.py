@@ -16,6 +16,7 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint, nested
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, atomic_write, save_weights
 from dantinox.text import Tokenizer, TokenStore
@@ -23,7 +24,6 @@ from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.clock import Clock
 from dantinox.training.feed import Feed
 from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
-from dantinox.training.parameters import blueprint, nested
 from dantinox.training.programs import Programs
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
 from dantinox.training.step import Metrics, State, abstract_state, initial_state

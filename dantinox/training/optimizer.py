@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from dantinox.config.sections import TrainingSection
-from dantinox.training.parameters import Parameters
+from dantinox.model.parameters import Parameters
 
 Schedule = Callable[[Any], jax.Array]
 MUON_MOMENTUM = 0.95

@@ -5,11 +5,11 @@ from threading import Thread
 from typing import Any
 
 from dantinox.config import Config, ModelConfig
+from dantinox.model.parameters import Parameters
 from dantinox.report import human_bytes, human_count
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums
-from dantinox.training.parameters import Parameters
 from dantinox.training.step import Metrics, State, abstract_batch, abstract_state, compiled, make_eval_step, make_train_step
 
 EVAL_TOKENS_PER_CALL = 8192

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from dantinox.config import Config, ModelConfig, UserError, differences, dump_config
+from dantinox.model.parameters import Parameters, blueprint, flattened, nested
 from dantinox.run import load_weights, open_run
-from dantinox.training.parameters import Parameters, blueprint, flattened, nested
 
 # None of these has a part in what a step computes, but for `steps` and `epochs`, which stretch the schedule.
 FREE = {

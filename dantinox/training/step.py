@@ -10,10 +10,10 @@ import optax
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig
+from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.text import Batch
 from dantinox.training.objective import sums
 from dantinox.training.optimizer import optimizer, schedule
-from dantinox.training.parameters import Parameters, blueprint, initial_parameters, random_key
 
 # YNNPACK for matrix products alone: its reductions make a small step a tenth slower than XLA's own.
 CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from dantinox import cli
 from dantinox.config import Config, UserError, load_config
 
 LAUGHS = 'a: &a ["x", "x"]\n' + "".join(
@@ -146,7 +147,7 @@ def sentence(path, overrides=None) -> str:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_one_sentence(tmp_path, name):
+def test_a_bad_file_is_one_sentence(tmp_path, name, capfd):
     content, says, line = BAD[name]
     path = tmp_path / "c.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -155,6 +156,8 @@ def test_a_bad_file_is_one_sentence(tmp_path, name):
         assert part in text
     if line is not None:
         assert f"({path}, line {line})" in text
+    assert cli.main(["train", "--config", str(path)]) == 2
+    assert capfd.readouterr() == ("", f"error: {text}\n")
 
 
 def test_paths_that_are_no_file(tmp_path):

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dantinox import cli
 from dantinox.config import UserError
 from dantinox.text import Corpus, corpus
 from dantinox.text.cutting import cut_up
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
 
+ROOT = Path(__file__).resolve().parents[2]
 ODD = " \r\n\r\n\tNel mezzo\n\n\n  del cammin\x0c\u2028 🙂é\n \n"
 
 
@@ -164,6 +166,19 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
         "no gzip": (file("l.jsonl.gz", record), "not a sound gzip file"),
         "damaged gzip": (file("m.txt.gz", gzip.compress(b"abc" * 999)[:-8] + b"\0" * 8), "not a sound gzip file"),
     }
+
+
+def test_bad_corpora_through_the_command_line(tmp_path, monkeypatch, capfd) -> None:
+    """Exit code 2, one line on stderr, and no run directory: the corrected command can be given again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "corpora").mkdir()
+    for name, (path, message) in bad_corpora(tmp_path / "corpora").items():
+        run = tmp_path / "run"
+        code = cli.main(["train", "--config", str(ROOT / "configs/dante.yaml"), f"--data_path={path}", "--run_dir", str(run)])
+        out, err = capfd.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (name, err)
+        assert re.search(message, err) or "data.path must be a path" in err, (name, err)
+        assert not run.exists(), name
 
 
 def test_bad_corpora_are_one_sentence_each(tmp_path) -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint, flattened, nested
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights
 from dantinox.training.loop import Trainer
-from dantinox.training.parameters import blueprint, flattened, nested
 from dantinox.training.step import make_eval_step
 from dantinox.training.stopping import StopRequest, stop_request
 

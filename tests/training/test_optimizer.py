@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from dantinox.model.parameters import blueprint, initial_parameters
 from dantinox.training.optimizer import as_matrix, optimizer, orthogonalise, schedule
-from dantinox.training.parameters import blueprint, initial_parameters
 
 from .small import VOCABULARY, small_config
 

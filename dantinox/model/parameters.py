@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from dantinox.config import ModelConfig
-from dantinox.model import Transformer
+from dantinox.model.transformer import Transformer
 
 Parameters = dict[str, jax.Array]
 

@@ -1,0 +1,162 @@
+"""Token sequences in, token sequences out."""
+
+import secrets
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.generation.engine import Session, StepInfo
+from dantinox.model import Transformer
+from dantinox.sampling import SamplingParams
+
+
+def generate(
+    model: Transformer,
+    input_ids: Any,
+    max_generations: int = 150,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    greedy: bool = False,
+    seed: int | None = None,
+    use_cache: bool = True,
+    prompt_lengths: Any = None,
+    eos_ids: Sequence[int] = (),
+    min_tokens: int = 0,
+    pad_id: int = 0,
+    n: int = 1,
+    logprobs: int | None = None,
+    return_info: bool = False,
+) -> Any:
+    """Continues token sequences.
+
+    Args:
+      input_ids: prompts `[B, T]`, right-padded where they differ in length.
+      max_generations: new tokens per row; less where `max_context` ends, with a warning. 0 returns the input.
+      prompt_lengths: `[B]`, the tokens of each row that count; None: all T.
+      seed: of the draws, the same for every row; None takes a fresh one from the operating system.
+      eos_ids: ids that end a row (the id itself is kept).
+      n: samples per prompt; their rows follow each other.
+      logprobs: alternatives to report per token with `return_info`; None reports none.
+      temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
+
+    Returns:
+      int32 `[B · n, T + max_generations]`, or as many new tokens as the context has room for: each row's prompt, its
+      continuation right behind it, then `pad_id`. With `return_info` also a dict: `lengths` (prompt and continuation),
+      `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo` or None.
+
+    Raises:
+      UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
+    """
+    tokens_BT, lengths_B = _checked_prompts(model, input_ids, prompt_lengths)
+    _check_whole("max_generations", max_generations, 0)
+    _check_whole("n", n, 1)
+    if logprobs is not None:
+        _check_whole("logprobs", logprobs, 0, model.config.vocab_size)
+    eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
+    B, T = tokens_BT.shape
+    seed = secrets.randbits(32) if seed is None else seed
+    row = dict(
+        greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, min_tokens=min_tokens, seed=seed,
+    )  # fmt: skip
+    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, sample_index=[*range(n)] * B)
+    limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
+    lengths_N = np.repeat(lengths_B, n)
+    new = int(limits_B.max())
+    out = np.full((B * n, T + new), pad_id, np.int32)
+    for b, length in enumerate(lengths_N):
+        out[b, :length] = tokens_BT[b // n, :length]
+    start, infos = time.perf_counter(), []
+    if new > 0:
+        session = Session(
+            model, tokens_BT, lengths_B, params, limits_B=limits_B, eos_ids=[list(eos_ids)] * (B * n),
+            samples=n, use_cache=use_cache, report=logprobs if return_info else None,
+        )  # fmt: skip
+        infos = _decode(session, out, lengths_N)
+    if not return_info:
+        return out
+    ended_N = np.isin(out[np.arange(B * n), lengths_N - 1], eos_ids) & (new > 0)
+    return out, {
+        "lengths": lengths_N,
+        "reasons": ["eos" if ended else "length" for ended in ended_N],
+        "seed": seed,
+        "seconds": time.perf_counter() - start,
+        "info": jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None,
+    }
+
+
+def _decode(session: Session, out: np.ndarray, lengths_N: np.ndarray) -> list[StepInfo | None]:
+    """Runs a session to its end; writes the tokens behind each row's prompt and moves `lengths_N` along."""
+    infos = []
+    chunk = session.start()
+    while True:
+        for b, count in enumerate(chunk.counts):
+            out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
+            lengths_N[b] += count
+        infos.append(chunk.info)
+        if chunk.done.all():
+            return infos
+        chunk = session.advance()
+
+
+def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
+    """New tokens per row that still fit into the context; one warning says how many were cut, and where.
+
+    Raises:
+      UserError: a prompt leaves no room at all.
+    """
+    room_B = max_context - lengths_B
+    if (room_B <= 0).any() and (wanted_B > 0).any():
+        raise UserError(
+            f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
+        )
+    cut = int(np.max(wanted_B - room_B, initial=0))
+    if cut > 0:
+        row = int(np.argmax(wanted_B - room_B))
+        warnings.warn(
+            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens behind a prompt of "
+            f"{lengths_B[row]}: {cut} fewer than asked for",
+            stacklevel=3,
+        )
+    return np.minimum(wanted_B, room_B)
+
+
+def _integers(name: str, given: Any, axes: int) -> np.ndarray:
+    """`given` as a non-empty array of integers with so many axes."""
+    try:
+        array = np.asarray(given)
+    except ValueError:  # rows of different length
+        array = np.empty(0)
+    if array.ndim != axes or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
+        kind = "rows of one length" if axes == 2 else "a list"
+        raise UserError(f"{name} must be integers in {kind}, at least one, got {str(given)[:60]}")
+    return array
+
+
+def _check_whole(name: str, given: Any, low: int, high: int = 2**31 - 1) -> None:
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or not low <= given <= high:
+        allowed = f"an integer ≥ {low}" if high == 2**31 - 1 else f"an integer in [{low}, {high}]"
+        raise UserError(f"{name} must be {allowed}, got {given!r}")
+
+
+def _checked_prompts(model: Transformer, input_ids: Any, prompt_lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    tokens_BT = _integers("input_ids", input_ids, 2)
+    B, T = tokens_BT.shape
+    lengths_B = np.full(B, T) if prompt_lengths is None else _integers("prompt_lengths", prompt_lengths, 1)
+    if lengths_B.shape != (B,) or not ((lengths_B >= 1) & (lengths_B <= T)).all():
+        raise UserError(f"prompt_lengths must be {B} integers in [1, {T}], got {lengths_B.tolist()}")
+    ids = tokens_BT[np.arange(T) < lengths_B[:, None]]
+    V = model.config.vocab_size
+    if ids.min() < 0 or ids.max() >= V:
+        bad = ids.min() if ids.min() < 0 else ids.max()
+        raise UserError(f"input_ids must be in [0, {V}), got {bad}")
+    return tokens_BT.astype(np.int32), lengths_B.astype(np.int32)
