@@ -16,7 +16,7 @@ help:
 
 demo: $(VENV)/.plot
 	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
-	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "def " --max_new_tokens 150
+	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "def "
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 -m "not slow"

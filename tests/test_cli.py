@@ -457,7 +457,7 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "nothing has changed"
     assert_one_sentence(dantinox("train", "--data_path", text, "--run_dir", run), "is not empty: add --resume")
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
-    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.003, got 1" in err
+    assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.004, got 1" in err
     code, out, _ = dantinox("info", run)
     assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
 
