@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--repeats", type=int, default=3)
     a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
-    a.add_argument("--modes", nargs="+", choices=("greedy", "top_p"), default=["greedy", "top_p"])
+    a.add_argument("--modes", nargs="+", choices=("greedy", "top_p", "chain"), default=["greedy", "top_p"])
     a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     return a.parse_args()
 
@@ -73,7 +73,11 @@ def main() -> None:
     model = prepare(plain, o.weights)
     # The embedding table is looked up, not read as a whole: the prepared head is its copy.
     read_bytes = weight_bytes(model) - model.embed[...].nbytes
-    modes = {"greedy": {"greedy": True}, "top_p": {"top_p": 0.9, "seed": 0}}
+    chain = {
+        "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,
+        "top_a": 0.1, "top_p": 0.9, "typical": 0.9, "temperature": 0.8, "seed": 0,
+    }  # fmt: skip
+    modes = {"greedy": {"greedy": True}, "top_p": {"top_p": 0.9, "seed": 0}, "chain": chain}
     peak = bandwidth()
     for batch in o.batch:
         ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))

@@ -1,16 +1,17 @@
-"""The command line: `dantinox train | generate | info | doctor`. Parses, calls, prints."""
+"""The command line: `dantinox train | generate | explain | info | doctor`. Parses, calls, prints."""
 
 import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import UserError, build_config
+from dantinox.config import GenerationSection, UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags, overrides
 
 DEFAULT_CONFIG = Path("configs/quickstart.yaml")
@@ -98,6 +99,14 @@ def _parser() -> Parser:
     generate.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
     add_config_flags(generate, ("generation",))
 
+    explain = add("explain", _explain, "Show what each sampling step makes of the token behind a prompt.")
+    explain.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    explain.add_argument("--prompt", help=f"the text before the token; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    explain.add_argument("--show", type=_whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
+    explain.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
+    explain.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_flags(explain, ("generation",))
+
     info = add("info", _info, "Describe a run: settings, size, training, and what narrow weights cost.")
     info.add_argument("run_dir", type=Path, help="the run directory")
     add("doctor", _doctor, "Show versions, devices and speed of this machine.")
@@ -161,9 +170,7 @@ def _sample(config: Any, tokenizer: Any, model: Any) -> str:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    given = overrides(options)
-    build_config({}, given)  # a wrong setting is told before anything is loaded
-    settings = {key.removeprefix("generation."): value for key, value in given.items()}
+    settings = {key.removeprefix("generation."): value for key, value in overrides(options).items()}
     if options.no_cache:
         if settings.get("use_cache"):
             raise UserError("--no_cache and --use_cache true contradict each other")
@@ -175,33 +182,42 @@ def _generate(options: argparse.Namespace) -> int:
         raise UserError("--logprobs needs --json to print them")
     if options.stream and as_json:
         raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
-    requests = _requests(options, settings)
-    _use_compilation_cache()
-    from dantinox.generation import load
+    from dantinox.run import load_run_config, open_run
 
-    batch = load(options.run_dir).start(requests, logprobs=options.logprobs, echo=options.echo)
-    alone = len(requests) == 1 and batch.rows == 1
-    stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
+    # What is wrong with the settings is told before anything large is loaded.
+    base = load_run_config(open_run(options.run_dir)).generation
+    requests = _requests(options, settings, base)
+    alone = len(requests) == 1 and overlay(base, requests[0][1]).n == 1
     if options.stream and not alone:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
+    _use_compilation_cache()
+    from dantinox.generation import in_order, load
+
+    batches = load(options.run_dir).start(requests, logprobs=options.logprobs, echo=options.echo)
+    stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     if stream:
         print(requests[0][0], end="", flush=True)
-    for piece in batch.pieces(stream=stream):
-        if stream:
-            print(piece.text, end="", flush=True)
+    for batch in batches:
+        for piece in batch.pieces(stream=stream):
+            if stream:
+                print(piece.text, end="", flush=True)
     if stream:
         print()
-    for result in batch.results:
+    for result in in_order(batches):
         if as_json:
             print(json.dumps(result.to_dict(), ensure_ascii=False))
         elif not stream:
             print(result.prompt + result.text)
-    print(batch.summary(), file=sys.stderr)
+    for batch in batches:
+        print(batch.summary(), file=sys.stderr)
     return 0
 
 
-def _requests(options: argparse.Namespace, settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(prompt, settings) for everything to be continued."""
+def _requests(
+    options: argparse.Namespace, settings: dict[str, Any], base: GenerationSection
+) -> list[tuple[str, dict[str, Any]]]:
+    """(prompt, settings) for everything to be continued, checked over the run's own settings `base`."""
+    overlay(base, settings, "command line")
     if options.prompt_file is None:
         prompt = DEFAULT_PROMPT if options.prompt is None else options.prompt
         return [(_stdin() if prompt == "-" else prompt, settings)]
@@ -210,10 +226,10 @@ def _requests(options: argparse.Namespace, settings: dict[str, Any]) -> list[tup
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at the other line breaks of Unicode
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompts {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    return [_request(line, settings, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(line: str, settings: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+def _request(line: str, settings: dict[str, Any], base: GenerationSection, where: str) -> tuple[str, dict[str, Any]]:
     if not line.lstrip().startswith("{"):
         return line, settings
     try:
@@ -223,8 +239,7 @@ def _request(line: str, settings: dict[str, Any], where: str) -> tuple[str, dict
     prompt = record.pop("prompt", None)
     if not isinstance(prompt, str):
         raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
-    build_config({"generation": record}, source=where)
-    return prompt, {**settings, **record}
+    return prompt, overlay(overlay(base, settings), record, where).model_dump()
 
 
 def _stdin() -> str:
@@ -234,6 +249,31 @@ def _stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
+
+
+def _explain(options: argparse.Namespace) -> int:
+    if options.plot is not None and options.plot.suffix != ".png":
+        raise UserError(f"--plot must name a .png file, got {options.plot}")
+    settings = {key.removeprefix("generation."): value for key, value in overrides(options).items()}
+    prompt = DEFAULT_PROMPT if options.prompt is None else options.prompt
+    from dantinox.run import atomic_write, load_run_config, open_run
+
+    overlay(load_run_config(open_run(options.run_dir)).generation, settings, "command line")
+    prompt = _stdin() if prompt == "-" else prompt
+    _use_compilation_cache()
+    from dantinox.evaluation.explain import explain
+    from dantinox.generation import load
+    from dantinox.report.explain import explanation_lines, plot_explanation
+
+    record = explain(load(options.run_dir), prompt, settings, options.show).to_dict()
+    if options.json:
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        for line in explanation_lines(record, shutil.get_terminal_size((100, 24)).columns):
+            print(line)
+    if options.plot is not None:
+        plot_explanation(record, options.plot, atomic_write)
+    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -159,6 +159,24 @@ def test_prompts_from_a_file(generate, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--mirostat", 2, "--mirostat_tau", 3], '{"prompt": "a", "mirostat": 0}'),
+        (["--top_k", 5, "--ties", "all"], '{"prompt": "a", "top_k": 0}'),
+        (["--preset", "kobold", "--sampler_order", "6,0,1,2,3,4,5"], '{"prompt": "a", "preset": "hf"}'),
+        (["--max_new_tokens", 9], '{"prompt": "a", "max_generations": 3}'),
+    ],
+)
+def test_a_line_lies_over_the_flags(generate, tmp_path, flags, line):
+    """What a line switches off takes its refinements along, though the flags set them."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    code, out, err = generate("--prompt_file", path, "--seed", 1, *flags)
+    assert code == 0, err
+    assert (json.loads(out)["new_tokens"] == 3) == ("max_generations" in line)
+
+
+@pytest.mark.parametrize(
     ("line", "parts"),
     [
         ('{"prompt": 3}', ["a text under the key prompt", "line 2"]),
@@ -166,7 +184,8 @@ def test_prompts_from_a_file(generate, tmp_path):
         ('{"prompt": "a"', ["must be a JSON object", "line 2"]),
         ('{"prompt": "a", "topp": 1}', ["generation.topp", "did you mean generation.top_p", "line 2"]),
         ('{"prompt": "a", "top_p": 3}', ["generation.top_p", "line 2"]),
-        ('{"prompt": "a", "n": 2}', ["generation.n must be the same"]),
+        ('{"prompt": "a", "preset": "hf", "top_a": 0.1}', ["generation.top_a cannot be used with generation.preset hf"]),
+        ('{"prompt": "a", "xtc_threshold": 0.2}', ["generation.xtc_threshold has no effect", "line 2"]),
         ('{"prompt": "\\ud800"}', ["half of a character"]),
         ('{"prompt": ' + "[" * 99999, ["must be a JSON object", "line 2"]),
     ],
@@ -432,6 +451,14 @@ def test_every_config_is_parsed_and_built(dantinox, name):
     millions = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) / 1e6
     assert 0.5 < millions < 1200
     assert all(line.split("#")[1].strip() for line in path.read_text().splitlines() if line.startswith("  ")), "a comment a key"
+
+
+def test_a_token_that_is_none_is_told_before_the_training(dantinox, tmp_path, text):
+    run = tmp_path / "run"
+    argv = ["train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY]
+    code, out, err = dantinox(*argv, "--allowed_tokens", 999_999)
+    assert (code, out) == (2, "") and "error: generation.allowed_tokens must hold token ids in [0, 259), got 999999" in err
+    assert not run.exists(), "the corrected command can be given again"
 
 
 def test_train_then_generate_then_resume(dantinox, tmp_path, text):

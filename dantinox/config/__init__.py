@@ -1,7 +1,9 @@
 """The typed settings, their YAML files and their flags. Nothing here imports jax."""
 
-from dantinox.config.files import build_config, differences, dump_config, json_schema, load_config
-from dantinox.config.sections import Config, DataSection, GenerationSection, ModelConfig, TokenizerSection, UserError
+from dantinox.config.base import UserError
+from dantinox.config.files import build_config, differences, dump_config, json_schema, load_config, overlay
+from dantinox.config.generation import GenerationSection
+from dantinox.config.sections import Config, DataSection, ModelConfig, TokenizerSection
 
 __all__ = [
     "Config",
@@ -15,4 +17,5 @@ __all__ = [
     "dump_config",
     "json_schema",
     "load_config",
+    "overlay",
 ]

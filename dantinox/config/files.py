@@ -1,8 +1,10 @@
 """Settings in and out: YAML with line numbers, overrides, and one sentence for whatever is wrong."""
 
+import contextlib
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from dantinox.config.sections import Config, UserError
+from dantinox.config.base import UserError
+from dantinox.config.generation import REFINES, GenerationSection, steps_on
+from dantinox.config.sections import Config
 
 MAX_FILE_BYTES = 1 << 20
 ALIASES = {
@@ -156,6 +160,30 @@ def build_config(
         raise UserError(_sentence(error, where, source)) from None
 
 
+def overlay(base: GenerationSection, given: Mapping[str, Any], origin: str = "") -> GenerationSection:
+    """A `generation` section with other values laid over it; `origin` tells in errors where they were written.
+
+    Another preset leaves the base's own order behind, an order of names its preset, and a step that is switched off takes its
+    refinements along.
+    """
+    for name in given:
+        _check_text("a key of generation", name, {}, origin)
+    tree = base.model_dump()
+    if "preset" in given and "sampler_order" not in given:
+        del tree["sampler_order"]
+    with contextlib.suppress(ValidationError):  # told below, in words
+        known = {key: value for key, value in given.items() if key in GenerationSection.model_fields}
+        section = GenerationSection.model_validate(tree | known)
+        if "preset" not in given and "sampler_order" in given and str in map(type, section.sampler_order or ()):
+            del tree["preset"]
+        on = steps_on(section)
+        for key, refined in REFINES.items():
+            if key not in given and not on & set(refined):
+                del tree[key]
+    changed = {f"generation.{key}": value for key, value in given.items()}
+    return build_config({"generation": tree}, changed, origin=origin).generation
+
+
 def _check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
     """Refuses text that no file system or tokenizer takes: lone surrogates, and paths that are empty or hold NUL."""
     for text in value if isinstance(value, list) else [value]:
@@ -203,6 +231,8 @@ def _in_words(schema: dict[str, Any]) -> str:
         return "a file name of letters, digits, - and _ and ."
     if kind == "array":
         return f"a list (each {_in_words(schema['items'])})"
+    if kind == "object":
+        return f"a mapping (each {_in_words(schema['additionalProperties'])})"
     words = WORDS[kind or ""]
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")

@@ -5,10 +5,13 @@ import difflib
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
+from dantinox.config.base import UserError
 from dantinox.config.files import ALIASES, FIELDS, allowed, nearest_key, parse_value
-from dantinox.config.sections import UserError
 
 SHORT_NAMES = {"data_path": "data.path"}
+TEXTS = [
+    f"generation.{name}" for name in ("stop", "dry_breakers", "bad_words", "banned_tokens", "allowed_tokens", "logit_bias")
+]
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,7 +95,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 def _arity(key: str) -> dict[str, Any]:
     kinds = _members(FIELDS[key].annotation)
-    if any(get_origin(kind) is tuple for kind in kinds):
+    if any(get_origin(kind) in (tuple, dict) for kind in kinds):
         return {"nargs": "+"}
     return {"nargs": "?", "const": "true"} if kinds == (bool,) else {}
 
@@ -100,12 +103,12 @@ def _arity(key: str) -> dict[str, Any]:
 def _value(key: str, given: str | list[str]) -> Any:
     kinds = _members(FIELDS[key].annotation)
     if isinstance(given, list):
-        texts = [_unescape(text) for text in given] if key == "generation.stop" else given
+        texts = [_unescape(text) for text in given] if key in TEXTS else given
         if len(texts) > 1 or str not in kinds:
             return texts
         given = texts[0]
     optional = type(None) in get_args(FIELDS[key].annotation)
-    if str in kinds or any(get_origin(kind) is Literal for kind in kinds):
+    if str in kinds or any(isinstance(word, str) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)):
         return None if optional and given == "null" else given
     return parse_value(given)
 

@@ -6,37 +6,27 @@ are derived from it.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-
-class UserError(Exception):
-    """A mistake of the person at the keyboard, as one sentence: what is wrong, where, what is allowed."""
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
-
+from dantinox.config.base import (
+    Count,
+    CountOrZero,
+    FileName,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+    as_tuple,
+)
+from dantinox.config.generation import GenerationSection, generation_conflicts
 
 # Names in a run directory that its own files bear.
 RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl")
 
-FileName = Annotated[str, Field(pattern=r"^[\w\-][\w.\-]*$")]
 Position = Literal["rope", "learned", "sinusoidal", "none"]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-
-
-class Section(BaseModel):
-    """A frozen group of settings that refuses unknown names and converts nothing but integers to floats."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
 
 
 class ModelSection(Section):
@@ -85,7 +75,7 @@ class AttentionSection(Section):
     rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
     sliding_window: bool = Field(False, description="limit attention to the last context_window + 1 keys")
     context_window: CountOrZero | None = Field(None, description="keys before the query's own that a sliding layer sees")
-    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(_as_tuple)] = Field(
+    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple)] = Field(
         ("sliding",), description="with sliding_window: the kind of each layer, repeated over the depth"
     )
     no_sink: bool = Field(False, description="output gate: attention output times sigmoid(W x)")
@@ -146,28 +136,6 @@ class TrainingSection(Section):
     keep_last: Count = Field(2, description="latest checkpoints kept, besides the best")
     patience: Count | None = Field(None, description="stop after this many evaluations without a better loss")
     init_from: str | None = Field(None, description="run directory whose weights to start from")
-
-
-class GenerationSection(Section):
-    """Defaults of generate.py for this run, and how a token is chosen."""
-
-    max_new_tokens: CountOrZero = Field(150, description="tokens to generate")
-    greedy: bool = Field(False, description="always the most likely token")
-    temperature: NonNegative = Field(1.0, description="divides the logits; 0 is greedy")
-    top_k: int | None = Field(None, description="keep the k most likely tokens (null or 0: off)", ge=0)
-    top_p: Fraction | None = Field(None, description="keep the smallest set of tokens with this mass (null or 1: off)")
-    min_p: Fraction = Field(0.0, description="keep tokens at least this likely, relative to the most likely (0: off)")
-    repetition_penalty: Positive = Field(1.0, description="divides positive and multiplies negative logits of seen tokens")
-    min_tokens: CountOrZero = Field(0, description="tokens before the end token or a stop string may end the text")
-    stop: Strings = Field((), description="strings that end the text")
-    keep_stop: bool = Field(False, description="keep the stop string in the text")
-    ignore_eos: bool = Field(False, description="go on after the end-of-text token")
-    n: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="samples per prompt")
-    seed: Seed | None = Field(None, description="seed of the draws (null: a fresh one per call, reported)")
-    use_cache: bool = Field(True, description="keep keys and values between tokens; off recomputes the whole text")
-    weights: Literal["auto", "float32", "bfloat16", "int8"] = Field(
-        "auto", description="precision of the weights while decoding (auto: as the run computes)"
-    )
 
 
 class LoggingSection(Section):
@@ -290,12 +258,12 @@ class Config(Section):
             ),
             (d.path == (), "data.path must name at least one file, got []"),
             (d.streaming, "data.streaming must be false: a local corpus is memory-mapped, never streamed"),
-            ("" in self.generation.stop, "generation.stop must not hold an empty string"),
             (
                 len({self.logging.log_file, self.logging.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2,
                 "logging.log_file and logging.summary_file must differ from each other and from "
                 f"{', '.join(RUN_FILES)}, got {self.logging.log_file} and {self.logging.summary_file}",
             ),
+            *generation_conflicts(self.generation),
         ]
 
     @property

@@ -170,7 +170,7 @@ def _next_logits(model, cache, state, use_cache):
 def _choose(logits_BV, state, params, report):
     """Draws the next token of every row that is not done and moves the rows' state past it."""
     active_B = ~state.done_B
-    token_B, sampler, drawn = sample(logits_BV, params, state.sampler, active_B, report=report is not None)
+    token_B, sampler, drawn = sample(logits_BV, params, state.sampler, active_B=active_B, report=report is not None)
     info = None
     if drawn.logprob is not None and drawn.logprob_sampled is not None:
         top_logprobs, top_ids = jax.lax.top_k(jax.nn.log_softmax(logits_BV), report)
@@ -243,7 +243,7 @@ class Session:
             remaining_B=jnp.asarray(limits_B, jnp.int32),
             done_B=jnp.asarray(limits_B <= 0),
             eos_BE=jnp.asarray(eos_BE),
-            sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size),
+            sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, slots),
             text_BS=None if use_cache else jnp.asarray(text_BS),
         )
         self._left = int(np.max(limits_B, initial=0))

@@ -1,68 +1,21 @@
 """Text in, text out: `load` a run directory, `generate` or `stream` from it."""
 
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
-from dantinox.config import Config, GenerationSection, UserError, build_config
-from dantinox.generation.engine import CHUNK, Chunk, Session
+from dantinox.config import Config, GenerationSection, UserError, overlay
+from dantinox.generation.batch import Batch, Request, Result
 from dantinox.generation.prepare import prepare
-from dantinox.generation.stopping import StopFinder
-from dantinox.generation.tokens import clamp_to_context
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, flattened, nested
 from dantinox.run import load_run_config, load_weights, open_run
-from dantinox.sampling import SamplingParams
-from dantinox.text import Detokenizer, Tokenizer
+from dantinox.text import Tokenizer
 
-STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
-REPORTED = (
-    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
-    "decode_tok_per_s", "cache",
-)  # fmt: skip
-SHARED = ("use_cache", "weights", "n")  # settings that all rows of a batch have in common
-
-
-@dataclass(frozen=True)
-class Result:
-    """One sample.
-
-    Attributes:
-      prompt, text: what was given, and its continuation alone.
-      tokens: ids of the continuation, the end token included.
-      finish_reason: `eos`, `stop` or `length`.
-      seed: of the draws; the same seed gives the same text.
-      info: with `logprobs`: `tokens` (text of each), `logprobs` (of the model), `sampled_logprobs` (of the distribution
-        drawn from), `top` (alternatives: ids and log-probabilities) and, with `echo`, the same of the prompt's tokens.
-      stats: `prompt_tokens`, `new_tokens`, `seconds`, `first_token_seconds`, `compile_seconds`, `decode_tok_per_s` (of the
-        whole batch) and `cache`, the cache's report.
-    """
-
-    prompt: str
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    seed: int
-    info: dict[str, Any] = field(default_factory=dict)
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""
-        told = vars(self) | self.stats
-        return {name: told[name] for name in REPORTED} | ({"logprobs": self.info} if self.info else {})
-
-
-class Piece(NamedTuple):
-    """Text that row `row` of a batch has just gained."""
-
-    row: int
-    text: str
+SHARED = ("use_cache", "weights", "n", "preset", "sampler_order", "ties", "top_p_rule")  # the same for all rows of a batch
 
 
 class Run:
@@ -89,22 +42,21 @@ class Run:
           of a prompt together.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        batch = self.start([(text, settings) for text in prompts], logprobs=logprobs, echo=echo)
-        for _ in batch.pieces():
-            pass
-        single = isinstance(prompt, str) and len(batch.results) == 1
-        return batch.results[0] if single else batch.results
+        batches = self.start([(text, settings) for text in prompts], logprobs=logprobs, echo=echo)
+        for batch in batches:
+            for _ in batch.pieces():
+                pass
+        results = in_order(batches)
+        return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
         """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
-        batch = self.start([(prompt, {**settings, "n": 1})])
+        (batch,) = self.start([(prompt, {**settings, "n": 1})])
         return (piece.text for piece in batch.pieces(stream=True))
 
     def settings(self, given: Mapping[str, Any]) -> GenerationSection:
         """The run's `generation` section with `given` laid over it, validated."""
-        tree = self.config.generation.model_dump()
-        changed = {f"generation.{key}": value for key, value in given.items()}
-        return build_config({"generation": tree}, changed, origin="").generation
+        return overlay(self.config.generation, given)
 
     def start(
         self,
@@ -112,19 +64,34 @@ class Run:
         *,
         logprobs: int | None = None,
         echo: bool = False,
-    ) -> "Batch":
-        """A batch of requests (prompt, settings), each with its own numbers, ready to be decoded."""
+    ) -> list[Batch]:
+        """Requests (prompt, settings), each with its own numbers, in batches ready to be decoded.
+
+        One batch, but for requests that differ in what a program is made for: order of the steps, cache, samples, precision.
+        """
         if not requests:
             raise UserError("there is no prompt to continue")
         if logprobs is not None and not 0 <= logprobs <= self.tokenizer.vocab_size:
             raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")
         if echo and logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: give logprobs too")
+        fresh = secrets.randbits(32)
         sections = [self.settings(given) for _, given in requests]
-        for name in SHARED:
-            if len({getattr(section, name) for section in sections}) > 1:
-                raise UserError(f"generation.{name} must be the same for all prompts of a batch")
-        return Batch(self, [prompt for prompt, _ in requests], sections, logprobs, echo)
+        sections = [s.model_copy(update={"seed": fresh}) if s.seed is None else s for s in sections]
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, section in enumerate(sections):
+            groups.setdefault(tuple(getattr(section, name) for name in SHARED), []).append(number)
+        return [
+            Batch(
+                self.prepared(sections[numbers[0]].weights),
+                self.tokenizer,
+                [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
+                [sections[number] for number in numbers],
+                logprobs,
+                echo,
+            )
+            for numbers in groups.values()
+        ]
 
     def prepared(self, weights: str) -> Transformer:
         """The model as decoding wants it, made once per precision."""
@@ -146,205 +113,10 @@ class Run:
         return [self.tokenizer.bos_id]
 
 
-class _Row:
-    """The host's side of a row: its text so far and why it ended."""
-
-    def __init__(self, tokenizer: Tokenizer, section: GenerationSection, prompt: Sequence[int]):
-        self.tokens: list[int] = []
-        self.text: list[str] = []
-        self.reason: str | None = None
-        self._eos = None if section.ignore_eos else tokenizer.eos_id
-        self._min_tokens = section.min_tokens
-        self._detokenizer = Detokenizer(tokenizer)
-        self._detokenizer.push(prompt)  # the first new token is no beginning, where some vocabularies drop a space
-        self._stops = StopFinder(section.stop, section.keep_stop)
-
-    def take(self, ids: list[int], done: bool) -> str:
-        """Takes new tokens up to the end of the text, gives the text that became certain."""
-        piece = ""
-        for token in ids:
-            self.tokens.append(token)
-            piece += self._stops.push(self._detokenizer.push([token]), armed=len(self.tokens) >= self._min_tokens)
-            if self._stops.found is not None:
-                self.reason = "stop"
-                break
-        if self.reason is None and done:
-            piece += self._stops.push(self._detokenizer.flush())
-            piece += self._stops.flush()
-            ended = bool(self.tokens) and self.tokens[-1] == self._eos
-            self.reason = "stop" if self._stops.found is not None else "eos" if ended else "length"
-        self.text.append(piece)
-        return piece
-
-
-class Batch:
-    """Requests being decoded together; `pieces` runs them, `results` holds the outcome."""
-
-    def __init__(self, run: Run, prompts: list[str], sections: list[GenerationSection], logprobs: int | None, echo: bool):
-        self.results: list[Result] = []
-        self._run, self._prompts, self._logprobs, self._echo = run, prompts, logprobs, echo
-        samples = sections[0].n
-        ids = [run.prompt_ids(prompt) for prompt in prompts]
-        lengths_P = np.array([len(row) for row in ids], np.int32)
-        wanted_P = np.array([section.max_new_tokens for section in sections])
-        limits_P = clamp_to_context(lengths_P, wanted_P, run.model.config.max_context)
-        prompt_PT = np.zeros((len(ids), lengths_P.max()), np.int32)
-        for row, tokens in zip(prompt_PT, ids, strict=True):
-            row[: len(tokens)] = tokens
-        self._sections = [section for section in sections for _ in range(samples)]
-        fresh = secrets.randbits(32)
-        self._seeds = [fresh if section.seed is None else section.seed for section in self._sections]
-        eos = [] if run.tokenizer.eos_id is None else [run.tokenizer.eos_id]
-        params = SamplingParams.build(
-            [s.model_copy(update={"seed": seed}) for s, seed in zip(self._sections, self._seeds, strict=True)],
-            stop_ids=eos,
-            sample_index=[*range(samples)] * len(ids),
-        )
-        self._ids, self._samples = ids, samples
-        self._needed = bool((limits_P > 0).any()) or echo
-        self._session = Session(
-            run.prepared(sections[0].weights),
-            prompt_PT,
-            lengths_P,
-            params,
-            limits_B=np.repeat(limits_P, samples),
-            eos_ids=[[] if section.ignore_eos else eos for section in self._sections],
-            samples=samples,
-            use_cache=sections[0].use_cache,
-            report=logprobs,
-        )
-        self._rows = [_Row(run.tokenizer, section, ids[i // samples]) for i, section in enumerate(self._sections)]
-
-    @property
-    def rows(self) -> int:
-        """Samples in all."""
-        return len(self._rows)
-
-    def summary(self) -> str:
-        """One line about a finished batch: tokens, time to the first one, speed, compile time apart, seeds."""
-        stats = self.results[0].stats
-        prompt = sum(len(ids) for ids in self._ids)
-        new = sum(result.stats["new_tokens"] for result in self.results)
-        seeds = sorted({result.seed for result in self.results})
-        return (
-            f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
-            f"{stats['decode_tok_per_s']:.1f} tok/s, compile {stats['compile_seconds']:.2f} s, "
-            f"seed {seeds[0] if len(seeds) == 1 else seeds}"
-        )
-
-    def pieces(self, stream: bool = False) -> Iterator[Piece]:
-        """Decodes to the end, yielding text as it becomes certain; afterwards `results` is filled.
-
-        Args:
-          stream: keep chunks short enough for a reader; else as long as they are fast.
-        """
-        infos: list[Any] = []
-        with CompileTimer() as compiling:
-            start = time.perf_counter()
-            first, steps = 0.0, 1
-            chunk = self._session.start() if self._needed else None
-            while chunk is not None:
-                first = first or time.perf_counter() - start
-                infos.append((chunk.counts, chunk.info))
-                yield from self._take(chunk)
-                open_rows = np.array([row.reason is None for row in self._rows])
-                if not open_rows.any():
-                    break
-                if (~open_rows & ~chunk.done).any():
-                    self._session.finish(~open_rows)
-                before, compiled = time.perf_counter(), compiling.seconds
-                chunk = self._session.advance(steps if stream else CHUNK)
-                took = time.perf_counter() - before - (compiling.seconds - compiled)
-                steps = int(np.clip(steps * STREAM_SECONDS / max(took, 1e-6), 1, 2 * steps))
-            seconds = time.perf_counter() - start
-        self._finish(infos, seconds, first, compiling.seconds, compiling.after(first))
-
-    def _take(self, chunk: Chunk) -> Iterator[Piece]:
-        for index, row in enumerate(self._rows):
-            if row.reason is None:
-                ids = chunk.tokens[index, : chunk.counts[index]].tolist()
-                piece = row.take(ids, bool(chunk.done[index]))
-                if piece:
-                    yield Piece(index, piece)
-
-    def _finish(self, infos: list[Any], seconds: float, first: float, compiled: float, compiled_later: float) -> None:
-        new = sum(len(row.tokens) for row in self._rows)
-        decoding = seconds - first - compiled_later
-        rate = (new - len(self._rows)) / decoding if decoding > 0 and new > len(self._rows) else 0.0
-        cache = self._session.cache
-        report = None if cache is None else cache.report()
-        for index, row in enumerate(self._rows):
-            prompt = index // self._samples
-            self.results.append(
-                Result(
-                    prompt=self._prompts[prompt],
-                    text="".join(row.text),
-                    tokens=row.tokens,
-                    finish_reason=row.reason or "length",
-                    seed=self._seeds[index],
-                    info=self._info(index, row, infos) if self._logprobs is not None else {},
-                    stats={
-                        "prompt_tokens": len(self._ids[prompt]),
-                        "new_tokens": len(row.tokens),
-                        "seconds": seconds,
-                        "first_token_seconds": first,
-                        "compile_seconds": compiled,
-                        "decode_tok_per_s": rate,
-                        "cache": report,
-                    },
-                )
-            )
-
-    def _info(self, index: int, row: _Row, infos: list[Any]) -> dict[str, Any]:
-        count = len(row.tokens)
-
-        def column(pick) -> np.ndarray:
-            parts = [pick(info)[index, : counts[index]] for counts, info in infos]
-            return np.concatenate(parts)[:count] if parts else np.zeros(0)
-
-        def spelled(ids: Sequence[int]) -> list[str]:
-            return [self._run.tokenizer.decode([token]) for token in ids]
-
-        found = {
-            "tokens": spelled(row.tokens),
-            "logprobs": column(lambda info: info.logprob).tolist(),
-            "sampled_logprobs": column(lambda info: info.logprob_sampled).tolist(),
-            "top": [
-                {"ids": ids.tolist(), "tokens": spelled(ids.tolist()), "logprobs": values.tolist()}
-                for ids, values in zip(column(lambda i: i.top_ids), column(lambda i: i.top_logprobs), strict=True)
-            ],
-        }
-        if self._echo and self._session.echo is not None:
-            prompt = index // self._samples
-            said = self._session.echo[prompt, : len(self._ids[prompt])].tolist()
-            found["prompt_tokens"] = spelled(self._ids[prompt])
-            found["prompt_logprobs"] = [None, *said[1:]]
-        return found
-
-
-class CompileTimer:
-    """Adds up what jax spends on tracing and compiling while the context is open."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._events: list[tuple[float, float]] = []
-
-    def __enter__(self) -> "CompileTimer":
-        self._start = time.perf_counter()
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def after(self, moment: float) -> float:
-        """The part of the seconds that fell after `moment` (seconds since the context was opened)."""
-        return sum(duration for at, duration in self._events if at > moment)
-
-    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
-            self.seconds += duration_secs
-            self._events.append((time.perf_counter() - self._start, duration_secs))
+def in_order(batches: Sequence[Batch]) -> list[Result]:
+    """The results of finished batches in the order of the requests, the samples of each together."""
+    numbered = [pair for batch in batches for pair in zip(batch.numbers, batch.results, strict=True)]
+    return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def load(run_dir: str | Path) -> Run:

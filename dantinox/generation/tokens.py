@@ -35,6 +35,7 @@ def generate(
     n: int = 1,
     logprobs: int | None = None,
     return_info: bool = False,
+    **settings: Any,
 ) -> Any:
     """Continues token sequences.
 
@@ -47,6 +48,7 @@ def generate(
       n: samples per prompt; their rows follow each other.
       logprobs: alternatives to report per token with `return_info`; None reports none.
       temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
+      settings: any other key of it that says how a token is chosen; tokens are named by id.
 
     Returns:
       int32 `[B · n, T + max_generations]`, or as many new tokens as the context has room for: each row's prompt, its
@@ -59,16 +61,17 @@ def generate(
     tokens_BT, lengths_B = _checked_prompts(model, input_ids, prompt_lengths)
     _check_whole("max_generations", max_generations, 0)
     _check_whole("n", n, 1)
+    V = model.config.vocab_size
     if logprobs is not None:
-        _check_whole("logprobs", logprobs, 0, model.config.vocab_size)
+        _check_whole("logprobs", logprobs, 0, V)
     eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
     B, T = tokens_BT.shape
-    seed = secrets.randbits(32) if seed is None else seed
-    row = dict(
-        greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, min_tokens=min_tokens, seed=seed,
+    row = settings | dict(
+        greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,
+        repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
     )  # fmt: skip
-    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, sample_index=[*range(n)] * B)
+    order = [*range(n)] * B
+    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=order, vocab_size=V)
     limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
     lengths_N = np.repeat(lengths_B, n)
     new = int(limits_B.max())
@@ -88,7 +91,7 @@ def generate(
     return out, {
         "lengths": lengths_N,
         "reasons": ["eos" if ended else "length" for ended in ended_N],
-        "seed": seed,
+        "seed": row["seed"],
         "seconds": time.perf_counter() - start,
         "info": jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None,
     }

@@ -1,8 +1,10 @@
 """Logits in, a token out: edits, penalties, filters, their order, and the draw."""
 
-from dantinox.sampling.chain import SampleInfo, sample
-from dantinox.sampling.params import SamplerState, SamplingParams, init_state, update
-from dantinox.sampling.pipeline import kobold_order, process_logits
+from dantinox.config.generation import kobold_order
+from dantinox.sampling.chain import SampleInfo, sample, trace
+from dantinox.sampling.params import SamplingParams
+from dantinox.sampling.pipeline import process_logits
+from dantinox.sampling.state import SamplerState, init_state, update
 
 __all__ = [
     "SampleInfo",
@@ -12,5 +14,6 @@ __all__ = [
     "kobold_order",
     "process_logits",
     "sample",
+    "trace",
     "update",
 ]

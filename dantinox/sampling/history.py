@@ -7,6 +7,7 @@ is an array `history_S` of which the first `length` places count.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from dantinox.sampling.steps import bounded, keep_only
@@ -49,7 +50,8 @@ def repetition_penalty(
 def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Array | float, frequency: Array | float) -> Array:
     """x − presence·[c > 0] − frequency·c, c the token's count in the output (OpenAI). Off: both 0."""
     count_V = count_V.astype(jnp.float32)
-    lowered_V = logits_V - jnp.where(count_V > 0, presence, 0.0) - frequency * count_V
+    present_V = bounded(logits_V - presence, logits_V)
+    lowered_V = present_V - frequency * count_V
     on = (jnp.asarray(presence) != 0) | (jnp.asarray(frequency) != 0)
     return jnp.where(on & (count_V > 0), bounded(lowered_V, logits_V), logits_V)
 
@@ -64,67 +66,98 @@ def logit_bias(logits_V: Array, bias_V: Array) -> Array:
 def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
     """Removes all tokens but `ids_S`; ids outside the vocabulary stand for nothing."""
     V = logits_V.shape[0]
-    return keep_only(logits_V, jnp.zeros(V, bool).at[jnp.where(ids_S < 0, V, ids_S)].set(True, mode="drop"))
+    allowed_V = jnp.zeros(V, bool).at[jnp.where(ids_S < 0, V, ids_S)].set(True, mode="drop")
+    return keep_only(logits_V, allowed_V)
 
 
-def repeat_lengths(history_S: Array, length: Array | int, longest: Array | int, stop_S: Array | None = None) -> Array:
-    """For every place j of the history: how many tokens just before j equal the last tokens of the history, at most `longest`.
-
-    Args:
-      stop_S: places that end a match, and are no part of it (breakers).
-    """
+def repeat_lengths(history_S: Array, length: Array | int) -> Array:
+    """For every place j of the history: how many tokens just before j equal the last tokens of the history."""
     S = history_S.shape[0]
     place_S = jnp.arange(S)
-    stop_S = jnp.zeros(S, bool) if stop_S is None else stop_S
 
-    def extend(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        run_S, going_S = carry
+    def extend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, run_S, going_S = carry
         tail = jnp.asarray(length) - 1 - i
-        same_S = jnp.roll(history_S, 1 + i) == history_S[tail]
-        going_S &= same_S & (place_S - 1 - i >= 0) & (tail >= 0) & ~stop_S[tail]
-        return run_S + going_S, going_S
+        going_S &= (jnp.roll(history_S, 1 + i) == history_S[tail]) & (place_S > i) & (tail >= 0)
+        return i + 1, run_S + going_S, going_S
 
-    start = jnp.zeros(S, jnp.int32), place_S < length
-    return lax.fori_loop(0, longest, extend, start)[0]
+    start = jnp.int32(0), jnp.zeros(S, jnp.int32), place_S < length
+    return lax.while_loop(lambda carry: carry[2].any(), extend, start)[1]
 
 
-def no_repeat_ngram(logits_V: Array, history_S: Array, length: Array | int, n: Array | int) -> Array:
-    """Bans every token that would repeat an n-gram of the history (Paulus et al. 2018). Off: n ≤ 0."""
-    n = jnp.asarray(n)
-    repeats_S = (repeat_lengths(history_S, length, n - 1) >= n - 1) & (jnp.arange(history_S.shape[0]) < length) & (n > 0)
-    return jnp.where(n <= 0, logits_V, ban(logits_V, jnp.where(repeats_S, history_S, -1)))
+def lengthened(run_S: Array, history_S: Array, length: Array | int, token: Array | int) -> Array:
+    """`repeat_lengths` after `token` has come behind the first `length` places, from those before it, in one pass."""
+    place_S = jnp.arange(run_S.shape[0])
+    same_S = (jnp.roll(history_S, 1) == token) & (place_S >= 1) & (place_S <= length)
+    return jnp.where(same_S, jnp.roll(run_S, 1) + 1, 0)
+
+
+def no_repeat_ngram(logits_V: Array, history_S: Array, length: Array | int, run_S: Array, n: Array | int) -> Array:
+    """Bans every token that would repeat an n-gram of the history (Paulus et al. 2018). Off: n ≤ 0.
+
+    Args:
+      run_S: the `repeat_lengths` of the history.
+    """
+    repeats_S = (run_S >= jnp.asarray(n) - 1) & (jnp.arange(history_S.shape[0]) < length)
+    return jnp.where(jnp.asarray(n) <= 0, logits_V, ban(logits_V, jnp.where(repeats_S, history_S, -1)))
 
 
 def dry(
     logits_V: Array,
-    history_S: Array,
-    length: Array | int,
+    repeated_V: Array,
     multiplier: Array | float,
     base: Array | float,
     allowed_length: Array | int,
-    window: Array | int = 0,
-    breakers_K: Array | None = None,
 ) -> Array:
     """x − m·b^(L−A) for a token that would lengthen a repeated suffix of length L ≥ A (p-e-w 2024). Off: multiplier = 0.
 
     Args:
-      window: only this many last tokens of the history count; 0: all.
-      breakers_K: ids that no match may contain, the token that would lengthen it included.
+      repeated_V: L by token, 0 for a token that lengthens nothing.
     """
-    S, V = history_S.shape[0], logits_V.shape[0]
-    length = jnp.asarray(length)
-    used = jnp.where(jnp.asarray(window) > 0, jnp.minimum(window, length), length)
-    recent_S = jnp.roll(history_S, used - length)  # the window moves to the front
-    stop_S = jnp.zeros(S, bool) if breakers_K is None else (recent_S[:, None] == breakers_K).any(1)
-    run_S = repeat_lengths(recent_S, used, LONGEST_REPEAT, stop_S)
-    ids_S = jnp.where((jnp.arange(S) < used) & ~stop_S, recent_S, V)
-    longest_V = jnp.zeros(V, jnp.int32).at[ids_S].max(run_S, mode="drop")
-    penalty_V = multiplier * jnp.asarray(base, jnp.float32) ** (longest_V - allowed_length)
-    hit_V = (longest_V >= allowed_length) & (longest_V > 0) & (jnp.asarray(multiplier) != 0)
+    penalty_V = multiplier * jnp.asarray(base, jnp.float32) ** (repeated_V - allowed_length)
+    hit_V = (repeated_V >= allowed_length) & (repeated_V > 0) & (jnp.asarray(multiplier) != 0)
     return jnp.where(hit_V, bounded(logits_V - penalty_V, logits_V), logits_V)
 
 
-def bad_word_ids(sequences: Sequence[Sequence[int]], history: Sequence[int]) -> list[int]:
-    """The tokens that would complete a banned sequence after `history` (a sequence of one token: always)."""
-    past = list(history)
-    return [words[-1] for words in map(list, sequences) if words and (len(words) == 1 or past[1 - len(words) :] == words[:-1])]
+def longest_repeats(
+    history_S: Array, length: Array | int, run_S: Array, breaker_S: Array, window: Array | int, vocab_size: int
+) -> Array:
+    """For every token: the length, at most 50, of the longest repeated suffix of the history that it would lengthen.
+
+    Args:
+      run_S: the `repeat_lengths` of the history.
+      breaker_S: places whose token no repetition may contain, the token that would lengthen it included.
+      window: only this many last tokens of the history count; 0: all.
+    """
+    place_S = jnp.arange(history_S.shape[0])
+    length, window = jnp.asarray(length), jnp.asarray(window)
+    first = jnp.where(window > 0, jnp.maximum(length - window, 0), 0)
+    unbroken = length - 1 - jnp.max(jnp.where(breaker_S & (place_S < length), place_S, -1))
+    run_S = jnp.minimum(jnp.minimum(run_S, unbroken), jnp.minimum(place_S - first, LONGEST_REPEAT))
+    ids_S = jnp.where((place_S >= first) & (place_S < length) & ~breaker_S, history_S, vocab_size)
+    return jnp.zeros(vocab_size, jnp.int32).at[ids_S].max(run_S, mode="drop")
+
+
+def bad_words(logits_V: Array, history_S: Array, length: Array | int, prefix_WM: Array, last_W: Array) -> Array:
+    """Bans the last token of every sequence whose other tokens end the history.
+
+    Args:
+      prefix_WM: the other tokens of each sequence, right-aligned; -1 fills the places before them.
+      last_W: the last tokens; -1 stands for no sequence.
+    """
+    M = prefix_WM.shape[1]
+    place_M = jnp.asarray(length) - M + jnp.arange(M)
+    said_M = jnp.where(place_M >= 0, history_S[jnp.maximum(place_M, 0)], -2)
+    complete_W = ((prefix_WM == -1) | (prefix_WM == said_M)).all(axis=1)
+    return ban(logits_V, jnp.where(complete_W, last_W, -1))
+
+
+def word_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """`prefix_WM` and `last_W` of `bad_words` for lists of ids, with at least `count` sequences of `longest` tokens."""
+    W = max(count, len(sequences))
+    M = max(longest, *(len(words) for words in sequences), 1)
+    prefix_WM, last_W = np.full((W, M), -1, np.int32), np.full(W, -1, np.int32)
+    for w, words in enumerate(sequences):
+        *before, last_W[w] = words
+        prefix_WM[w, M - len(before) :] = before
+    return prefix_WM, last_W

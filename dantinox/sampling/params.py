@@ -1,4 +1,4 @@
-"""What every row of a batch asks for, and what decoding remembers about it: numbers as arrays, the plan static."""
+"""What every row of a batch asks for, as arrays, with the static plan: which steps run, in which order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,42 +11,76 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import GenerationSection, UserError, build_config
+from dantinox.config.generation import EDITS, PENALTIES, is_digits, step_order, steps_on
+from dantinox.sampling.history import word_arrays
 from dantinox.sampling.steps import GREEDY_BELOW
 
-KEYS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed")
-ORDER = ("min_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-BEFORE_GREEDY = ("min_tokens", "repetition_penalty")
-UNUSED_ID = 2**31 - 1
+# Each step's settings, in the order its function takes them.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "no_repeat_ngram": ("no_repeat_ngram",),
+    "min_tokens": ("min_tokens",),
+    "repetition_penalty": ("repetition_penalty", "repetition_range", "repetition_slope"),
+    "presence_frequency_penalty": ("presence_penalty", "frequency_penalty"),
+    "dry": ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range"),
+    "dynamic_temperature": ("dynatemp_low", "dynatemp_high", "dynatemp_exponent"),
+    "temperature": ("temperature",),
+    "smoothing": ("smoothing_factor", "smoothing_curve"),
+    "top_k": ("top_k",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "top_a": ("top_a",),
+    "tail_free": ("tail_free",),
+    "typical": ("typical",),
+    "epsilon_cutoff": ("epsilon_cutoff",),
+    "eta_cutoff": ("eta_cutoff",),
+    "top_n_sigma": ("top_n_sigma",),
+    "xtc": ("xtc_threshold", "xtc_probability"),
+    "mirostat_v1": ("mirostat_tau", "mirostat_eta"),
+    "mirostat_v2": ("mirostat_tau", "mirostat_eta"),
+}
+INTEGERS = ("top_k", "repetition_range", "no_repeat_ngram", "dry_allowed_length", "dry_range", "min_tokens")
+OTHERS = (
+    "greedy", "top_p_rule", "ties", "mirostat", "repetition_scope", "presence_scope", "dry_breakers", "logit_bias",
+    "allowed_tokens", "banned_tokens", "bad_words", "preset", "sampler_order", "seed",
+)  # fmt: skip
+KEYS = tuple(key for key in GenerationSection.model_fields if key in {*OTHERS, *sum(ARGUMENTS.values(), ())})
+SHARED = ("preset", "sampler_order", "ties", "top_p_rule")  # what decides on a program is the same for all rows of a batch
+LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
 Row = Mapping[str, Any]
-NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "stop_ids", "seed", "sample_index")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=NUMBERS, meta_fields=("plan", "draws"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("numbers", "on", "tables", "seed", "sample_index"),
+    meta_fields=("plan", "draws", "ties", "rule"),
+)
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling numbers of a batch: arrays of shape [B], and the static plan that decides what is compiled.
+    """The sampling numbers of a batch: arrays of shape [B, …], and the static plan that decides what is compiled.
 
     A temperature below 1e-5 makes a row greedy: the most likely token after the edits and penalties, the lowest id on ties.
 
     Attributes:
-      stop_ids: [B, S] int32, the ids `min_tokens` bans; unused places hold an id outside every vocabulary.
+      numbers: setting → [B], float32 or int32: those of the plan's steps, and the temperature.
+      on: step of the plan → [B] bool, the rows that have it on; a greedy row has edits and penalties alone.
+      tables: lists of token ids and what belongs to them, [B, K], −1 in unused places.
+      seed, sample_index: [B], of the draws.
       plan: the steps that some row has on, in the order they run.
       draws: whether some row draws at random; False compiles no draw at all.
+      ties, rule: of top_k, top_p and typical.
     """
 
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    repetition_penalty: Array
-    min_tokens: Array
-    stop_ids: Array
+    numbers: dict[str, Array]
+    on: dict[str, Array]
+    tables: dict[str, Array]
     seed: Array
     sample_index: Array
     plan: tuple[str, ...]
     draws: bool
+    ties: str = "first"
+    rule: str = "inclusive"
 
     @classmethod
     def build(
@@ -55,92 +89,63 @@ class SamplingParams:
         *,
         batch: int | None = None,
         stop_ids: Sequence[int] = (),
+        protected_ids: Sequence[int] = (),
         sample_index: Sequence[int] | int = 0,
+        vocab_size: int | None = None,
     ) -> "SamplingParams":
-        """Parameters of a batch from plain numbers named as the keys of the `generation` section.
+        """Parameters of a batch from plain numbers named as the keys of the `generation` section; tokens are given by id.
 
         Args:
           rows: one mapping (or section) for every row of `batch`, or one for each. Absent keys have their defaults.
-          stop_ids: what `min_tokens` keeps from being generated: the end token and every one-token stop.
+          stop_ids: what `min_tokens` keeps from being generated: the end token.
+          protected_ids: what `xtc` must not remove: the end token, the line break.
           sample_index: which sample of its prompt a row is; part of the random key, as the seed is.
+          vocab_size: if given, ids outside of it are refused.
 
         Raises:
-          UserError: an unknown name, a value out of range, or a row that draws without a seed.
+          UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
         """
         if isinstance(rows, (Mapping, GenerationSection)):
             rows = [rows] * (1 if batch is None else batch)
         if batch is not None and len(rows) != batch:
             raise UserError(f"sampling parameters must be one set or one per row: got {len(rows)} sets for {batch} rows")
-        checked = [_validated(row) for row in rows]
-        columns = {name: [row[name] for row in checked] for name in checked[0]} if checked else {}
-        if not columns:
+        sections = [_section(row) for row in rows]
+        if not sections:
             raise UserError("sampling parameters need at least one row")
-        stops = np.unique(np.asarray([*stop_ids], np.int32)) if len(stop_ids) else np.full(1, UNUSED_ID, np.int32)
-        on = {name for row in checked for name in _steps_on(row)} - (set() if len(stop_ids) else {"min_tokens"})
+        for name in SHARED:
+            if len({getattr(section, name) for section in sections}) > 1:
+                raise UserError(f"generation.{name} must be the same for all rows of a batch")
+        for section in sections:
+            _check_tokens(section, vocab_size)
+        on_rows = [_steps_of(section, bool(len(stop_ids))) for section in sections]
+        first = sections[0]
+        plan = tuple(n for n in (*EDITS, *step_order(first.preset, first.sampler_order)) if any(n in on for on in on_rows))
+        settings = {"temperature", *(key for name in plan for key in ARGUMENTS.get(name, ()))}
         return cls(
-            temperature=_floats(columns["temperature"]),
-            top_k=jnp.asarray(np.minimum(columns["top_k"], 2**31 - 1), jnp.int32),
-            top_p=_floats(columns["top_p"]),
-            min_p=_floats(columns["min_p"]),
-            repetition_penalty=_floats(columns["repetition_penalty"], float(FLOATS.tiny)),
-            min_tokens=jnp.asarray(columns["min_tokens"], jnp.int32),
-            stop_ids=jnp.tile(jnp.asarray(stops), (len(checked), 1)),
-            seed=jnp.asarray(np.asarray(columns["seed"], np.uint32)),
-            sample_index=jnp.broadcast_to(jnp.asarray(sample_index, jnp.int32), (len(checked),)),
-            plan=tuple(name for name in ORDER if name in on),
-            draws=any(not _is_greedy(row) for row in checked),
+            numbers={key: _numbers(key, sections) for key in sorted(settings)},
+            on={name: jnp.asarray([name in on for on in on_rows]) for name in plan},
+            tables=_tables(sections, plan, stop_ids, protected_ids),
+            seed=jnp.asarray(np.asarray([section.seed or 0 for section in sections], np.uint32)),
+            sample_index=jnp.broadcast_to(jnp.asarray(sample_index, jnp.int32), (len(sections),)),
+            plan=plan,
+            draws=any(not _is_greedy(section) for section in sections),
+            ties=first.ties,
+            rule=first.top_p_rule,
         )
 
     @property
     def batch(self) -> int:
         """The number of rows."""
-        return self.temperature.shape[0]
+        return self.seed.shape[0]
+
+    @property
+    def temperature(self) -> Array:
+        """[B], below 1e-5 in greedy rows."""
+        return self.numbers["temperature"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("n_generated", "last_seen", "length"), meta_fields=())
-@dataclass(frozen=True)
-class SamplerState:
-    """What sampling remembers while decoding; every array keeps its shape.
-
-    Attributes:
-      n_generated: [B] int32, tokens generated so far.
-      last_seen: [B, V] int32, the newest position of a token in prompt and output, -1 for never; None when no step asks.
-      length: [B] int32, tokens in prompt and output; None when no step asks.
-    """
-
-    n_generated: Array
-    last_seen: Array | None
-    length: Array | None
-
-
-def init_state(params: SamplingParams, prompt_tokens_BT: Array, prompt_valid_BT: Array, vocab_size: int) -> SamplerState:
-    """The state after a prompt, of which the places with `prompt_valid_BT` count."""
-    B = params.batch
-    n_generated = jnp.zeros(B, jnp.int32)
-    if "repetition_penalty" not in params.plan:
-        return SamplerState(n_generated, None, None)
-    valid_BT = jnp.asarray(prompt_valid_BT, bool)
-    position_BT = jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1
-    ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
-    rows_B1 = jnp.arange(B)[:, None]
-    last_seen = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(position_BT, mode="drop")
-    return SamplerState(n_generated, last_seen, valid_BT.sum(axis=1, dtype=jnp.int32))
-
-
-def update(state: SamplerState, token_B: Array, active_B: Array | None = None) -> SamplerState:
-    """The state after each active row has taken its token; the other rows stay as they are."""
-    active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
-    n_generated = state.n_generated + active_B
-    if state.last_seen is None or state.length is None:
-        return SamplerState(n_generated, None, None)
-    B, V = state.last_seen.shape
-    ids_B = jnp.where(active_B, token_B, V)
-    last_seen = state.last_seen.at[jnp.arange(B), ids_B].set(state.length, mode="drop")
-    return SamplerState(n_generated, last_seen, state.length + active_B)
-
-
-def _validated(row: Row | GenerationSection) -> dict[str, Any]:
-    """All sampling numbers of one row, checked by the declarations of the `generation` section."""
+def _section(row: Row | GenerationSection) -> GenerationSection:
+    """The settings of one row, checked by the declarations of the `generation` section."""
     if isinstance(row, GenerationSection):
         section = row
     else:
@@ -149,34 +154,108 @@ def _validated(row: Row | GenerationSection) -> dict[str, Any]:
         unused = [name for name in given if name not in KEYS]
         if unused:
             raise UserError(f"generation.{unused[0]} is no sampling parameter: they are {', '.join(KEYS)}")
-    numbers = {name: getattr(section, name) for name in KEYS}
-    numbers["top_k"] = numbers["top_k"] or 0
-    numbers["top_p"] = 1.0 if numbers["top_p"] is None else numbers["top_p"]
-    numbers["temperature"] = 0.0 if numbers["greedy"] else numbers["temperature"]
-    if numbers["seed"] is None:
-        if not _is_greedy(numbers):
-            raise UserError("generation.seed must be an integer when tokens are drawn at random, got null")
-        numbers["seed"] = 0
-    return numbers
+    if section.seed is None and not _is_greedy(section):
+        raise UserError("generation.seed must be an integer when tokens are drawn at random, got null")
+    return section
 
 
-def _is_greedy(row: Row) -> bool:
-    return bool(np.float32(min(row["temperature"], 1.0)) < np.float32(GREEDY_BELOW))  # as the compiled comparison
+def _is_greedy(section: GenerationSection) -> bool:
+    # Compared as the compiled program does.
+    return section.greedy or bool(np.float32(min(section.temperature, 1.0)) < np.float32(GREEDY_BELOW))
 
 
-def _steps_on(row: Row) -> set[str]:
+def _steps_of(section: GenerationSection, stops: bool) -> set[str]:
     """The steps that change something in this row; a greedy row ignores all that come after the penalties."""
-    on = {
-        "min_tokens": row["min_tokens"] > 0,
-        "repetition_penalty": row["repetition_penalty"] != 1,
-        "temperature": row["temperature"] != 1,
-        "top_k": row["top_k"] > 0,
-        "top_p": row["top_p"] < 1,
-        "min_p": row["min_p"] > 0,
-    }
-    return {name for name, used in on.items() if used and (name in BEFORE_GREEDY or not _is_greedy(row))}
+    on = steps_on(section) - (set() if stops else {"min_tokens"})
+    return set(on & {*EDITS, *PENALTIES} if _is_greedy(section) else on)
 
 
-def _floats(values: Sequence[float], least: float = 0.0) -> Array:
-    """float32 values; what float32 cannot hold becomes its nearest finite (and, with `least`, non-zero) number."""
+def _numbers(key: str, sections: Sequence[GenerationSection]) -> Array:
+    """One setting of all rows; what float32 or int32 cannot hold becomes the nearest number that they can."""
+    off = {"top_k": 0, "top_p": 1.0}
+    values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
+    if key == "temperature":
+        values = [0.0 if _is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
+    if key in INTEGERS:
+        return jnp.asarray([max(-1, min(value, LARGEST_INT)) for value in values], jnp.int32)
+    least = float(FLOATS.tiny) if key in ("repetition_penalty", "mirostat_eta", "mirostat_tau") else float(FLOATS.min)
     return jnp.asarray(np.clip(np.asarray(values, np.float64), least, FLOATS.max), jnp.float32)
+
+
+def token_ids(section: GenerationSection, key: str) -> list[int]:
+    """The ids of a list of tokens.
+
+    Raises:
+      UserError: it holds text, which takes a tokenizer to read.
+    """
+    tokens = list(getattr(section, key))
+    text = next((t for t in tokens if isinstance(t, str) and not (is_digits(t) and key != "dry_breakers")), None)
+    if text is not None:
+        raise UserError(f"generation.{key} must hold token ids where there is no tokenizer, got {text!r}")
+    return [int(token) for token in tokens]
+
+
+def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
+    on = steps_on(section)
+    lists = {key: token_ids(section, key) for key in ("logit_bias", "allowed_tokens", "banned_tokens")}
+    lists["dry_breakers"] = token_ids(section, "dry_breakers") if "dry" in on else []
+    words = section.bad_words
+    if any(isinstance(word, str) for word in words):
+        raise UserError("generation.bad_words must hold lists of token ids where there is no tokenizer")
+    lists["bad_words"] = [token for word in words for token in word]  # type: ignore[misc]
+    for key, ids in lists.items():
+        if vocab_size is not None and any(i >= vocab_size for i in ids):
+            raise UserError(f"generation.{key} must hold token ids in [0, {vocab_size}), got {max(ids)}")
+    biased = [int(token) for token, bias in section.logit_bias.items() if bias == -np.inf]
+    always = [word[0] for word in words if len(word) == 1]
+    banned = {*lists["banned_tokens"], *biased, *always}
+    allowed = set(lists["allowed_tokens"])
+    if (allowed and allowed <= banned) or len(banned) == vocab_size:
+        raise UserError(
+            "generation.allowed_tokens, banned_tokens, logit_bias and bad_words together leave no token to generate"
+        )
+
+
+def _tables(
+    sections: Sequence[GenerationSection], plan: Sequence[str], stop_ids: Sequence[int], protected_ids: Sequence[int]
+) -> dict[str, Array]:
+    """The lists of tokens that the plan's steps read, one row of an array for each section."""
+    tables: dict[str, Array] = {}
+    for step, key in (("allowed_tokens",) * 2, ("banned_tokens",) * 2, ("logit_bias",) * 2, ("dry", "dry_breakers")):
+        if step in plan:
+            on = [step in steps_on(section) for section in sections]
+            tables[key] = _padded([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
+    if "logit_bias" in plan:
+        tables["bias"] = _padded([_biases(section) for section in sections], 0.0)
+    if "bad_words" in plan:
+        words: list[Any] = [section.bad_words for section in sections]
+        count, length = max(map(len, words)), max(len(word) for row in words for word in row)
+        arrays = [word_arrays(row, _wide(count), _wide(length)) for row in words]
+        tables["prefixes"], tables["last_words"] = (jnp.asarray(np.stack(part)) for part in zip(*arrays, strict=True))
+    for step, key, table in (
+        ("repetition_penalty", "repetition_scope", "penalise_prompt"),
+        ("presence_frequency_penalty", "presence_scope", "count_prompt"),
+    ):
+        if step in plan:
+            tables[table] = jnp.asarray([[getattr(section, key) == "all"] for section in sections])
+    if "min_tokens" in plan:
+        tables["stop_ids"] = _padded([sorted({*map(int, stop_ids)})] * len(sections), -1)
+    if "xtc" in plan:
+        tables["protected_ids"] = _padded([sorted({*map(int, protected_ids)})] * len(sections), -1)
+    return tables
+
+
+def _biases(section: GenerationSection) -> list[float]:
+    """The biases within the finite floats, so that -inf alone bans."""
+    biases = section.logit_bias.values()
+    return [bias if bias == -np.inf else float(np.clip(bias, FLOATS.min, FLOATS.max)) for bias in biases]
+
+
+def _padded(rows: Sequence[Sequence[float]], fill: float) -> Array:
+    """Rows of different length as one array, its width a power of two so that few programs serve all lists."""
+    width = _wide(max(map(len, rows)))
+    return jnp.asarray([[*row, *[fill] * (width - len(row))] for row in rows], jnp.int32 if fill == -1 else jnp.float32)
+
+
+def _wide(length: int) -> int:
+    return 1 << max(length - 1, 0).bit_length()

@@ -14,8 +14,8 @@ from jax import Array
 from dantinox.config import UserError
 from dantinox.sampling import history
 from dantinox.sampling import steps as filters
+from dantinox.sampling.steps import LARGEST
 
-KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 PADDING = 128  # one compiled step serves all vocabularies and histories up to the next multiple
 
 
@@ -109,39 +109,27 @@ def process_logits(
       float32 logits [B, V]; -inf where a token is removed.
 
     Raises:
-      UserError: a step or parameter has a wrong name, a value is out of range, or an id is no token.
+      UserError: the logits are no table of numbers, a step or parameter has a wrong name, a value is out of range, an id is
+        no token, or prompt or output have another number of rows.
     """
-    logits_BV = np.asarray(logits_BV).astype(np.float32)
+    logits_BV = _numbers(logits_BV)
     B, V = logits_BV.shape
-    checked = [(str(step.get("name")), _checked(step, V)) for step in steps]
+    if isinstance(steps, str | Mapping) or not isinstance(steps, Sequence):
+        raise UserError(f"steps must be a list of mappings of name and parameters, got {steps!r}")
+    checked = [(step["name"], numbers) for step, numbers in ((step, _checked(step, V)) for step in steps)]
+    texts = map(Text, _texts("prompt", prompt, B, V), _texts("output", output, B, V))
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -V % PADDING)), constant_values=-np.inf)
-    rows = []
-    for b in range(B):
-        text = Text(*([int(t) for t in source[b]] if source is not None else [] for source in (prompt, output)))
-        if any(not 0 <= token < V for token in text.all):
-            raise UserError(f"prompt and output must hold token ids in [0, {V}), got {text.all}")
-        row_V = _SANITISE(padded_BV[b])[0]
+    for row_V, text in zip(padded_BV, texts, strict=True):
+        changed_V = _SANITISE(row_V)[0]
         for name, numbers in checked:
-            row_V = _run(name, row_V, numbers, text, V)
-        rows.append(np.asarray(row_V)[:V])
-    return jnp.asarray(np.stack(rows))
-
-
-def kobold_order(codes: Sequence[int]) -> tuple[str, ...]:
-    """The step names of a KoboldAI `sampler_order`; a list of the six older codes gets the repetition penalty put first.
-
-    Raises:
-      ValueError: the codes are no permutation of 0…5 or 0…6.
-    """
-    codes = list(codes)
-    if sorted(codes) == list(range(6)):
-        codes = [6, *codes]
-    if sorted(codes) != list(range(7)):
-        raise ValueError(f"a Kobold sampler order must be a permutation of 0…5 or 0…6, got {codes}")
-    return tuple(KOBOLD_CODES[code] for code in codes)
+            changed_V = _run(name, changed_V, numbers, text, V)
+        row_V[:] = changed_V
+    return jnp.asarray(padded_BV[:, :V])
 
 
 _SANITISE = jax.jit(filters.sanitise)
+_REPEATS = jax.jit(history.repeat_lengths)
+_LONGEST = jax.jit(history.longest_repeats, static_argnames="vocab_size")
 
 
 def _compiled(name: str) -> Callable[..., Array]:
@@ -150,7 +138,7 @@ def _compiled(name: str) -> Callable[..., Array]:
     return jax.jit(step, static_argnames=words)
 
 
-_COMPILED = {name: _compiled(name) for name in ("ban", *PARAMETERS) if name not in ("banned_tokens", "bad_words")}
+_COMPILED = {name: _compiled(name) for name in ("ban", *PARAMETERS) if name != "banned_tokens"}
 
 
 def _run(name: str, row_V: Array, numbers: dict[str, Any], text: Text, size: int) -> Array:
@@ -159,15 +147,17 @@ def _run(name: str, row_V: Array, numbers: dict[str, Any], text: Text, size: int
     V = row_V.shape[0]
     match name:
         case "logit_bias":
-            bias_V = np.zeros(V, np.float32)
-            np.add.at(bias_V, numbers["ids"], [-np.inf if v is None else v for v in numbers["values"]])
-            return run(bias_V)
+            bias_V = np.zeros(V)  # float64: the sum of large values for one id must not become infinite and ban it
+            np.add.at(bias_V, numbers["ids"], numbers["values"])
+            return run(np.where(bias_V == -np.inf, bias_V, np.clip(bias_V, -LARGEST, LARGEST)).astype(np.float32))
         case "allowed_tokens" | "banned_tokens":
             return run(_padded(numbers["ids"]))
         case "bad_words":
-            return run(_padded(history.bad_word_ids(numbers["sequences"], text.all)))
+            sequences = [words for words in numbers["sequences"] if len(words)]
+            return run(_padded(text.all), np.int32(len(text.all)), *history.word_arrays(sequences))
         case "no_repeat_ngram":
-            return run(_padded(text.all), np.int32(len(text.all)), numbers["n"])
+            said = _padded(text.all), np.int32(len(text.all))
+            return run(*said, _REPEATS(*said), numbers["n"])
         case "min_tokens":
             return run(numbers["n"], _padded(numbers["stop_ids"]), np.int32(len(text.output)))
         case "repetition_penalty":
@@ -177,12 +167,13 @@ def _run(name: str, row_V: Array, numbers: dict[str, Any], text: Text, size: int
         case "presence_frequency_penalty":
             return run(np.bincount(text.output, minlength=V).astype(np.int32), numbers["presence"], numbers["frequency"])
         case "dry":
-            plain = [numbers[key] for key in ("multiplier", "base", "allowed_length", "range")]
-            return run(_padded(text.all), np.int32(len(text.all)), *plain, _padded(numbers["breakers"]))
+            said = _padded(text.all), np.int32(len(text.all))
+            breaker_S = np.isin(said[0], numbers["breakers"])
+            repeated_V = _LONGEST(*said, _REPEATS(*said), breaker_S, numbers["range"], vocab_size=V)
+            return run(repeated_V, numbers["multiplier"], numbers["base"], numbers["allowed_length"])
         case "xtc":
-            protected = numbers["protected_ids"]
             chances = [numbers[key] for key in ("threshold", "probability", "u")]
-            return run(*chances, _padded(protected, V))
+            return run(*chances, np.isin(np.arange(V), numbers["protected_ids"]))
         case "tail_free" | "mirostat_v1":
             numbers = numbers | ({"m": int(numbers["m"])} if "m" in numbers else {})
             return run(**numbers, size=np.int32(size))
@@ -196,20 +187,42 @@ def _padded(ids: Sequence[int], fill: int = -1) -> np.ndarray:
     return out_S
 
 
-def _checked(step: Mapping[str, Any], V: int) -> dict[str, Any]:
+def _numbers(logits_BV: Any) -> np.ndarray:
+    """The logits as float32; what is beyond its range becomes infinite."""
+    try:
+        array = np.asarray(logits_BV)
+        what = f"shape {array.shape} of {array.dtype}"
+    except ValueError:
+        array, what = np.empty(0), "rows of different length"
+    real = jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)
+    if array.ndim != 2 or array.shape[1] == 0 or not real:
+        raise UserError(f"logits must be numbers [B, V] with V at least 1, got {what}")
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
+
+
+def _texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
+    """The token ids of every row; None: none."""
+    rows = [[]] * B if rows is None else _unpacked(rows)
+    if not isinstance(rows, Sequence) or len(rows) != B:
+        got = len(rows) if isinstance(rows, Sequence) else repr(rows)
+        raise UserError(f"{where} must be one list of token ids per row of logits, {B}, got {got}")
+    return [_ids(f"{where}[{b}]", row, V) for b, row in enumerate(rows)]
+
+
+def _checked(step: Any, V: int) -> dict[str, Any]:
     """The parameters of a step, complete and in range."""
+    if not isinstance(step, Mapping):
+        raise UserError(f"a sampling step must be a mapping of name and parameters, got {step!r}")
     name = step.get("name")
-    if name not in PARAMETERS:
+    if not isinstance(name, str) or name not in PARAMETERS:
         raise UserError(f"no sampling step is called {name}: they are {', '.join(PARAMETERS)}")
     declared = PARAMETERS[name]
     for key in step:
         if key != "name" and key not in declared:
             raise UserError(f"the sampling step {name} has no parameter {key}: it has {', '.join(declared)}")
-    numbers = {key: _value(f"{name}.{key}", step, key, kind) for key, kind in declared.items()}
-    for key in ("ids", "stop_ids", "protected_ids"):
-        if any(not 0 <= i < V for i in numbers.get(key, ())):
-            raise UserError(f"{name}.{key} must hold token ids in [0, {V}), got {numbers[key]}")
-    if name == "allowed_tokens" and len(numbers["ids"]) == 0:
+    numbers = {key: _value(f"{name}.{key}", step, key, kind, V) for key, kind in declared.items()}
+    if name == "allowed_tokens" and not numbers["ids"]:
         raise UserError("allowed_tokens.ids must hold at least one token id, got none")
     if name == "logit_bias" and len(numbers["ids"]) != len(numbers["values"]):
         raise UserError(f"logit_bias needs one value per id, got {len(numbers['ids'])} ids, {len(numbers['values'])} values")
@@ -218,22 +231,55 @@ def _checked(step: Mapping[str, Any], V: int) -> dict[str, Any]:
     return numbers
 
 
-def _value(where: str, step: Mapping[str, Any], key: str, kind: Parameter) -> Any:
-    default = kind.words[0] if isinstance(kind, Choice) else kind.default
-    value = step.get(key, default)
+def _value(where: str, step: Mapping[str, Any], key: str, kind: Parameter, V: int) -> Any:
+    value = step.get(key, kind.words[0] if isinstance(kind, Choice) else kind.default)
     if value is None:
         raise UserError(f"the sampling step {step['name']} needs the parameter {key}")
     match kind:
         case Choice(words):
-            if value not in words:
+            if not isinstance(value, str) or value not in words:
                 raise UserError(f"{where} must be one of {', '.join(words)}, got {value!r}")
-        case Ids():
-            if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
-                raise UserError(f"{where} must be a list, got {value!r}")
-        case Number(low, high, _, integer):
-            plain = isinstance(value, int | np.integer if integer else int | float | np.number) and not isinstance(value, bool)
-            if not plain or not math.isfinite(value) or not low <= value <= high:
-                kind_words = "an integer" if integer else "a number"
-                raise UserError(f"{where} must be {kind_words} in [{low:g}, {high:g}], got {value!r}")
-            return np.int32(np.clip(value, -(2**31), 2**31 - 1)) if integer else np.float32(value)
-    return value
+            return value
+        case Number():
+            return _number(where, value, kind)
+    if key == "sequences":
+        return [_ids(f"{where}[{i}]", words, V) for i, words in enumerate(_list(where, value))]
+    if key == "values":
+        banned = (None, -math.inf)
+        return [-math.inf if v in banned else _number(f"{where}[{i}]", v, ANY) for i, v in enumerate(_list(where, value))]
+    return _ids(where, value, V)
+
+
+def _number(where: str, value: Any, kind: Number) -> np.number:
+    """A number of its kind: a float32, or an int32 that stands for all integers beyond it."""
+    low, high, _, integer = kind
+    if integer and _is_integer(value) and low <= value <= high:
+        return np.int32(min(max(value, -(2**31)), 2**31 - 1))
+    low, high = (low, high) if integer else (max(low, -LARGEST), min(high, LARGEST))
+    if not integer and (_is_integer(value) or isinstance(value, float | np.floating)) and low <= value <= high:
+        return np.float32(value)
+    raise UserError(f"{where} must be {'an integer' if integer else 'a number'} in [{low:g}, {high:g}], got {value!r}")
+
+
+def _ids(where: str, value: Any, V: int) -> list[int]:
+    ids = _list(where, value)
+    for token in ids:
+        if not _is_integer(token) or not 0 <= token < V:
+            raise UserError(f"{where} must hold token ids in [0, {V}), got {token!r}")
+    return ids
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    value = _unpacked(value)
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise UserError(f"{where} must be a list, got {value!r}")
+    return list(value)
+
+
+def _unpacked(value: Any) -> Any:
+    """Arrays as lists, anything else as it is."""
+    return value.tolist() if isinstance(value, np.ndarray | Array) else value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

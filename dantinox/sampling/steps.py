@@ -2,11 +2,12 @@
 
 A removed token is -inf, a kept logit comes back bit for bit. A mask never empties a row: the first token in canonical order
 (logit descending, ties by ascending id) survives. A disabled number returns the row unchanged by an explicit branch.
+
+A row may be the window of a longer one that holds its largest logits; `rest` then says what the others add up to.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,6 +17,25 @@ Ties = Literal["first", "all"]
 Rule = Literal["inclusive", "exclusive"]
 GREEDY_BELOW = 1e-5
 LARGEST = float(jnp.finfo(jnp.float32).max)
+FARTHEST = -1e15  # below the largest logit; the sum of the squares of 2²⁴ of these is finite
+
+
+class Rest(NamedTuple):
+    """Sums over the tokens of a row that lie outside of the window at hand, with d = x − M, M the largest logit of the row.
+
+    Attributes:
+      mass, moment: Σ e^d and Σ d·e^d.
+      tokens, total, squares: how many there are, Σ d and Σ d².
+    """
+
+    mass: Array | float = 0.0
+    moment: Array | float = 0.0
+    tokens: Array | float = 0.0
+    total: Array | float = 0.0
+    squares: Array | float = 0.0
+
+
+NOTHING = Rest()
 
 
 def sanitise(logits_V: Array) -> tuple[Array, Array]:
@@ -78,7 +98,7 @@ def top_k(logits_V: Array, k: Array | int, ties: Ties = "first") -> Array:
     return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _head(logits_V, k, ties)))
 
 
-def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Ties = "first") -> Array:
+def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Ties = "first", rest: Rest = NOTHING) -> Array:
     """Keeps the smallest head of the canonical order with mass p (Holtzman et al. 2020). Off: p ≥ 1. p = 0 keeps the first.
 
     Args:
@@ -87,18 +107,27 @@ def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Tie
       ties: `all` keeps every token equal to the last kept one as well.
     """
     p = jnp.asarray(p, jnp.float32)
-    keep_V = nucleus(logits_V, jnp.exp(logits_V - finite_max(logits_V)), p, rule, ties)
+    keep_V = nucleus(logits_V, jnp.exp(logits_V - finite_max(logits_V)), p, rule, ties, rest.mass)
     return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
 
 
-def nucleus(scores_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first") -> Array:
+def nucleus(
+    scores_V: Array,
+    weights_V: Array,
+    p: Array,
+    rule: Rule = "inclusive",
+    ties: Ties = "first",
+    outside: Array | float = 0.0,
+) -> Array:
     """The mask of the head with mass p, its first token at least, when tokens come in descending order of `scores_V`.
+
+    `outside` is the weight of tokens that are not in the row.
 
     Equal scores must have equal weights: among equals at the edge the j-th is kept by the mass `above + j·weight`, compared
     with p times the total.
     """
     keys_V = ordered_keys(scores_V)
-    target = p * jnp.sum(weights_V)
+    target = p * (jnp.sum(weights_V) + outside)
     below = jnp.less if rule == "inclusive" else jnp.less_equal
     edge = crossing_key(keys_V, weights_V, lambda mass: ~below(mass, target))
     above = jnp.sum(jnp.where(keys_V > edge, weights_V, 0))
@@ -120,15 +149,15 @@ def min_p(logits_V: Array, p: Array | float) -> Array:
     return jnp.where(p <= 0, logits_V, keep_only(logits_V, keep_V))
 
 
-def top_a(logits_V: Array, a: Array | float) -> Array:
+def top_a(logits_V: Array, a: Array | float, rest: Rest = NOTHING) -> Array:
     """Keeps P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
-    P_V = jax.nn.softmax(logits_V)
+    P_V = _softmax(logits_V, rest)
     least = a * jnp.max(P_V) ** 2
     return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, least <= P_V))
 
 
 def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None) -> Array:
-    """Cuts where the curve of sorted probabilities has flattened (Phoenix et al. 2019). Off: z = 1.
+    """Cuts where the curve of sorted probabilities has flattened (Bricken 2019). Off: z = 1.
 
     w = |second differences of P sorted| / their sum, v = [0, cumulated w, 1]; ranks with v ≤ z stay. A row without any second
     difference is left alone. The one step that sorts.
@@ -139,9 +168,10 @@ def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None
     V = logits_V.shape[0]
     size = jnp.asarray(V if size is None else size)
     z = jnp.asarray(z, jnp.float32)
-    P_V = jnp.sort(jax.nn.softmax(logits_V), descending=True)
-    rank_V = jnp.arange(V)
-    bend_V = jnp.abs(jnp.pad(jnp.diff(P_V, 2), (1, 1))[:V]) if V > 1 else jnp.zeros(V)
+    # Two zeros stand for the removed tokens that a padded row or a window does not show.
+    P_V = jnp.pad(jnp.sort(_softmax(logits_V), descending=True), (0, 2))
+    rank_V = jnp.arange(V + 2)
+    bend_V = jnp.abs(jnp.pad(jnp.diff(P_V, 2), (1, 1)))
     bend_V = jnp.where(rank_V < size - 1, bend_V, 0)
     total = jnp.sum(bend_V)
     v_V = jnp.cumsum(bend_V / jnp.where(total > 0, total, 1))
@@ -151,35 +181,38 @@ def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None
     return jnp.where((z >= 1) | flat, logits_V, keep_only(logits_V, _head(logits_V, n)))
 
 
-def typical(logits_V: Array, p: Array | float, ties: Ties = "first") -> Array:
+def typical(logits_V: Array, p: Array | float, ties: Ties = "first", rest: Rest = NOTHING) -> Array:
     """Keeps the smallest set with mass p of the tokens whose surprise is nearest to the entropy. Off: p = 1.
 
     Meister et al. 2023, equation 9.
     """
     p = jnp.asarray(p, jnp.float32)
-    logP_V = _log_softmax(logits_V)
-    keep_V = nucleus(-jnp.abs(logP_V + entropy(logits_V)), jnp.exp(logP_V), p, ties=ties)
+    logP_V, lnZ = _log_softmax(logits_V, rest)
+    keep_V = nucleus(
+        -jnp.abs(logP_V + entropy(logits_V, rest)), jnp.exp(logP_V), p, ties=ties, outside=rest.mass * jnp.exp(-lnZ)
+    )
     return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
 
 
-def epsilon_cutoff(logits_V: Array, eps: Array | float) -> Array:
+def epsilon_cutoff(logits_V: Array, eps: Array | float, rest: Rest = NOTHING) -> Array:
     """Keeps P ≥ ε (Hewitt et al. 2022, section 4). Off: ε = 0."""
-    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, jax.nn.softmax(logits_V) >= eps))
+    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= eps))
 
 
-def eta_cutoff(logits_V: Array, eps: Array | float) -> Array:
+def eta_cutoff(logits_V: Array, eps: Array | float, rest: Rest = NOTHING) -> Array:
     """Keeps P ≥ min(ε, √ε·exp(−H)) (Hewitt et al. 2022, equation 4). Off: ε = 0."""
-    least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V)))
-    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, jax.nn.softmax(logits_V) >= least))
+    least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V, rest)))
+    return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= least))
 
 
-def top_n_sigma(logits_V: Array, n: Array | float) -> Array:
+def top_n_sigma(logits_V: Array, n: Array | float, rest: Rest = NOTHING) -> Array:
     """Keeps x ≥ max x − n·σ, σ the standard deviation of the surviving logits (Tang et al. 2024). Off: n ≤ 0."""
     alive_V = logits_V > -jnp.inf
-    count = jnp.maximum(jnp.sum(alive_V), 1)
-    down_V = jnp.where(alive_V, logits_V - finite_max(logits_V), 0)
-    mean = jnp.sum(down_V) / count
-    sigma = jnp.sqrt(jnp.sum(jnp.where(alive_V, (down_V - mean) ** 2, 0)) / count)
+    count = jnp.maximum(jnp.sum(alive_V) + rest.tokens, 1)
+    down_V = jnp.where(alive_V, jnp.maximum(logits_V - finite_max(logits_V), FARTHEST), 0)
+    mean = (jnp.sum(down_V) + rest.total) / count
+    outside = rest.squares - 2 * mean * rest.total + rest.tokens * mean**2
+    sigma = jnp.sqrt((jnp.sum(jnp.where(alive_V, (down_V - mean) ** 2, 0)) + outside) / count)
     return jnp.where(jnp.asarray(n) <= 0, logits_V, keep_only(logits_V, down_V >= -n * sigma))
 
 
@@ -188,28 +221,28 @@ def xtc(
     threshold: Array | float,
     probability: Array | float,
     u: Array | float,
-    protected_ids_S: Array | None = None,
+    protected_V: Array | None = None,
 ) -> Array:
     """Excludes top choices: with u < probability drops every P ≥ threshold but the last of them. Off: probability = 0.
 
     Args:
       u: the uniform draw in [0, 1) that decides whether the step acts.
-      protected_ids_S: ids (end of text, newline) whose removal turns the step into a no-op.
+      protected_V: the mask of tokens (end of text, newline) whose removal turns the step into a no-op.
     """
     ids_V = jnp.arange(logits_V.shape[0])
-    top_V = (jax.nn.softmax(logits_V) >= threshold) & (logits_V > -jnp.inf)
+    top_V = (_softmax(logits_V) >= threshold) & (logits_V > -jnp.inf)
     lowest = jnp.min(jnp.where(top_V, logits_V, jnp.inf))
     last = jnp.max(jnp.where(top_V & (logits_V == lowest), ids_V, -1))
     drop_V = top_V & (ids_V != last)
     act = jnp.asarray(u) < probability
-    if protected_ids_S is not None:
-        act &= ~drop_V.at[protected_ids_S].get(mode="fill", fill_value=False).any()
+    if protected_V is not None:
+        act &= ~(drop_V & protected_V).any()
     return jnp.where(act, keep_only(logits_V, ~drop_V), logits_V)
 
 
-def mirostat_v2(logits_V: Array, mu: Array | float) -> Array:
+def mirostat_v2(logits_V: Array, mu: Array | float, rest: Rest = NOTHING) -> Array:
     """Keeps tokens with surprise −log2 P ≤ μ bits (Basu et al. 2021; llama.cpp's second version)."""
-    return keep_only(logits_V, _log_softmax(logits_V) >= -jnp.asarray(mu) * jnp.log(2.0))
+    return keep_only(logits_V, _log_softmax(logits_V, rest)[0] >= -jnp.asarray(mu) * jnp.log(2.0))
 
 
 def mirostat_v1(logits_V: Array, mu: Array | float, m: int = 100, size: Array | int | None = None) -> Array:
@@ -220,7 +253,7 @@ def mirostat_v1(logits_V: Array, mu: Array | float, m: int = 100, size: Array | 
     """
     V = logits_V.shape[0]
     log_size = jnp.log(jnp.asarray(V if size is None else size, jnp.float32))
-    x_m = lax.top_k(logits_V, min(m, V))[0]
+    x_m = lax.optimization_barrier(lax.top_k(logits_V, min(m, V))[0])  # else XLA makes a full sort of it
     both_m = x_m[1:] > -jnp.inf
     rank_m = jnp.arange(x_m.shape[0] - 1, dtype=jnp.float32)
     t_m = jnp.where(both_m, jnp.log((rank_m + 2) / (rank_m + 1)), 0)
@@ -246,17 +279,29 @@ def finite_max(logits_V: Array) -> Array:
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
-def _log_softmax(logits_V: Array) -> Array:
-    """ln P, -inf for removed tokens also in a row that has no others."""
+def log_mass(logits_V: Array, rest: Rest = NOTHING) -> Array:
+    """ln Σ e^x, the tokens outside of the window included; about −87 in a row without tokens."""
+    return finite_max(logits_V) + _log_softmax(logits_V, rest)[1]
+
+
+def _log_softmax(logits_V: Array, rest: Rest = NOTHING) -> tuple[Array, Array]:
+    """ln P, -inf for removed tokens also in a row that has no others; and ln Σ e^(x − M)."""
     shifted_V = logits_V - finite_max(logits_V)
-    return shifted_V - jnp.log(jnp.maximum(jnp.sum(jnp.exp(shifted_V)), jnp.finfo(jnp.float32).tiny))
+    lnZ = jnp.log(jnp.maximum(jnp.sum(jnp.exp(shifted_V)) + rest.mass, jnp.finfo(jnp.float32).tiny))
+    return shifted_V - lnZ, lnZ
 
 
-def entropy(logits_V: Array) -> Array:
+def _softmax(logits_V: Array, rest: Rest = NOTHING) -> Array:
+    """P; 0 in a row without tokens."""
+    weights_V = jnp.exp(logits_V - finite_max(logits_V))
+    return weights_V / jnp.maximum(jnp.sum(weights_V) + rest.mass, jnp.finfo(jnp.float32).tiny)
+
+
+def entropy(logits_V: Array, rest: Rest = NOTHING) -> Array:
     """−ΣP ln P in nats, with 0·ln 0 = 0."""
-    logP_V = _log_softmax(logits_V)
+    logP_V, lnZ = _log_softmax(logits_V, rest)
     P_V = jnp.exp(logP_V)
-    return -jnp.sum(jnp.where(P_V > 0, P_V * logP_V, 0))
+    return -jnp.sum(jnp.where(P_V > 0, P_V * logP_V, 0)) - (rest.moment - rest.mass * lnZ) * jnp.exp(-lnZ)
 
 
 def _head(logits_V: Array, k: Array, ties: Ties = "first") -> Array:

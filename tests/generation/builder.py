@@ -77,25 +77,86 @@ def all_logits(model: Transformer, text: list[int]) -> np.ndarray:
 _draw = jax.jit(lambda logits_V, seed, sample, n: draw(logits_V, row_key(seed, sample, n)))
 
 
-def slowly(model: Transformer, prompt: list[int], steps: int, *, seed: int = 0, sample: int = 0, **settings: Any) -> list[int]:
+EDITS = ("no_repeat_ngram", "logit_bias", "allowed_tokens", "banned_tokens", "bad_words", "min_tokens")
+PENALTIES = ("repetition_penalty", "presence_frequency_penalty", "dry")
+ORDER = (
+    *PENALTIES, "dynamic_temperature", "temperature", "smoothing", "top_k", "top_p", "min_p", "top_a", "tail_free", "typical",
+    "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc", "mirostat",
+)  # fmt: skip
+# step → its parameters in `process_logits`, by the names of the settings; the first of these switches it on
+PARAMETERS: dict[str, dict[str, str]] = {
+    "no_repeat_ngram": {"no_repeat_ngram": "n"},
+    "allowed_tokens": {"allowed_tokens": "ids"},
+    "banned_tokens": {"banned_tokens": "ids"},
+    "bad_words": {"bad_words": "sequences"},
+    "repetition_penalty": {"repetition_penalty": "penalty", "repetition_range": "range", "repetition_slope": "slope"},
+    "presence_frequency_penalty": {"presence_penalty": "presence", "frequency_penalty": "frequency"},
+    "dry": {
+        "dry_multiplier": "multiplier", "dry_base": "base", "dry_allowed_length": "allowed_length", "dry_range": "range",
+        "dry_breakers": "breakers",
+    },
+    "dynamic_temperature": {"dynatemp_high": "high", "dynatemp_low": "low", "dynatemp_exponent": "exponent"},
+    "temperature": {"temperature": "t"},
+    "smoothing": {"smoothing_factor": "factor", "smoothing_curve": "curve"},
+    "top_k": {"top_k": "k", "ties": "ties"},
+    "top_p": {"top_p": "p", "top_p_rule": "rule", "ties": "ties"},
+    "min_p": {"min_p": "p"},
+    "top_a": {"top_a": "a"},
+    "tail_free": {"tail_free": "z"},
+    "typical": {"typical": "p", "ties": "ties"},
+    "epsilon_cutoff": {"epsilon_cutoff": "eps"},
+    "eta_cutoff": {"eta_cutoff": "eps"},
+    "top_n_sigma": {"top_n_sigma": "n"},
+    "xtc": {"xtc_probability": "probability", "xtc_threshold": "threshold"},
+}  # fmt: skip
+
+
+def steps_of(settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u: float) -> list[dict[str, Any]]:
+    """The pipeline that the settings stand for, without mirostat."""
+    found: list[dict[str, Any]] = []
+    for name in (*EDITS, *order):
+        if name == "min_tokens" and settings.get("min_tokens") and eos:
+            found.append({"name": name, "n": settings["min_tokens"], "stop_ids": eos})
+        elif name == "logit_bias" and "logit_bias" in settings:
+            bias = settings["logit_bias"]
+            found.append({"name": name, "ids": [*map(int, bias)], "values": [*bias.values()]})
+        elif name in PARAMETERS and next(iter(PARAMETERS[name])) in settings:
+            numbers = {short: settings[key] for key, short in PARAMETERS[name].items() if key in settings}
+            found.append({"name": name} | numbers | ({"u": u, "protected_ids": eos} if name == "xtc" else {}))
+    return found
+
+
+def slowly(
+    model: Transformer,
+    prompt: list[int],
+    steps: int,
+    *,
+    seed: int = 0,
+    sample: int = 0,
+    order: tuple[str, ...] = ORDER,
+    **settings: Any,
+) -> list[int]:
     """The continuation of one prompt. Settings as of `generate`; a temperature of 0 or `greedy` takes the largest logit."""
     text, eos = list(prompt), list(settings.get("eos_ids", ()))
     greedy = settings.get("greedy", False) or settings.get("temperature", 1.0) == 0
+    order = tuple(name for name in order if name in PENALTIES) if greedy else order
+    tau, mu = settings.get("mirostat_tau", 5.0), 2 * settings.get("mirostat_tau", 5.0)
+    version = 0 if greedy else settings.get("mirostat", 0)
     for n in range(steps):
         said = [text[: len(prompt)]], [text[len(prompt) :]]
-        edits: list[dict[str, Any]] = []
-        if settings.get("min_tokens") and eos:
-            edits.append({"name": "min_tokens", "n": settings["min_tokens"], "stop_ids": eos})
-        if settings.get("repetition_penalty"):
-            edits.append({"name": "repetition_penalty", "penalty": settings["repetition_penalty"]})
-        filters = [
-            {"name": name, parameter: settings[name]}
-            for name, parameter in (("temperature", "t"), ("top_k", "k"), ("top_p", "p"), ("min_p", "p"))
-            if settings.get(name) is not None and not greedy
-        ]
-        logits_BV = process_logits(all_logits(model, text)[-1:], [*edits, *filters], *said)
-        text.append(int(np.argmax(logits_BV[0])) if greedy else int(_draw(logits_BV[0], seed, sample, n)))
-        if text[-1] in eos:
+        key = row_key(jnp.uint32(seed), jnp.int32(sample), jnp.int32(n))
+        u = float(jax.random.uniform(jax.random.fold_in(key, 1)))
+        logits_V = process_logits(all_logits(model, text)[-1:], steps_of(settings, order, eos, u), *said)[0]
+        if version:
+            cut_V = process_logits(logits_V[None], [{"name": f"mirostat_v{version}", "mu": mu}])[0]
+            token = int(_draw(cut_V, seed, sample, n))
+            exact_V = np.asarray(logits_V, np.float64)
+            surprise = np.log2(np.exp(exact_V - exact_V.max()).sum()) - (exact_V[token] - exact_V.max()) / np.log(2)
+            mu -= settings.get("mirostat_eta", 0.1) * (surprise - tau)
+        else:
+            token = int(np.argmax(logits_V)) if greedy else int(_draw(logits_V, seed, sample, n))
+        text.append(token)
+        if token in eos:
             break
     return text[len(prompt) :]
 

@@ -66,6 +66,83 @@ def test_every_setting_in_one_batch():
             assert text == builder.slowly(model, prompt, limit, greedy=True)
 
 
+WIDE = 5003  # a vocabulary large enough for windows
+CHAINS = {
+    "plain": {},
+    "greedy": {"greedy": True, "top_k": 7},
+    "greedy penalties": {"temperature": 0.0, "presence_penalty": 2.5, "frequency_penalty": 0.7},
+    "dynamic temperature": {"dynatemp_low": 0.4, "dynatemp_high": 1.6, "dynatemp_exponent": 0.7, "top_k": 30},
+    "smoothing": {"smoothing_factor": 0.3, "smoothing_curve": 1.6, "min_p": 0.01},
+    "top_k": {"top_k": 40, "temperature": 1.3},
+    "wider than the window": {"top_k": 1500, "top_p": 0.99},
+    "top_p": {"top_p": 0.7, "temperature": 0.9},
+    "min_p and xtc": {"min_p": 0.02, "xtc_probability": 0.6, "xtc_threshold": 0.1},
+    "top_a": {"top_a": 0.2, "repetition_penalty": 1.3, "repetition_range": 6, "repetition_slope": 2.0},
+    "tail_free": {"tail_free": 0.6},
+    "typical": {"typical": 0.6, "top_k": 100},
+    "typical alone": {"typical": 0.8},
+    "epsilon": {"epsilon_cutoff": 0.004},
+    "eta": {"eta_cutoff": 0.01},
+    "sigma": {"top_n_sigma": 1.5},
+    "mirostat 1": {"mirostat": 1, "mirostat_tau": 3.0},
+    "mirostat 2": {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.3, "temperature": 1.2},
+    "presence": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "top_k": 20},
+    "n-grams": {"no_repeat_ngram": 2, "greedy": True},
+    "dry": {"dry_multiplier": 2.0, "dry_base": 1.5, "dry_allowed_length": 1, "dry_range": 20, "dry_breakers": [9], "top_k": 5},
+    "bias": {"logit_bias": {"5": 9.0, "6": -float("inf"), "7": 4.0}, "top_k": 9},
+    "allowed": {"allowed_tokens": list(range(40)), "banned_tokens": [3, 4]},
+    "bad words": {"bad_words": [[1], [2, 3], [4, 5, 6]], "allowed_tokens": list(range(8)), "temperature": 2.0},
+    "all at once": {
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1, "temperature": 1.1,
+        "smoothing_factor": 0.1,
+        "top_k": 200, "top_p": 0.98, "min_p": 0.001, "top_a": 0.01, "tail_free": 0.98, "typical": 0.97,
+        "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4, "top_n_sigma": 3.0, "xtc_probability": 0.5, "xtc_threshold": 0.3,
+    },
+}  # fmt: skip
+
+
+def decoded(model, rows, prompts, steps):
+    """The continuations of one batch in which each row has its own settings."""
+    tokens, lengths = builder.padded(prompts)
+    params = SamplingParams.build(rows, vocab_size=model.config.vocab_size)
+    session = Session(model, tokens, lengths, params, limits_B=np.full(len(rows), steps), eos_ids=[[]] * len(rows))
+    chunks = [session.start()]
+    while not chunks[-1].done.all():
+        chunks.append(session.advance())
+    return np.concatenate([chunk.tokens[:, : chunk.counts.max()] for chunk in chunks], axis=1).tolist()
+
+
+def test_every_chain_in_one_batch():
+    """Token for token as steps on the host by name and the same draw; most rows in their window, some forced out of it."""
+    model = builder.model(builder.config(vocab_size=WIDE))
+    prompts = builder.prompts(*(2 + b % 7 for b in range(len(CHAINS))), seed=5)
+    rows = [settings | {"seed": 50 + b} for b, settings in enumerate(CHAINS.values())]
+    texts = decoded(model, rows, prompts, 14)
+    for name, row, prompt, text in zip(CHAINS, rows, prompts, texts, strict=True):
+        assert text == builder.slowly(model, prompt, 14, **row), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        ({"preset": "kobold"}, ("repetition_penalty", "top_k", "top_a", "top_p", "tail_free", "typical", "temperature")),
+        (
+            {"preset": "kobold", "sampler_order": [5, 4, 3, 2, 1, 0, 6]},
+            ("temperature", "typical", "tail_free", "top_p", "top_a", "top_k", "repetition_penalty"),
+        ),
+        ({"sampler_order": ["top_p", "repetition_penalty", "temperature", "top_k", "typical", "top_a", "tail_free"]}, None),
+    ],
+)
+def test_other_orders(settings, order):
+    model = builder.model(builder.config(vocab_size=WIDE))
+    common = settings | {"top_k": 60, "top_p": 0.9, "temperature": 1.4}
+    kobold = {"top_a": 0.05, "typical": 0.9, "repetition_penalty": 1.5}
+    rows = [common | {"seed": 3}, common | kobold | {"seed": 4}, settings | kobold | {"seed": 5, "tail_free": 0.7}]
+    prompts = builder.prompts(4, 6, 3, seed=6)
+    for row, prompt, text in zip(rows, prompts, decoded(model, rows, prompts, 10), strict=True):
+        assert text == builder.slowly(model, prompt, 10, order=order or settings["sampler_order"], **row)
+
+
 def test_a_given_seed_gives_the_same_text_alone_and_in_a_batch():
     model = builder.model()
     tokens, lengths = builder.padded(PROMPTS)

@@ -8,7 +8,7 @@ import pytest
 
 import dantinox
 from dantinox.config import UserError
-from dantinox.generation import Run
+from dantinox.generation import Run, in_order
 from dantinox.text import Tokenizer
 
 from . import builder
@@ -137,7 +137,7 @@ def test_finished_rows_leave_the_others_alone(ending):
         ("c", {"greedy": True, "ignore_eos": True, "max_new_tokens": 2}),
         ("b", {"greedy": True, "max_new_tokens": 0}),
     ]
-    batch = ending.start(requests)
+    (batch,) = ending.start(requests)
     texts = [""] * len(requests)
     for piece in batch.pieces():
         texts[piece.row] += piece.text
@@ -270,9 +270,23 @@ def test_wrong_settings_are_one_sentence(run, settings, sentence):
         run.generate("a", **settings)
 
 
-def test_a_batch_shares_what_it_must(run):
-    with pytest.raises(UserError, match=r"generation\.n must be the same for all prompts"):
-        run.start([("a", {"n": 1}), ("b", {"n": 2})])
+def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
+    requests = [
+        ("a", {"n": 1}), ("b", {"n": 2}), ("c", {"preset": "kobold", "top_a": 0.1}), ("d", {"seed": 4, "top_k": 3}),
+        ("e", {"sampler_order": ["top_p", "top_k"], "top_k": 4}),
+    ]  # fmt: skip
+    settings = {"max_new_tokens": 3, "temperature": 1.0, "seed": 1}
+    batches = run.start([(prompt, settings | given) for prompt, given in requests])
+    assert [batch.numbers for batch in batches] == [[0, 3], [1, 1], [2], [4]]
+    for batch in batches:
+        list(batch.pieces())
+    results = in_order(batches)
+    assert [result.prompt for result in results] == ["a", "b", "b", "c", "d", "e"]
+    for number, given in ((0, requests[0][1]), (4, requests[3][1])):
+        assert results[number].tokens == run.generate(results[number].prompt, **settings | given).tokens
+
+
+def test_no_prompt_is_an_error(run):
     with pytest.raises(UserError, match="there is no prompt to continue"):
         run.generate([])
 

@@ -33,7 +33,7 @@ MIXED = [
 
 @partial(jax.jit, static_argnames="report")
 def jitted(logits_BV, params, state, active_B=None, report=True):
-    return sample(logits_BV, params, state, active_B, report=report)
+    return sample(logits_BV, params, state, active_B=active_B, report=report)
 
 
 def build(rows, **more):
@@ -91,7 +91,8 @@ def test_wrong_numbers_are_refused_in_words(rows, words):
 
 def test_numbers_beyond_float32_stay_finite():
     params = build([{"temperature": 1e300, "top_k": 10**12, "repetition_penalty": 1e-60, "seed": np.uint32(4)}])
-    assert np.isfinite(params.temperature).all() and int(params.top_k[0]) == 2**31 - 1 and params.repetition_penalty[0] > 0
+    assert np.isfinite(params.temperature).all() and int(params.numbers["top_k"][0]) == 2**31 - 1
+    assert params.numbers["repetition_penalty"][0] > 0
     _, _, info = jitted(LOGITS, params, start(params))
     assert np.isfinite(info.logprob_sampled).all()
 
@@ -171,7 +172,7 @@ def test_state_holds_the_newest_place_of_every_token():
     state = init_state(params, prompt, valid, 10)
     np.testing.assert_array_equal(state.last_seen, [[-1, -1, -1, 2, 1] + [-1] * 5, [-1, -1, -1, 0, -1, 2] + [-1] * 4])
     assert state.length.tolist() == [3, 3]
-    state = update(state, jnp.array([7, 7]), jnp.array([True, False]))
+    state = update(params, state, jnp.array([7, 7]), jnp.array([True, False]))
     assert state.length.tolist() == [4, 3] and state.n_generated.tolist() == [1, 0]
     assert state.last_seen[:, 7].tolist() == [3, -1]
     plain = SamplingParams.build({"seed": 1}, batch=2)
@@ -232,7 +233,7 @@ def test_state_and_parameters_live_in_a_decode_loop():
     def loop(params, state):
         def body(_, carry):
             state, last = carry
-            token_B, state, _ = sample(LOGITS, params, state, last >= 0)
+            token_B, state, _ = sample(LOGITS, params, state, active_B=last >= 0)
             return state, token_B
 
         return jax.lax.fori_loop(0, 5, body, (state, jnp.zeros(B, jnp.int32)))

@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dantinox.sampling import history, steps
 
 V = 40
-quick = settings(max_examples=25, deadline=None)
 TOP_K = {ties: jax.jit(partial(steps.top_k, ties=ties)) for ties in ("first", "all")}
 TOP_P = {
     (rule, ties): jax.jit(partial(steps.top_p, rule=rule, ties=ties))
@@ -166,8 +163,8 @@ OFF = {
     "xtc": lambda x: XTC(x, 0.1, 0.0, 0.0),
     "presence_frequency_penalty": lambda x: history.presence_frequency_penalty(x, jnp.ones(V), 0.0, 0.0),
     "logit_bias": lambda x: history.logit_bias(x, jnp.zeros(V)),
-    "no_repeat_ngram": lambda x: history.no_repeat_ngram(x, jnp.zeros(8, jnp.int32), 8, 0),
-    "dry": lambda x: history.dry(x, jnp.zeros(8, jnp.int32), 8, 0.0, 2.0, 1),
+    "no_repeat_ngram": lambda x: history.no_repeat_ngram(x, jnp.zeros(8, jnp.int32), 8, jnp.arange(8), 0),
+    "dry": lambda x: history.dry(x, jnp.full(V, 3), 0.0, 2.0, 1),
     "min_tokens": lambda x: history.min_tokens(x, 0, jnp.array([1]), 0),
 }
 STRANGE = np.float32([3.4e38, -3.4e38, -np.inf, -0.0, 0.0, 1e-40, -1e-40, 1.0] * (V // 8))
@@ -177,62 +174,6 @@ STRANGE = np.float32([3.4e38, -3.4e38, -np.inf, -0.0, 0.0, 1e-40, -1e-40, 1.0] *
 def test_a_disabled_step_returns_the_row_bit_for_bit(name):
     for x_V in [*rows(6, 3, "masked"), STRANGE, np.full(V, -np.inf, np.float32)]:
         np.testing.assert_array_equal(np.asarray(OFF[name](x_V)).view(np.uint32), x_V.view(np.uint32))
-
-
-CUTS = {
-    "top_k": lambda x, a: TOP_K["first"](x, int(a * V)),
-    "top_p": lambda x, a: TOP_P["inclusive", "first"](x, a),
-    "top_p exclusive": lambda x, a: TOP_P["exclusive", "first"](x, a),
-    "top_p all": lambda x, a: TOP_P["exclusive", "all"](x, a),
-    "min_p": lambda x, a: MIN_P(x, 1 - a),
-}
-logit = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([-np.inf, 0.0, -0.0, 1.0, 2.0, -3.4e38, 3.4e38]))
-row = st.lists(logit, min_size=V, max_size=V).map(np.float32)
-share = st.floats(0, 1, width=32)
-
-
-@pytest.mark.parametrize("name", CUTS)
-@quick
-@given(x_V=row, a=share, b=share)
-def test_cuts_grow_keep_bits_and_never_empty_a_row(name, x_V, a, b):
-    small, large = (np.asarray(CUTS[name](x_V, value)) for value in sorted((a, b)))
-    assert kept(small) <= kept(large) or (name == "top_k" and int(min(a, b) * V) == 0)
-    alive = kept(x_V)
-    assert bool(kept(small)) == bool(alive)
-    if alive:
-        assert int(np.argmax(x_V)) in kept(small)
-    for y_V in (small, large):
-        ids = sorted(kept(y_V))
-        np.testing.assert_array_equal(y_V[ids].view(np.uint32), x_V[ids].view(np.uint32))
-        assert not np.isnan(y_V).any()
-
-
-@pytest.mark.parametrize("name", CUTS)
-@quick
-@given(halves=st.lists(st.integers(-40, 40), min_size=V, max_size=V), shift=st.integers(-60, 60), a=share)
-def test_cuts_do_not_depend_on_a_common_shift(name, halves, shift, a):
-    x_V = np.float32(halves) / 2  # sums are exact
-    assert kept(CUTS[name](x_V, a)) == kept(CUTS[name](x_V + np.float32(shift), a))
-
-
-@quick
-@given(x_V=row, k=st.integers(1, V), p=st.integers(1, 16), seed=st.integers(0, 99))
-def test_with_all_ties_a_permutation_permutes_the_result(x_V, k, p, seed):
-    order = np.random.default_rng(seed).permutation(V)
-    np.testing.assert_array_equal(TOP_K["all"](x_V[order], k), np.asarray(TOP_K["all"](x_V, k))[order])
-    x_V = np.round(x_V / 4) * 1e-30  # equal masses: sums are exact in any order
-    np.testing.assert_array_equal(
-        TOP_P["inclusive", "all"](x_V[order], p / 17), np.asarray(TOP_P["inclusive", "all"](x_V, p / 17))[order]
-    )
-
-
-def test_extreme_numbers_never_make_nan_or_empty_a_row():
-    for t in (0.0, 9e-6, 1e-5, 1e-3, 3.4e38):
-        y_V = np.asarray(TEMPERATURE(STRANGE, t))
-        assert not np.isnan(y_V).any() and not (y_V == np.inf).any() and kept(y_V)
-    for penalty in (1.2e-38, 1e-3, 3.4e38):
-        y_V = np.asarray(PENALTY(STRANGE, jnp.zeros(V, jnp.int32), penalty))
-        assert not np.isnan(y_V).any() and kept(y_V) == kept(STRANGE)
 
 
 def test_typical_keeps_what_is_least_surprising_first():
@@ -245,40 +186,11 @@ def test_typical_keeps_what_is_least_surprising_first():
             assert kept(TYPICAL(x_V, p)) == set(order[before < p].tolist())
 
 
-EVERY_CUT = {
-    "top_a": lambda x, a: TOP_A(x, 3 * a),
-    "tail_free": TAIL_FREE,
-    "typical": TYPICAL,
-    "epsilon_cutoff": lambda x, a: EPSILON(x, a * 0.99),
-    "eta_cutoff": lambda x, a: ETA(x, a * 0.99),
-    "top_n_sigma": lambda x, a: SIGMA(x, 2 * a),
-    "xtc": lambda x, a: XTC(x, a / 2, 1.0, 0.5),
-    "mirostat_v1": lambda x, a: MIROSTAT_1(x, 10 * a),
-    "mirostat_v2": lambda x, a: MIROSTAT_2(x, 10 * a - 1),
-}
-
-
-@pytest.mark.parametrize("name", EVERY_CUT)
-@quick
-@given(x_V=row, a=share)
-def test_every_cut_keeps_bits_and_never_empties_a_row(name, x_V, a):
-    y_V = np.asarray(EVERY_CUT[name](x_V, np.float32(a)))
-    ids = sorted(kept(y_V))
-    assert bool(ids) == bool(kept(x_V)) and not np.isnan(y_V).any()
-    np.testing.assert_array_equal(y_V[ids].view(np.uint32), x_V[ids].view(np.uint32))
-
-
-def test_changed_temperatures_stay_finite():
-    for x_V in (*rows(11, 3, "masked"), STRANGE):
-        for y_V in (DYNAMIC(x_V, 0.0, 2.0, 1.5), SMOOTHING(x_V, 3.0, 1.0), SMOOTHING(x_V, 0.3, 3.0)):
-            assert kept(y_V) and not np.isnan(y_V).any() and not (np.asarray(y_V) == np.inf).any()
-
-
 def test_xtc_spares_a_row_that_would_lose_a_protected_token():
     x_V = jnp.log(jnp.array([0.3, 0.25, 0.25, 0.2]))
     assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0)) == {2, 3}
-    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([2, 3]))) == {2, 3}
-    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([1, 3]))) == {0, 1, 2, 3}
+    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([False, False, True, True]))) == {2, 3}
+    assert kept(steps.xtc(x_V, 0.22, 1.0, 0.0, jnp.array([False, True, False, True]))) == {0, 1, 2, 3}
 
 
 def test_entry_repairs_what_is_not_a_number():
@@ -288,3 +200,10 @@ def test_entry_repairs_what_is_not_a_number():
     np.testing.assert_array_equal(y_V, [-np.inf, 0, -np.inf, 0])
     assert repaired and y_V.dtype == jnp.float32
     assert not steps.sanitise(jnp.array([1.0, -jnp.inf]))[1]
+
+
+def test_one_logit_far_below_does_not_hide_the_others_from_sigma():
+    for depth in (-1e18, -1e30, -3.4e38):
+        x_V = np.full(V, 1.0, np.float32)
+        x_V[7] = depth
+        assert kept(SIGMA(x_V, 1.0)) == set(range(V)) - {7}

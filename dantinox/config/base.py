@@ -1,0 +1,30 @@
+"""What all settings are made of: the frozen section, the types of its fields, and the error of a person's mistake."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class UserError(Exception):
+    """A mistake of the person at the keyboard, as one sentence: what is wrong, where, what is allowed."""
+
+
+def as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+
+
+FileName = Annotated[str, Field(pattern=r"^[\w\-][\w.\-]*$")]
+Strings = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown names and converts nothing but integers to floats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())

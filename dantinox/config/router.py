@@ -1,0 +1,179 @@
+"""The keys of the `router` section: thresholds and coefficients of the entropy router, and what its two presets put in.
+
+H and V are the entropy (bits) and varentropy (bits²) of the model's distribution; T₀, p₀, k₀ and m₀ are the temperature, top_p,
+top_k and min_p that the router starts from. The formulas stand in `dantinox.sampling.router`; the numbers are those of the
+entropix guide.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dantinox.config.base import Count, CountOrZero, Fraction, NonNegative, Section, UserError
+
+Threshold = NonNegative | None
+Coefficient = Annotated[float, Field(ge=-1000, le=1000)]
+Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
+WindowCount = Annotated[int, Field(ge=1, le=256)]  # more tokens than the window holds cannot be candidates
+EVERY = 2**30  # a top_k that cuts nothing
+
+MEASURED = (
+    "low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy", "entropy_scale", "varentropy_scale",
+)  # fmt: skip
+# What a preset sets; `calibrated` takes the measured numbers from a file of the run.
+PRESET_NUMBERS: dict[str, dict[str, float]] = {
+    "guide": {
+        **dict(zip(MEASURED, (0.1, 0.1, 3.0, 5.0, 5.0, 1.0, 1.0), strict=True)),
+        "temperature_min": 0.0,
+        "temperature_max": float("inf"),
+        "resample_temperature_min": 2.0,
+        "resample_temperature_min_factor": 0.0,
+    },
+    "calibrated": {
+        "temperature_min": 0.1,
+        "temperature_max": 2.0,
+        "resample_temperature_min": 0.0,
+        "resample_temperature_min_factor": 1.2,
+    },
+}
+
+
+class RouterSection(Section):
+    """The entropy router: when it takes which strategy, and how it sets the sampling numbers of each token."""
+
+    router_preset: Literal["guide", "calibrated"] = Field(
+        "guide", description="where keys that are null come from: the entropix guide, or measurements of this model"
+    )
+    use_attention: bool = Field(True, description="let attention metrics adjust the numbers; off drops their terms")
+    low_entropy: Threshold = Field(None, description="greedy: H below this (null: the preset's, guide 0.1 bits)")
+    low_varentropy: Threshold = Field(
+        None, description="greedy and clarify: V below this (null: the preset's, guide 0.1 bits²)"
+    )
+    clarify_entropy: Threshold = Field(None, description="clarify: H above this (null: the preset's, guide 3.0 bits)")
+    high_entropy: Threshold = Field(
+        None, description="explore: H below this, resample: H above it (null: the preset's, guide 5.0 bits)"
+    )
+    high_varentropy: Threshold = Field(
+        None, description="explore and resample: V above this (null: the preset's, guide 5.0 bits²)"
+    )
+    entropy_scale: Scale | None = Field(None, description="divides H in the formulas (null: the preset's, guide 1)")
+    varentropy_scale: Scale | None = Field(None, description="divides V in the formulas (null: the preset's, guide 1)")
+    temperature_min: NonNegative | None = Field(
+        None, description="smallest temperature outside of greedy (null: the preset's, guide 0, calibrated 0.1)"
+    )
+    temperature_max: NonNegative | None = Field(
+        None, description="largest temperature (null: the preset's, guide no bound, calibrated 2.0)"
+    )
+    base_temperature: NonNegative = Field(0.666, description="T₀ of requests that set no temperature")
+    base_top_p: Fraction = Field(0.9, description="p₀ of requests that set no top_p")
+    base_top_k: Count = Field(27, description="k₀ of requests that set no top_k")
+    base_min_p: Fraction = Field(0.03, description="m₀ of requests that set no min_p")
+    candidates: Annotated[int, Field(ge=1, le=4096)] = Field(
+        12, description="adaptive: draws of which the one likeliest under the model is taken (1: a plain draw)"
+    )
+    clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="clarify: the token to emit, its id or a text of one token (null: sample at a higher temperature)"
+    )
+    clarify_cooldown: CountOrZero = Field(32, description="clarify: not when the token is among this many last ones")
+    clarify_temperature_factor: Coefficient = Field(1.3, description="clarify: factor of T₀")
+    clarify_temperature_attn_entropy: Coefficient = Field(0.2, description="clarify: what attn_entropy adds to the factor")
+    clarify_temperature_max: NonNegative = Field(1.5, description="clarify: largest temperature")
+    explore_temperature_factor: Coefficient = Field(1.2, description="explore: factor of T₀")
+    explore_temperature_interaction: Coefficient = Field(
+        0.3, description="explore: what interaction_strength adds to the factor"
+    )
+    explore_temperature_max: NonNegative = Field(1.5, description="explore: largest temperature")
+    explore_top_k_disagreement: Coefficient = Field(
+        0.5, description="explore: what 1 − attn_agreement adds to the factor of k₀"
+    )
+    explore_top_k_min: Count = Field(5, description="explore: smallest top_k")
+    resample_temperature_factor: Coefficient = Field(2.0, description="resample: factor of T₀")
+    resample_temperature_attn_varentropy: Coefficient = Field(
+        0.5, description="resample: what attn_varentropy adds to the factor"
+    )
+    resample_temperature_min: NonNegative | None = Field(
+        None, description="resample: smallest temperature (null: the preset's, guide 2.0, calibrated 0)"
+    )
+    resample_temperature_min_factor: NonNegative | None = Field(
+        None, description="resample: smallest temperature, as a factor of T₀ (null: the preset's, guide 0, calibrated 1.2)"
+    )
+    resample_top_p_attn_entropy: Coefficient = Field(0.2, description="resample: what attn_entropy takes from p₀")
+    resample_top_p_min: Fraction = Field(0.5, description="resample: smallest top_p")
+    adaptive_temperature_uncertainty: Coefficient = Field(0.3, description="adaptive: what H + V adds to the factor of T₀")
+    adaptive_temperature_attn_uncertainty: Coefficient = Field(
+        0.2, description="adaptive: what attn_entropy + attn_varentropy adds to the factor of T₀"
+    )
+    adaptive_temperature_agreement: Coefficient = Field(0.2, description="adaptive: what attn_agreement takes from it")
+    adaptive_top_p_attn_varentropy: Coefficient = Field(
+        0.1, description="adaptive: what attn_varentropy adds to the factor of p₀"
+    )
+    adaptive_top_p_min: Fraction = Field(0.1, description="adaptive: smallest top_p")
+    adaptive_top_p_max: Fraction = Field(1.0, description="adaptive: largest top_p")
+    adaptive_top_k_interaction: Coefficient = Field(
+        0.3, description="adaptive: what interaction_strength adds to the factor of k₀"
+    )
+    adaptive_top_k_agreement: Coefficient = Field(0.2, description="adaptive: what attn_agreement takes from it")
+    adaptive_top_k_min: WindowCount = Field(1, description="adaptive: smallest top_k")
+    adaptive_top_k_max: WindowCount = Field(100, description="adaptive: largest top_k")
+    adaptive_min_p_uncertainty: Coefficient = Field(0.5, description="adaptive: what H + V takes from the factor of m₀")
+    adaptive_min_p_min: Fraction = Field(0.01, description="adaptive: smallest min_p")
+    adaptive_min_p_max: Fraction = Field(0.5, description="adaptive: largest min_p")
+
+    def numbers(self, measured: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Every number of the router by the name of its key, what is null put in from the preset.
+
+        Args:
+          measured: the numbers of `MEASURED`, from a calibration of the model; only the preset `calibrated` reads them.
+
+        Raises:
+          UserError: the preset is `calibrated` and a number was neither measured nor set.
+        """
+        preset = PRESET_NUMBERS[self.router_preset]
+        if self.router_preset == "calibrated":
+            preset = preset | {name: (measured or {})[name] for name in MEASURED if name in (measured or {})}
+        own = self.model_dump(exclude={"router_preset", "use_attention", "clarify_token"}, exclude_none=True)
+        missing = [f"router.{name}" for name in MEASURED if name not in preset | own]
+        if missing:
+            raise UserError(
+                "router.router_preset calibrated needs thresholds measured on this model: run `dantinox calibrate "
+                f"--run_dir … --what router`, or set {', '.join(missing)}"
+            )
+        return {name: float(value) for name, value in (preset | own).items()}
+
+
+def with_request(
+    numbers: Mapping[str, float],
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float = 0.0,
+) -> dict[str, float]:
+    """The router's numbers with T₀, p₀, k₀ and m₀ of a request.
+
+    A value that the `generation` section has by default (temperature 1, top_p and top_k null, min_p 0) asks for nothing: the
+    router's own base stands. A top_k of 0 or less is no cut.
+    """
+    own = dict[str, float]()
+    if temperature != 1:
+        own["base_temperature"] = temperature
+    if top_p is not None:
+        own["base_top_p"] = top_p
+    if top_k is not None:
+        own["base_top_k"] = min(top_k, EVERY) if top_k > 0 else EVERY
+    if min_p > 0:
+        own["base_min_p"] = min_p
+    return {**numbers, **own}
+
+
+def router_conflicts(r: RouterSection) -> list[tuple[bool, str]]:
+    """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
+    numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
+    pairs = [(f"{name}_min", f"{name}_max") for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p")]
+    return [
+        (
+            numbers[low] > numbers[high],
+            f"router.{low} must be at most router.{high}, got {numbers[low]:g} and {numbers[high]:g}",
+        )
+        for low, high in pairs
+    ]

@@ -1,0 +1,274 @@
+"""Requests decoded together: prompts become rows, tokens become text, and each row ends where it should."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dantinox.config import GenerationSection
+from dantinox.generation.engine import CHUNK, Chunk, Session
+from dantinox.generation.stopping import StopFinder
+from dantinox.generation.tokens import clamp_to_context
+from dantinox.generation.words import sampling_params
+from dantinox.model import Transformer
+from dantinox.text import Detokenizer, Tokenizer
+
+STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
+REPORTED = (
+    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
+    "decode_tok_per_s", "cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """One sample.
+
+    Attributes:
+      prompt, text: what was given, and its continuation alone.
+      tokens: ids of the continuation, the end token included.
+      finish_reason: `eos`, `stop` or `length`.
+      seed: of the draws; the same seed gives the same text.
+      info: with `logprobs`: `tokens` (text of each), `logprobs` (of the model), `sampled_logprobs` (of the distribution
+        drawn from), `top` (alternatives: ids and log-probabilities) and, with `echo`, the same of the prompt's tokens.
+      stats: `prompt_tokens`, `new_tokens`, `seconds`, `first_token_seconds`, `compile_seconds`, `decode_tok_per_s` (of the
+        whole batch) and `cache`, the cache's report.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    seed: int
+    info: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""
+        told = vars(self) | self.stats
+        return {name: told[name] for name in REPORTED} | ({"logprobs": self.info} if self.info else {})
+
+
+class Piece(NamedTuple):
+    """Text that row `row` of a batch has just gained."""
+
+    row: int
+    text: str
+
+
+class Request(NamedTuple):
+    """A prompt to be continued: its number among those asked for, its text and its tokens."""
+
+    number: int
+    prompt: str
+    ids: list[int]
+
+
+class _Row:
+    """The host's side of a row: its text so far and why it ended."""
+
+    def __init__(self, tokenizer: Tokenizer, section: GenerationSection, prompt: Sequence[int]):
+        self.tokens: list[int] = []
+        self.text: list[str] = []
+        self.reason: str | None = None
+        self.seed = section.seed or 0
+        self._eos = None if section.ignore_eos else tokenizer.eos_id
+        self._min_tokens = section.min_tokens
+        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer.push(prompt)  # the first new token is no beginning, where some vocabularies drop a space
+        self._stops = StopFinder(section.stop, section.keep_stop)
+
+    def take(self, ids: list[int], done: bool) -> str:
+        """Takes new tokens up to the end of the text, gives the text that became certain."""
+        piece = ""
+        for token in ids:
+            self.tokens.append(token)
+            piece += self._stops.push(self._detokenizer.push([token]), armed=len(self.tokens) >= self._min_tokens)
+            if self._stops.found is not None:
+                self.reason = "stop"
+                break
+        if self.reason is None and done:
+            piece += self._stops.push(self._detokenizer.flush())
+            piece += self._stops.flush()
+            ended = bool(self.tokens) and self.tokens[-1] == self._eos
+            self.reason = "stop" if self._stops.found is not None else "eos" if ended else "length"
+        self.text.append(piece)
+        return piece
+
+
+class Batch:
+    """Requests being decoded together; `pieces` runs them, `results` holds the outcome."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        sections: Sequence[GenerationSection],
+        logprobs: int | None,
+        echo: bool,
+    ):
+        self.results: list[Result] = []
+        self._tokenizer, self._requests, self._logprobs, self._echo = tokenizer, requests, logprobs, echo
+        self._samples = samples = sections[0].n
+        lengths_P = np.array([len(request.ids) for request in requests], np.int32)
+        wanted_P = np.array([section.max_new_tokens for section in sections])
+        limits_P = clamp_to_context(lengths_P, wanted_P, model.config.max_context)
+        prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
+        for row, request in zip(prompt_PT, requests, strict=True):
+            row[: len(request.ids)] = request.ids
+        rows = [section for section in sections for _ in range(samples)]
+        eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        self._needed = bool((limits_P > 0).any()) or echo
+        self._session = Session(
+            model,
+            prompt_PT,
+            lengths_P,
+            sampling_params(tokenizer, rows, [*range(samples)] * len(requests)),
+            limits_B=np.repeat(limits_P, samples),
+            eos_ids=[[] if section.ignore_eos else eos for section in rows],
+            samples=samples,
+            use_cache=sections[0].use_cache,
+            report=logprobs,
+        )
+        self._rows = [_Row(tokenizer, section, requests[i // samples].ids) for i, section in enumerate(rows)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """For each result, the number of its request."""
+        return [request.number for request in self._requests for _ in range(self._samples)]
+
+    @property
+    def rows(self) -> int:
+        """Samples in all."""
+        return len(self._rows)
+
+    def summary(self) -> str:
+        """One line about a finished batch: tokens, time to the first one, speed, compile time apart, seeds."""
+        stats = self.results[0].stats
+        prompt = sum(len(request.ids) for request in self._requests)
+        new = sum(result.stats["new_tokens"] for result in self.results)
+        seeds = sorted({result.seed for result in self.results})
+        return (
+            f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
+            f"{stats['decode_tok_per_s']:.1f} tok/s, compile {stats['compile_seconds']:.2f} s, "
+            f"seed {seeds[0] if len(seeds) == 1 else seeds}"
+        )
+
+    def pieces(self, stream: bool = False) -> Iterator[Piece]:
+        """Decodes to the end, yielding text as it becomes certain; afterwards `results` is filled.
+
+        Args:
+          stream: keep chunks short enough for a reader; else as long as they are fast.
+        """
+        infos: list[Any] = []
+        with CompileTimer() as compiling:
+            start = time.perf_counter()
+            first, steps = 0.0, 1
+            chunk = self._session.start() if self._needed else None
+            while chunk is not None:
+                first = first or time.perf_counter() - start
+                infos.append((chunk.counts, chunk.info))
+                yield from self._take(chunk)
+                open_rows = np.array([row.reason is None for row in self._rows])
+                if not open_rows.any():
+                    break
+                if (~open_rows & ~chunk.done).any():
+                    self._session.finish(~open_rows)
+                before, compiled = time.perf_counter(), compiling.seconds
+                chunk = self._session.advance(steps if stream else CHUNK)
+                took = time.perf_counter() - before - (compiling.seconds - compiled)
+                steps = int(np.clip(steps * STREAM_SECONDS / max(took, 1e-6), 1, 2 * steps))
+            seconds = time.perf_counter() - start
+        self._finish(infos, seconds, first, compiling.seconds, compiling.after(first))
+
+    def _take(self, chunk: Chunk) -> Iterator[Piece]:
+        for index, row in enumerate(self._rows):
+            if row.reason is None:
+                ids = chunk.tokens[index, : chunk.counts[index]].tolist()
+                piece = row.take(ids, bool(chunk.done[index]))
+                if piece:
+                    yield Piece(index, piece)
+
+    def _finish(self, infos: list[Any], seconds: float, first: float, compiled: float, compiled_later: float) -> None:
+        new = sum(len(row.tokens) for row in self._rows)
+        decoding = seconds - first - compiled_later
+        rate = (new - len(self._rows)) / decoding if decoding > 0 and new > len(self._rows) else 0.0
+        cache = self._session.cache
+        report = None if cache is None else cache.report()
+        for index, row in enumerate(self._rows):
+            request = self._requests[index // self._samples]
+            self.results.append(
+                Result(
+                    prompt=request.prompt,
+                    text="".join(row.text),
+                    tokens=row.tokens,
+                    finish_reason=row.reason or "length",
+                    seed=row.seed,
+                    info=self._info(index, row, infos) if self._logprobs is not None else {},
+                    stats={
+                        "prompt_tokens": len(request.ids),
+                        "new_tokens": len(row.tokens),
+                        "seconds": seconds,
+                        "first_token_seconds": first,
+                        "compile_seconds": compiled,
+                        "decode_tok_per_s": rate,
+                        "cache": report,
+                    },
+                )
+            )
+
+    def _info(self, index: int, row: _Row, infos: list[Any]) -> dict[str, Any]:
+        count = len(row.tokens)
+
+        def column(pick) -> np.ndarray:
+            parts = [pick(info)[index, : counts[index]] for counts, info in infos]
+            return np.concatenate(parts)[:count] if parts else np.zeros(0)
+
+        def spelled(ids: Sequence[int]) -> list[str]:
+            return [self._tokenizer.decode([token]) for token in ids]
+
+        found = {
+            "tokens": spelled(row.tokens),
+            "logprobs": column(lambda info: info.logprob).tolist(),
+            "sampled_logprobs": column(lambda info: info.logprob_sampled).tolist(),
+            "top": [
+                {"ids": ids.tolist(), "tokens": spelled(ids.tolist()), "logprobs": values.tolist()}
+                for ids, values in zip(column(lambda i: i.top_ids), column(lambda i: i.top_logprobs), strict=True)
+            ],
+        }
+        if self._echo and self._session.echo is not None:
+            prompt = index // self._samples
+            ids = self._requests[prompt].ids
+            said = self._session.echo[prompt, : len(ids)].tolist()
+            found["prompt_tokens"] = spelled(ids)
+            found["prompt_logprobs"] = [None, *said[1:]]
+        return found
+
+
+class CompileTimer:
+    """Adds up what jax spends on tracing and compiling while the context is open."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._events: list[tuple[float, float]] = []
+
+    def __enter__(self) -> "CompileTimer":
+        self._start = time.perf_counter()
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def after(self, moment: float) -> float:
+        """The part of the seconds that fell after `moment` (seconds since the context was opened)."""
+        return sum(duration for at, duration in self._events if at > moment)
+
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration_secs
+            self._events.append((time.perf_counter() - self._start, duration_secs))

@@ -1,0 +1,105 @@
+"""Best of n: n tokens are drawn from the filtered logits, and the one that scores highest is taken.
+
+The guide scores a candidate by ln p under the model plus a confidence made of the step's metrics. That confidence is the same
+for all candidates of a row, so what is taken is the likeliest of n draws, and its distribution has a closed form.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dantinox.sampling.draw import pick
+from dantinox.sampling.router import TINY, Metrics, Number
+from dantinox.sampling.steps import finite_max, log_mass
+from dantinox.sampling.window import WINDOW
+
+# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the largest wins, the first of equal ones
+ScoreFn = Callable[[Array, Array, Metrics], Array]
+
+
+class Candidates(NamedTuple):
+    """The token taken, and the draws it was taken from: ids, ln p under the model, scores (-inf behind the n-th), [N] each."""
+
+    token: Array
+    ids: Array
+    logprobs: Array
+    scores: Array
+
+
+def best_of_n(logits_V: Array, raw_V: Array, n: Number) -> Array:
+    """Log-probabilities of the likeliest of n draws. Off: n ≤ 1, the row comes back as it is.
+
+    With tokens ranked by their model logit and S_r the drawn mass at rank r or behind, P(rank r) = S_rⁿ − S_{r+1}ⁿ: all draws
+    lie there, but not all behind. Tokens of equal logit are one rank and share its probability in proportion to their mass.
+
+    Args:
+      logits_V: what is drawn from, at most 256 tokens not removed; of more, those outside of the 256 likeliest are lost.
+      raw_V: the model's logits, before any step.
+    """
+    V = logits_V.shape[0]
+    n = jnp.asarray(n, jnp.float32)
+    if V <= WINDOW:
+        best_V = _sharpened(logits_V, raw_V, n)
+    else:
+        # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
+        x_K, ids_K = lax.optimization_barrier(lax.top_k(logits_V, WINDOW))
+        best_V = jnp.full(V, -jnp.inf).at[ids_K].set(_sharpened(x_K, raw_V[ids_K], n), unique_indices=True)
+    return jnp.where(n <= 1, logits_V, best_V)
+
+
+def _sharpened(x_K: Array, raw_K: Array, n: Array) -> Array:
+    """The closed form over few tokens: each is compared with each, so nothing is sorted and ties need no care."""
+    w_K = jnp.exp(x_K - finite_max(x_K))
+    w_K = jnp.where(w_K < TINY, 0, w_K)
+    behind_K = jnp.sum(jnp.where(raw_K < raw_K[:, None], w_K, 0), axis=1)
+    equal_K = jnp.sum(jnp.where(raw_K == raw_K[:, None], w_K, 0), axis=1)
+    S_K = behind_K + equal_K
+    # S_rⁿ − S_{r+1}ⁿ = S_rⁿ (1 − (1 − equal / S_r)ⁿ) loses no digits and no small rank.
+    alive_K = w_K > 0
+    share_K = jnp.where(alive_K, equal_K / jnp.where(alive_K, S_K, 1), 0.5)
+    rank_K = n * jnp.log(S_K / jnp.max(S_K)) + jnp.log(-jnp.expm1(n * jnp.log1p(-share_K)))
+    return jnp.where(alive_K, rank_K + jnp.log(w_K / equal_K), -jnp.inf)
+
+
+def confidence(metrics: Metrics) -> Array:
+    """The guide's confidence in a row; without attention its terms are dropped."""
+    score = (1 - jnp.asarray(metrics.entropy)) * 0.1 + (1 - metrics.varentropy) * 0.3
+    if metrics.attention is None:
+        return score
+    seen = metrics.attention
+    attention = (1 - seen.attn_entropy) * 0.2 + (1 - seen.attn_varentropy) * 0.4
+    return score + attention + seen.attn_agreement * 0.5 + seen.interaction_strength * 0.6
+
+
+def guide_score(ids_N: Array, logprobs_N: Array, metrics: Metrics) -> Array:
+    """The guide's score: ln p plus the row's confidence. `best_of_n` has the distribution of the tokens that it takes."""
+    return logprobs_N + confidence(metrics)
+
+
+def best_candidate(
+    logits_V: Array,
+    raw_V: Array,
+    key: Array,
+    metrics: Metrics,
+    n: Number,
+    score_fn: ScoreFn = guide_score,
+    *,
+    draws: int,
+) -> Candidates:
+    """Draws candidates, scores them and takes the best: the explicit form of `best_of_n`, for any score.
+
+    Args:
+      logits_V: what is drawn from.
+      raw_V: the model's logits, before any step.
+      n: how many of the draws count, 1 … `draws`.
+      score_fn: traced into the program; a score that is NaN never wins over one that is a number.
+      draws: how many tokens are drawn (static).
+    """
+    ids_N = jax.vmap(pick, (None, 0))(logits_V, jax.random.uniform(key, (draws, 2)))
+    logprobs_N = raw_V[ids_N] - log_mass(raw_V)
+    scores_N = score_fn(ids_N, logprobs_N, metrics)
+    scores_N = jnp.where((jnp.arange(draws) < n) & ~jnp.isnan(scores_N), scores_N, -jnp.inf)
+    return Candidates(ids_N[jnp.argmax(scores_N)], ids_N, logprobs_N, scores_N)

@@ -1,0 +1,376 @@
+"""The entropy router: metrics of one decoding step, the strategy they call for, and the sampling numbers it brings.
+
+Pure functions of one row in float32; batches are `jax.vmap`. Entropies are in bits, varentropies in bits². Strategies and
+formulas are those of the entropix guide. Where its code measures the cache or the batch instead of the model, the metrics are
+defined anew; `guide_metrics` holds the literal ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dantinox.config import UserError
+from dantinox.config.router import EVERY, RouterSection, with_request
+from dantinox.sampling.steps import finite_max
+
+Number = Array | float
+LN2 = float(np.log(2))
+TINY = float(np.finfo(np.float32).tiny)
+_GUIDE = {**RouterSection().numbers(), "clarify_token": -1}
+
+
+class AttentionMetrics(NamedTuple):
+    """How the newest query attends over its valid keys, means over all layers.
+
+    Attributes:
+      attn_entropy: of the heads' attention, bits ≥ 0.
+      attn_entropy_norm: that over log2(number of valid keys), in [0, 1]; 0 with a single key.
+      attn_varentropy: variance of the entropy over the heads of a layer, bits².
+      attn_disagreement: ½ Σ|a − mean over heads of a|, in [0, 1).
+      attn_agreement: 1 − attn_disagreement.
+      interaction_strength: mean |score| before the softmax, ≥ 0.
+    """
+
+    attn_entropy: Number
+    attn_entropy_norm: Number
+    attn_varentropy: Number
+    attn_disagreement: Number
+    attn_agreement: Number
+    interaction_strength: Number
+
+
+class LayerAttention(NamedTuple):
+    """One layer's part in `AttentionMetrics`: the entropies of its heads [H], and two means over them []."""
+
+    entropy_H: Array
+    entropy_norm_H: Array
+    disagreement: Array
+    interaction: Array
+
+
+class Metrics(NamedTuple):
+    """What the router reads: entropy (bits) and varentropy (bits²) of the model's distribution, and attention, or None."""
+
+    entropy: Number
+    varentropy: Number
+    attention: AttentionMetrics | None = None
+
+
+def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
+    """Entropy −Σp log2 p in bits and varentropy Σp(log2 p + H)² in bits², with 0·log 0 = 0.
+
+    Args:
+      logits_V: logits without NaN and +inf; -inf is a removed token, and a row of nothing else has 0 and 0.
+    """
+    d_V = logits_V.astype(jnp.float32)
+    d_V -= finite_max(d_V)
+    lnZ = jnp.log(jnp.maximum(jnp.sum(jnp.exp(d_V)), TINY))
+    p_V = jnp.exp(d_V - lnZ)
+    surprise_V = jnp.where(p_V > 0, lnZ - d_V, 0)
+    entropy = jnp.sum(p_V * surprise_V)
+    return entropy / LN2, jnp.sum(p_V * (surprise_V - entropy) ** 2) / LN2**2
+
+
+def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
+    """One layer's attention reduced, so that nothing of the cache's length is kept.
+
+    Args:
+      scores_HS: the newest query's scores as they enter the softmax, scaled; what stands in invalid slots is not read.
+      valid_S: the keys that the query may see: written, not padding, inside the window; [S], or [H, S] where heads differ.
+    """
+    valid_HS = jnp.broadcast_to(valid_S, scores_HS.shape)
+    keys_H = jnp.sum(valid_HS, axis=1)
+    scores_HS = jnp.where(valid_HS, scores_HS.astype(jnp.float32), 0)
+    masked_HS = jnp.where(valid_HS, scores_HS, -jnp.inf)
+    d_HS = masked_HS - jax.vmap(finite_max)(masked_HS)[:, None]
+    lnZ_H1 = jnp.log(jnp.maximum(jnp.sum(jnp.exp(d_HS), axis=1, keepdims=True), TINY))
+    a_HS = jnp.exp(d_HS - lnZ_H1)
+    entropy_H = jnp.sum(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0), axis=1) / LN2
+    return LayerAttention(
+        entropy_H,
+        entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, as the entropy is
+        jnp.mean(jnp.sum(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)), axis=1)) / 2,
+        jnp.mean(jnp.sum(jnp.abs(scores_HS), axis=1) / jnp.maximum(keys_H, 1)),
+    )
+
+
+def combine(layers: LayerAttention | Sequence[LayerAttention]) -> AttentionMetrics:
+    """The metrics of all layers, each layer weighing the same: a sequence of layers, or one with a leading layer axis."""
+    parts = layers if isinstance(layers, LayerAttention) else (jnp.stack(part) for part in zip(*layers, strict=True))
+    entropy_LH, entropy_norm_LH, disagreement_L, interaction_L = parts
+    disagreement = jnp.mean(disagreement_L)
+    return AttentionMetrics(
+        jnp.mean(entropy_LH),
+        jnp.mean(entropy_norm_LH),
+        jnp.mean(jnp.var(entropy_LH, axis=1)),
+        disagreement,
+        1 - disagreement,
+        jnp.mean(interaction_L),
+    )
+
+
+def attention_metrics(scores_LHT: Array, valid_T: Array) -> AttentionMetrics:
+    """The attention metrics of one row: `layer_attention` over the layers, then `combine`.
+
+    Args:
+      scores_LHT: scaled scores of the newest query over the keys.
+      valid_T: [T], or [L, T] where layers see different keys.
+    """
+    L, _, T = scores_LHT.shape
+    return combine(jax.vmap(layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T))))
+
+
+def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
+    """The metrics as the guide's code computes them, for study and parity: of one layer, over all slots, mean over the batch.
+
+    `attn_varentropy` is the variance over heads; the guide's own axis, the queries, gives 0 in decoding. `agreement` is a
+    disagreement divided by the number of slots. The one liberty: 0·log 0 is 0 where a logit is -inf.
+
+    Args:
+      logits: [B, V].
+      attention_scores: [B, H, Q, T] of the last layer, before the softmax.
+
+    Returns:
+      The guide's six keys and `attn_varentropy_guide_axis`; scalars, but `interaction_strength` is [B].
+    """
+    entropy_B, varentropy_B = jax.vmap(logit_metrics)(logits)
+    scores = attention_scores.astype(jnp.float32)
+    a_BHQT = jax.nn.softmax(scores, axis=-1)
+    entropy_BHQ = -jnp.sum(a_BHQT * jnp.log2(jnp.clip(a_BHQT, 1e-10, 1.0)), axis=-1)
+    apart_BT = jnp.mean(jnp.abs(a_BHQT - jnp.mean(a_BHQT, axis=1, keepdims=True)), axis=(1, 2))
+    return {
+        "logits_entropy": jnp.mean(entropy_B),
+        "logits_varentropy": jnp.mean(varentropy_B),
+        "attn_entropy": jnp.mean(entropy_BHQ),
+        "attn_varentropy": jnp.mean(jnp.var(entropy_BHQ, axis=1)),
+        "attn_varentropy_guide_axis": jnp.mean(jnp.var(entropy_BHQ, axis=-1)),
+        "agreement": jnp.mean(apart_BT),
+        # Divided before they are added: a finite mask's 2.4e38 would overflow the sum.
+        "interaction_strength": jnp.sum(jnp.abs(scores) / scores[0].size, axis=(1, 2, 3)),
+    }
+
+
+INTEGERS = ("clarify_token", "clarify_cooldown")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=tuple(_GUIDE), meta_fields=())
+@dataclass(frozen=True)
+class RouterConfig:
+    """The numbers of `RouterSection` as pytree leaves, by default the guide's; what each one means is said there.
+
+    Python numbers become float32, or int32 for `clarify_token` (-1: none) and `clarify_cooldown`, so that no value of theirs
+    compiles anything anew.
+    """
+
+    low_entropy: Number = _GUIDE["low_entropy"]
+    low_varentropy: Number = _GUIDE["low_varentropy"]
+    clarify_entropy: Number = _GUIDE["clarify_entropy"]
+    high_entropy: Number = _GUIDE["high_entropy"]
+    high_varentropy: Number = _GUIDE["high_varentropy"]
+    entropy_scale: Number = _GUIDE["entropy_scale"]
+    varentropy_scale: Number = _GUIDE["varentropy_scale"]
+    temperature_min: Number = _GUIDE["temperature_min"]
+    temperature_max: Number = _GUIDE["temperature_max"]
+    base_temperature: Number = _GUIDE["base_temperature"]
+    base_top_p: Number = _GUIDE["base_top_p"]
+    base_top_k: Number = _GUIDE["base_top_k"]
+    base_min_p: Number = _GUIDE["base_min_p"]
+    candidates: Number = _GUIDE["candidates"]
+    clarify_token: Number = _GUIDE["clarify_token"]
+    clarify_cooldown: Number = _GUIDE["clarify_cooldown"]
+    clarify_temperature_factor: Number = _GUIDE["clarify_temperature_factor"]
+    clarify_temperature_attn_entropy: Number = _GUIDE["clarify_temperature_attn_entropy"]
+    clarify_temperature_max: Number = _GUIDE["clarify_temperature_max"]
+    explore_temperature_factor: Number = _GUIDE["explore_temperature_factor"]
+    explore_temperature_interaction: Number = _GUIDE["explore_temperature_interaction"]
+    explore_temperature_max: Number = _GUIDE["explore_temperature_max"]
+    explore_top_k_disagreement: Number = _GUIDE["explore_top_k_disagreement"]
+    explore_top_k_min: Number = _GUIDE["explore_top_k_min"]
+    resample_temperature_factor: Number = _GUIDE["resample_temperature_factor"]
+    resample_temperature_attn_varentropy: Number = _GUIDE["resample_temperature_attn_varentropy"]
+    resample_temperature_min: Number = _GUIDE["resample_temperature_min"]
+    resample_temperature_min_factor: Number = _GUIDE["resample_temperature_min_factor"]
+    resample_top_p_attn_entropy: Number = _GUIDE["resample_top_p_attn_entropy"]
+    resample_top_p_min: Number = _GUIDE["resample_top_p_min"]
+    adaptive_temperature_uncertainty: Number = _GUIDE["adaptive_temperature_uncertainty"]
+    adaptive_temperature_attn_uncertainty: Number = _GUIDE["adaptive_temperature_attn_uncertainty"]
+    adaptive_temperature_agreement: Number = _GUIDE["adaptive_temperature_agreement"]
+    adaptive_top_p_attn_varentropy: Number = _GUIDE["adaptive_top_p_attn_varentropy"]
+    adaptive_top_p_min: Number = _GUIDE["adaptive_top_p_min"]
+    adaptive_top_p_max: Number = _GUIDE["adaptive_top_p_max"]
+    adaptive_top_k_interaction: Number = _GUIDE["adaptive_top_k_interaction"]
+    adaptive_top_k_agreement: Number = _GUIDE["adaptive_top_k_agreement"]
+    adaptive_top_k_min: Number = _GUIDE["adaptive_top_k_min"]
+    adaptive_top_k_max: Number = _GUIDE["adaptive_top_k_max"]
+    adaptive_min_p_uncertainty: Number = _GUIDE["adaptive_min_p_uncertainty"]
+    adaptive_min_p_min: Number = _GUIDE["adaptive_min_p_min"]
+    adaptive_min_p_max: Number = _GUIDE["adaptive_min_p_max"]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float | np.generic):  # else an array, or what stands for one while it is traced
+                kind = np.int32 if field.name in INTEGERS else np.float32
+                object.__setattr__(self, field.name, kind(value))
+
+    @classmethod
+    def build(
+        cls, section: RouterSection | None = None, measured: Mapping[str, float] | None = None, **request: Any
+    ) -> "RouterConfig":
+        """The numbers of a section.
+
+        Args:
+          section: None: the guide preset. Whoever has a tokenizer replaces a `clarify_token` given as text by its id.
+          measured: the thresholds and scales of a calibration, which the preset `calibrated` needs.
+          request: temperature, top_p, top_k and min_p of a request, see `with_request`.
+
+        Raises:
+          UserError: the preset is `calibrated` and a number was neither measured nor set, or `clarify_token` is text.
+        """
+        section = RouterSection() if section is None else section
+        token = -1 if section.clarify_token is None else section.clarify_token
+        if isinstance(token, str) and not token.isdecimal():
+            raise UserError(f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}")
+        config = cls(**with_request(section.numbers(measured), **request), clarify_token=int(token))
+        return config if section.use_attention else without_attention(config)
+
+
+ATTENTION_TERMS = (
+    "clarify_temperature_attn_entropy", "explore_temperature_interaction", "explore_top_k_disagreement",
+    "resample_temperature_attn_varentropy", "resample_top_p_attn_entropy",
+    "adaptive_temperature_attn_uncertainty", "adaptive_temperature_agreement", "adaptive_top_p_attn_varentropy",
+    "adaptive_top_k_interaction", "adaptive_top_k_agreement",
+)  # fmt: skip
+
+
+def without_attention(config: RouterConfig) -> RouterConfig:
+    """The same formulas without their attention terms: what a row routes by that does not use attention."""
+    return replace(config, **dict.fromkeys(ATTENTION_TERMS, 0.0))
+
+
+# Strategies in the order of their ids, each with its two conditions on metrics; the first that holds wins, else `adaptive`.
+RULES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "greedy": (("entropy", "<", "low_entropy"), ("varentropy", "<", "low_varentropy")),
+    "clarify": (("entropy", ">", "clarify_entropy"), ("varentropy", "<", "low_varentropy")),
+    "explore": (("entropy", "<", "high_entropy"), ("varentropy", ">", "high_varentropy")),
+    "resample": (("entropy", ">", "high_entropy"), ("varentropy", ">", "high_varentropy")),
+}
+STRATEGIES = (*RULES, "adaptive")
+GREEDY, CLARIFY, EXPLORE, RESAMPLE, ADAPTIVE = range(5)
+
+
+class Route(NamedTuple):
+    """What one row is sampled with: the strategy's id, temperature (0: argmax), top_p, top_k (int32) and min_p (0: off)."""
+
+    strategy: Array
+    temperature: Array
+    top_p: Array
+    top_k: Array
+    min_p: Array
+
+
+def route(metrics: Metrics, config: RouterConfig) -> Route:
+    """The strategy of a row and its sampling numbers: the formulas of all strategies, selected without a branch.
+
+    Conditions compare H and V as they are, formulas take them divided by their scales. Without attention its terms are dropped.
+    """
+    metrics = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), metrics)
+    c, seen = config, metrics.attention
+    if seen is None:
+        c, seen = without_attention(config), AttentionMetrics(*[0.0] * 6)
+    T0, p0, k0 = c.base_temperature, c.base_top_p, c.base_top_k
+    uncertain = metrics.entropy / c.entropy_scale + metrics.varentropy / c.varentropy_scale
+
+    clarify_T = T0 * (c.clarify_temperature_factor + c.clarify_temperature_attn_entropy * seen.attn_entropy)
+    explore_T = T0 * (c.explore_temperature_factor + c.explore_temperature_interaction * seen.interaction_strength)
+    resample_T = T0 * (c.resample_temperature_factor + c.resample_temperature_attn_varentropy * seen.attn_varentropy)
+    resample_least = jnp.maximum(c.resample_temperature_min, c.resample_temperature_min_factor * T0)
+    adaptive_T = T0 * (
+        1
+        + c.adaptive_temperature_uncertainty * uncertain
+        + c.adaptive_temperature_attn_uncertainty * (seen.attn_entropy + seen.attn_varentropy)
+        - c.adaptive_temperature_agreement * seen.attn_agreement
+    )
+    resample_p = jnp.maximum(c.resample_top_p_min, p0 - c.resample_top_p_attn_entropy * seen.attn_entropy)
+    adaptive_p = p0 * (1 + c.adaptive_top_p_attn_varentropy * seen.attn_varentropy)
+    explore_k = jnp.floor(k0 * (1 + c.explore_top_k_disagreement * (1 - seen.attn_agreement)))
+    adaptive_k = jnp.round(
+        k0 * (1 + c.adaptive_top_k_interaction * seen.interaction_strength - c.adaptive_top_k_agreement * seen.attn_agreement)
+    )
+    adaptive_m = c.base_min_p * (1 - c.adaptive_min_p_uncertainty * uncertain)
+
+    numbers = [  # of each strategy: temperature, top_p, top_k, min_p
+        (0, p0, k0, 0),
+        (jnp.minimum(c.clarify_temperature_max, clarify_T), p0, k0, 0),
+        (jnp.minimum(c.explore_temperature_max, explore_T), p0, jnp.maximum(c.explore_top_k_min, explore_k), 0),
+        (jnp.maximum(resample_least, resample_T), resample_p, k0, 0),
+        (
+            adaptive_T,
+            jnp.clip(adaptive_p, c.adaptive_top_p_min, c.adaptive_top_p_max),
+            jnp.clip(adaptive_k, c.adaptive_top_k_min, c.adaptive_top_k_max),
+            jnp.clip(adaptive_m, c.adaptive_min_p_min, c.adaptive_min_p_max),
+        ),
+    ]
+    strategy = strategy_of(metrics, config)
+    T, p, k, m = (
+        lax.select_n(strategy, *[jnp.asarray(number, jnp.float32) for number in choices])
+        for choices in zip(*numbers, strict=True)
+    )
+    T = jnp.where(strategy == GREEDY, 0, jnp.clip(T, c.temperature_min, c.temperature_max))
+    return Route(strategy, T, p, jnp.minimum(k, EVERY).astype(jnp.int32), m)
+
+
+def strategy_of(metrics: Metrics, config: RouterConfig) -> Array:
+    """The id (int32) of the first strategy whose conditions hold."""
+    strategy = jnp.int32(ADAPTIVE)
+    for number, conditions in reversed(list(enumerate(RULES.values()))):
+        holds: Any = True
+        for metric, relation, threshold in conditions:
+            value, bound = getattr(metrics, metric), getattr(config, threshold)
+            holds &= value < bound if relation == "<" else value > bound
+        strategy = jnp.where(holds, jnp.int32(number), strategy)
+    return strategy
+
+
+def clarify_now(strategy: Array, edited_V: Array, distance_V: Array, config: RouterConfig) -> Array:
+    """Whether `clarify_token` is emitted instead of a drawn token: it is configured, allowed, and was not used lately.
+
+    Args:
+      edited_V: logits after bans and penalties; -inf forbids the token.
+      distance_V: tokens written since each token's last one, 0 for the last token; -1 for a token that was never used.
+    """
+    token = jnp.asarray(config.clarify_token, jnp.int32)
+    distance = distance_V[jnp.maximum(token, 0)]
+    allowed = edited_V[jnp.maximum(token, 0)] > -jnp.inf
+    rested = (distance < 0) | (distance >= config.clarify_cooldown)
+    return (strategy == CLARIFY) & (token >= 0) & allowed & rested
+
+
+class Margin(NamedTuple):
+    """One condition of a strategy: `metric relation threshold`, and by how much it holds (positive) or fails."""
+
+    strategy: str
+    metric: str
+    relation: str
+    threshold: str
+    value: float
+    bound: float
+    margin: float
+
+
+def why(metrics: Metrics, config: RouterConfig) -> list[Margin]:
+    """Every condition of one row, strategies in order: the first strategy whose margins are all positive is the one taken."""
+    told = []
+    for strategy, conditions in RULES.items():
+        for metric, relation, threshold in conditions:
+            value, bound = (float(np.float32(getattr(*pair))) for pair in ((metrics, metric), (config, threshold)))
+            told.append(
+                Margin(strategy, metric, relation, threshold, value, bound, value - bound if relation == ">" else bound - value)
+            )
+    return told

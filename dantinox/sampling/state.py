@@ -1,0 +1,120 @@
+"""What sampling remembers while decoding: arrays of fixed shape, moved on by one token at a time."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dantinox.sampling.history import lengthened, repeat_lengths
+from dantinox.sampling.params import SamplingParams
+from dantinox.sampling.steps import mirostat_update
+
+READ_TEXT = {"no_repeat_ngram", "bad_words", "dry"}
+COUNT_REPEATS = {"no_repeat_ngram", "dry"}
+_REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # outside of a program its loop would be compiled for every text
+FIELDS = ("n_generated", "length", "last_seen", "count", "text", "repeats", "breaker", "mu")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=FIELDS, meta_fields=())
+@dataclass(frozen=True)
+class SamplerState:
+    """The past of every row, as far as some step of the plan asks for it; what none asks for is None.
+
+    Attributes:
+      n_generated: [B] int32, tokens generated so far.
+      length: [B] int32, tokens in prompt and output.
+      last_seen: [B, V] int32, the newest place of a token within the penalty's scope, −1 for never.
+      count: [B, V] int32, how often a token occurs within the scope of presence and frequency penalty.
+      text: [B, S] int32, prompt and output, `length` tokens of them.
+      repeats: [B, S] int32, the `repeat_lengths` of the text.
+      breaker: [B, S] bool, places whose token ends a repetition.
+      mu: [B] float32, mirostat's bound in bits.
+    """
+
+    n_generated: Array
+    length: Array | None = None
+    last_seen: Array | None = None
+    count: Array | None = None
+    text: Array | None = None
+    repeats: Array | None = None
+    breaker: Array | None = None
+    mu: Array | None = None
+
+
+def init_state(
+    params: SamplingParams,
+    prompt_tokens_BT: Array,
+    prompt_valid_BT: Array,
+    vocab_size: int,
+    capacity: int | None = None,
+) -> SamplerState:
+    """The state after a prompt, of which the places with `prompt_valid_BT` count.
+
+    Args:
+      capacity: tokens of prompt and output together, at most; needed by steps that read the text (DRY, n-grams, bad words).
+    """
+    B, plan = params.batch, set(params.plan)
+    valid_BT = jnp.asarray(prompt_valid_BT, bool)
+    place_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
+    ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
+    length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
+    last_seen = count = text = repeats = breaker = mu = None
+    if "repetition_penalty" in plan:
+        seen_BT = jnp.where(params.tables["penalise_prompt"], place_BT, -1)
+        last_seen = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
+    if "presence_frequency_penalty" in plan:
+        one_BT = jnp.broadcast_to(params.tables["count_prompt"], ids_BT.shape).astype(jnp.int32)
+        count = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
+    if plan & READ_TEXT:
+        if capacity is None:
+            raise ValueError(f"steps that read the text need its capacity: {', '.join(sorted(plan & READ_TEXT))}")
+        text = jnp.zeros((B, capacity), jnp.int32)
+        text = text.at[rows_B1, jnp.where(valid_BT, place_BT, capacity)].set(prompt_tokens_BT, mode="drop")
+        if plan & COUNT_REPEATS:
+            repeats = _REPEAT_LENGTHS(text, length_B)
+        if "dry" in plan:
+            breaker = jax.vmap(jnp.isin)(text, params.tables["dry_breakers"])
+    if plan & {"mirostat_v1", "mirostat_v2"}:
+        mu = 2 * params.numbers["mirostat_tau"]
+    return SamplerState(jnp.zeros(B, jnp.int32), length_B, last_seen, count, text, repeats, breaker, mu)
+
+
+def update(
+    params: SamplingParams,
+    state: SamplerState,
+    token_B: Array,
+    active_B: Array | None = None,
+    surprise_B: Array | None = None,
+) -> SamplerState:
+    """The state after each active row has taken its token; the other rows stay as they are.
+
+    Args:
+      surprise_B: −log2 P of the tokens before mirostat's cut, where the plan has mirostat.
+    """
+    active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
+    assert state.length is not None
+    rows_B, place_B = jnp.arange(token_B.shape[0]), state.length
+    last_seen, count, text, repeats, breaker, mu = (
+        state.last_seen, state.count, state.text, state.repeats, state.breaker, state.mu,
+    )  # fmt: skip
+    if last_seen is not None:
+        ids_B = jnp.where(active_B, token_B, last_seen.shape[1])
+        last_seen = last_seen.at[rows_B, ids_B].set(place_B, mode="drop")
+    if count is not None:
+        ids_B = jnp.where(active_B, token_B, count.shape[1])
+        count = count.at[rows_B, ids_B].add(1, mode="drop")
+    if text is not None:
+        end_B = jnp.where(active_B, place_B, text.shape[1])
+        if repeats is not None:
+            repeats = jnp.where(active_B[:, None], jax.vmap(lengthened)(repeats, text, place_B, token_B), repeats)
+        if breaker is not None:
+            breaks_B = (params.tables["dry_breakers"] == token_B[:, None]).any(axis=1)
+            breaker = breaker.at[rows_B, end_B].set(breaks_B, mode="drop")
+        text = text.at[rows_B, end_B].set(token_B, mode="drop")
+    if mu is not None:
+        assert surprise_B is not None
+        moved_B = mirostat_update(mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
+        mu = jnp.where(active_B, moved_B, mu)
+    return SamplerState(state.n_generated + active_B, place_B + active_B, last_seen, count, text, repeats, breaker, mu)

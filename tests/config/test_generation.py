@@ -1,0 +1,208 @@
+"""The sampling settings: orders and presets, what excludes what, lists of tokens from YAML, flags and JSON."""
+
+import pytest
+
+from dantinox.config import Config, GenerationSection, UserError, build_config, dump_config, load_config, overlay
+from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.generation import PRESETS, REFINES, kobold_order, step_order, steps_on
+
+BAN = -float("inf")
+
+
+def section(**values):
+    return build_config({"generation": values}).generation
+
+
+def given(*argv):
+    parser = Parser()
+    add_config_flags(parser, ("generation",))
+    return build_config({}, overrides(parser.parse(list(argv)))).generation
+
+
+REFUSED = {
+    "a step the preset lacks": ({"preset": "hf", "top_a": 0.2}, "generation.top_a cannot be used with generation.preset hf"),
+    "two of them": (
+        {"preset": "vllm", "dry_multiplier": 1, "xtc_probability": 1},
+        "generation.dry_multiplier and generation.xtc_probability cannot be used with generation.preset vllm",
+    ),
+    "mirostat in hf": ({"preset": "hf", "mirostat": 2}, "generation.mirostat cannot be used with generation.preset hf"),
+    "a step the list lacks": ({"sampler_order": ["top_k"], "top_p": 0.5}, "top_p cannot be used with generation.sampler_order"),
+    "an unknown preset": ({"preset": "ooba"}, "generation.preset must be one of default, hf, vllm"),
+    "codes without kobold": (
+        {"sampler_order": [6, 0, 1, 2, 3, 4, 5]},
+        "needs generation.preset kobold or koboldcpp, got default",
+    ),
+    "too few codes": ({"preset": "kobold", "sampler_order": [0, 1]}, "must be a permutation of 0…5 or 0…6, got [0, 1]"),
+    "a code twice": ({"preset": "kobold", "sampler_order": [0, 0, 1, 2, 3, 4, 5]}, "must be a permutation"),
+    "a negative code": ({"preset": "kobold", "sampler_order": [-1, 0, 1, 2, 3, 4, 5]}, "must be a permutation"),
+    "an unknown step": ({"sampler_order": ["top_k", "topp"]}, "names among repetition_penalty"),
+    "codes and names": ({"sampler_order": ["top_k", 3]}, "names among repetition_penalty"),
+    "a step twice": ({"sampler_order": ["top_k", "top_k"]}, "must name a step once, got top_k, top_k"),
+    "an edit in the order": ({"sampler_order": ["logit_bias"]}, "names among repetition_penalty"),
+    "names in a preset": ({"preset": "hf", "sampler_order": ["top_k"]}, "leave generation.preset hf out"),
+    "mirostat before others": ({"sampler_order": ["mirostat", "top_k"]}, "must have mirostat last"),
+    "an order that is none": (
+        {"sampler_order": 3.5},
+        "generation.sampler_order must be a list (each an integer, or text), or null",
+    ),
+    "low above high": (
+        {"dynatemp_low": 2, "dynatemp_high": 1.5},
+        "dynatemp_low must be at most generation.dynatemp_high, got 2",
+    ),
+    "two temperatures": ({"temperature": 0.5, "dynatemp_high": 2}, "both set the temperature: leave temperature at 1, got 0.5"),
+    "a slope without a range": (
+        {"repetition_penalty": 1.2, "repetition_slope": 1},
+        "generation.repetition_slope has no effect while generation.repetition_range is below 2",
+    ),
+    "ties of nothing": ({"ties": "all"}, "no effect while generation.top_k or generation.top_p or generation.typical is off"),
+    "mirostat 3": ({"mirostat": 3}, "generation.mirostat must be one of 0, 1, 2, got 3"),
+    "xtc above a half": ({"xtc_probability": 1, "xtc_threshold": 0.6}, "generation.xtc_threshold must be a number in [0, 0.5]"),
+    "epsilon of one": ({"epsilon_cutoff": 1}, "generation.epsilon_cutoff must be a number in [0, 1)"),
+    "infinite sigma": ({"top_n_sigma": float("inf")}, "generation.top_n_sigma must be a number, got inf"),
+    "infinite penalty": ({"presence_penalty": BAN}, "generation.presence_penalty must be a number, got -inf"),
+    "curve above three": (
+        {"smoothing_factor": 1, "smoothing_curve": 3.5},
+        "generation.smoothing_curve must be a number in [1, 3]",
+    ),
+    "a DRY base below one": ({"dry_multiplier": 1, "dry_base": 0.5}, "generation.dry_base must be a number ≥ 1"),
+    "a length of zero": (
+        {"dry_multiplier": 1, "dry_allowed_length": 0},
+        "generation.dry_allowed_length must be an integer in [1,",
+    ),
+    "an empty breaker": ({"dry_multiplier": 1, "dry_breakers": [""]}, "generation.dry_breakers must not hold an empty string"),
+    "a bias that is text": ({"logit_bias": {"a": "x"}}, "generation.logit_bias must be a mapping (each a number), got 'x'"),
+    "a bias of +inf": ({"logit_bias": {"a": -BAN}}, "generation.logit_bias must be a mapping (each a number), got inf"),
+    "a bias without a token": ({"logit_bias": 3}, "generation.logit_bias must be a mapping"),
+    "a negative id": (
+        {"banned_tokens": [-1]},
+        "generation.banned_tokens must be a list (each an integer in [0, 2^31), or text)",
+    ),
+    "a fraction as id": ({"allowed_tokens": [1.5]}, "generation.allowed_tokens must be a list"),
+    "an empty word": ({"bad_words": [""]}, "generation.bad_words must be a list (each text, or a list"),
+    "a word of no tokens": ({"bad_words": [[]]}, "generation.bad_words must be a list"),
+    "words that are a number": ({"bad_words": 7}, "generation.bad_words must be a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_contradicts_itself_is_one_sentence(name):
+    values, words = REFUSED[name]
+    with pytest.raises(UserError) as error:
+        section(**values)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", REFINES)
+def test_a_refinement_of_a_step_that_is_off_is_refused(key):
+    other = {
+        "dynatemp_exponent": 2.0, "smoothing_curve": 1.5, "top_p_rule": "exclusive", "ties": "all", "xtc_threshold": 0.3,
+        "mirostat_tau": 3.0, "mirostat_eta": 0.2, "repetition_range": 5, "repetition_slope": 1.0, "repetition_scope": "output",
+        "presence_scope": "all", "dry_base": 2.0, "dry_allowed_length": 3, "dry_range": 9, "dry_breakers": [4],
+    }  # fmt: skip
+    with pytest.raises(UserError, match=rf"generation\.{key} has no effect while generation\."):
+        section(**{key: other[key]})
+
+
+def test_defaults_are_off_and_every_preset_orders_known_steps():
+    assert steps_on(GenerationSection()) == frozenset()
+    for order in PRESETS.values():
+        assert len(set(order)) == len(order) and set(order) <= set(PRESETS["default"])
+    everything = section(
+        top_k=-1, top_p=1, top_n_sigma=-2, no_repeat_ngram=0, xtc_probability=0, typical=1, tail_free=1, temperature=1
+    )
+    assert steps_on(everything) == frozenset(), "off, written out"
+
+
+def test_kobold_orders():
+    codes = ("repetition_penalty", "top_k", "top_a", "top_p", "tail_free", "typical", "temperature")
+    assert step_order("kobold", None) == codes == kobold_order([6, 0, 1, 2, 3, 4, 5]) == kobold_order([0, 1, 2, 3, 4, 5])
+    assert step_order("kobold", (5, 4, 3, 2, 1, 0)) == (codes[0], *reversed(codes[1:]))
+    assert step_order("koboldcpp", None) == (
+        "dry", "repetition_penalty", "top_k", "top_a", "tail_free", "typical", "top_p", "min_p", "dynamic_temperature",
+        "temperature", "smoothing", "xtc", "mirostat_v1", "mirostat_v2",
+    )  # fmt: skip
+    assert step_order("default", ("top_p", "mirostat")) == ("top_p", "mirostat_v1", "mirostat_v2")
+    for wrong in ([True, 0, 2, 3, 4, 5, 6], ["6", 0, 1, 2, 3, 4, 5]):
+        with pytest.raises(ValueError, match="permutation"):
+            kobold_order(wrong)
+
+
+def test_flags_of_lists_and_orders():
+    assert given("--sampler_order", "6,0,1,2,3,4,5", "--preset", "kobold").sampler_order == (6, 0, 1, 2, 3, 4, 5)
+    assert given("--sampler_order", "top_k,min_p", "temperature").sampler_order == ("top_k", "min_p", "temperature")
+    assert given("--logit_bias", "17=-inf", "e=2", "==1").logit_bias == {"17": BAN, "e": 2.0, "=": 1.0}
+    assert given("--banned_tokens", r"\n", "12").banned_tokens == ("\n", "12")
+    assert given("--bad_words", "a b", "c").bad_words == ("a b", "c")
+    assert given("--bad_words", "a b").bad_words == ("a b",)
+    assert given("--mirostat", "2").mirostat == 2 and given("--preset", "hf").preset == "hf"
+    assert given("--dry_multiplier", "0.8", "--dry_breakers", r"\n", ":").dry_breakers == ("\n", ":")
+    for argv in (["--logit_bias", "17"], ["--logit_bias", "17=x"], ["--sampler_order", "7"], ["--mirostat", "two"]):
+        with pytest.raises(UserError, match=argv[0].lstrip("-")):
+            given(*argv)
+
+
+def test_biases_survive_the_round_trip_through_yaml(tmp_path):
+    config = Config(generation=section(logit_bias={"17": None, "e": -3}, bad_words=["a", [1, 2]], sampler_order="top_k"))
+    (tmp_path / "c.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "c.yaml") == config
+    assert config.generation.logit_bias == {"17": BAN, "e": -3.0}
+
+
+AS_FLAGS = {
+    "dynatemp_low": (["0.5"], 0.5),
+    "dynatemp_high": (["1.5"], 1.5),
+    "smoothing_factor": (["0.3"], 0.3),
+    "top_k": (["-1"], -1),
+    "top_p": (["0.9"], 0.9),
+    "min_p": (["0.1"], 0.1),
+    "top_a": (["2"], 2.0),
+    "tail_free": (["0.9"], 0.9),
+    "typical": (["0"], 0.0),
+    "epsilon_cutoff": (["3e-4"], 3e-4),
+    "eta_cutoff": (["0.1"], 0.1),
+    "top_n_sigma": (["-1"], -1.0),
+    "mirostat": (["1"], 1),
+    "xtc_probability": (["1"], 1.0),
+    "repetition_penalty": (["1.1"], 1.1),
+    "presence_penalty": (["-0.5"], -0.5),
+    "frequency_penalty": (["-2"], -2.0),
+    "no_repeat_ngram": (["3"], 3),
+    "dry_multiplier": (["0.8"], 0.8),
+    "preset": (["hf"], "hf"),
+    "logit_bias": (["a=-1.5"], {"a": -1.5}),
+    "allowed_tokens": (["a", "3"], ("a", "3")),
+    "banned_tokens": (["3"], ("3",)),
+    "bad_words": (["a b"], ("a b",)),
+    "min_tokens": (["4"], 4),
+    "sampler_order": (["top_k"], ("top_k",)),
+}
+
+
+@pytest.mark.parametrize("key", AS_FLAGS)
+def test_every_step_has_its_flag(key):
+    texts, value = AS_FLAGS[key]
+    wants = {"dynatemp_low": ["--dynatemp_high", "1.5"]}.get(key, [])
+    assert getattr(given(f"--{key}", *texts, *wants), key) == value
+
+
+def test_no_step_is_without_a_flag():
+    refining = {*REFINES, "temperature"}
+    others = {"max_new_tokens", "greedy", "stop", "keep_stop", "ignore_eos", "n", "seed", "use_cache", "weights"}
+    assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
+
+
+def test_values_laid_over_a_section():
+    """Another name of a key, an order of names over a Kobold preset, and a key that is no text."""
+    base = section(mirostat=2, mirostat_tau=3.0)
+    assert overlay(base, {"mirostat": 0, "max_generations": 7}) == section(max_new_tokens=7)
+    with pytest.raises(UserError, match="another name of"):
+        overlay(base, {"max_generations": 7, "max_new_tokens": 7})
+    kobold = section(preset="kobold", sampler_order=[5, 4, 3, 2, 1, 0], top_k=9)
+    assert overlay(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
+    assert overlay(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
+    with pytest.raises(UserError, match="is an order of its own"):
+        overlay(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
+    with pytest.raises(UserError, match="which has no such step: leave it out or switch it off"):
+        overlay(section(top_a=0.3), {"preset": "hf"})
+    with pytest.raises(UserError, match=r"valid Unicode text, got '.ud800' \(line 3\)"):
+        overlay(base, {"\ud800": 1}, "line 3")

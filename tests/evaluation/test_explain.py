@@ -1,0 +1,257 @@
+"""The explanation of a token: its numbers against a chain in NumPy, its token against generation, its table and picture."""
+
+import json
+import struct
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.cells import cell_len
+
+from dantinox import cli
+from dantinox.config import UserError
+from dantinox.evaluation.explain import explain, visible
+from dantinox.generation import load
+from dantinox.report.explain import explanation_lines, plot_explanation
+
+PROMPT = "abca"
+CHAIN = {"repetition_penalty": 1.4, "temperature": 3.0, "top_k": 40, "top_p": 0.7, "min_p": 0.02, "xtc_probability": 0.0}
+# Sixteen steps, of which some change nothing.
+LONG = CHAIN | {
+    "banned_tokens": ["b"], "logit_bias": {"x": 3.0, "y": -float("inf")}, "no_repeat_ngram": 2, "dry_multiplier": 0.8,
+    "presence_penalty": 0.5, "smoothing_factor": 0.05, "top_a": 0.01, "tail_free": 0.999, "typical": 0.99,
+    "epsilon_cutoff": 1e-4, "top_n_sigma": 6.0, "top_k": 200, "top_p": 0.99, "min_p": 0.001, "seed": 1,
+}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def run(run_dir):
+    return load(run_dir)
+
+
+@pytest.fixture(scope="module")
+def long_record(run):
+    return explain(run, PROMPT, LONG).to_dict()
+
+
+@pytest.fixture
+def dantinox(capfd):
+    def command(*argv):
+        code = cli.main([str(arg) for arg in argv])
+        return code, *capfd.readouterr()
+
+    return command
+
+
+def softmax(x_V):
+    weights_V = np.exp(x_V - x_V.max())
+    return weights_V / weights_V.sum()
+
+
+forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positions_BT)[0], graph_updates=False)
+
+
+def logits_after(run, prompt):
+    """The model's logits in float64, without padding and without the engine."""
+    tokens = jnp.asarray([run.prompt_ids(prompt)])
+    return np.asarray(forward(run.model, tokens, jnp.arange(tokens.shape[1])[None])[0, -1], np.float64)
+
+
+def chain(x_V, seen):
+    """The logits behind each step of `CHAIN` in the default order."""
+    told = [x_V]
+    penalised_V = np.where(x_V > 0, x_V / 1.4, x_V * 1.4)
+    told.append(np.where(np.isin(np.arange(len(x_V)), seen), penalised_V, x_V))
+    told.append(told[-1] / 3.0)
+    order = np.argsort(-told[-1], kind="stable")
+    told.append(np.where(np.isin(np.arange(len(x_V)), order[:40]), told[-1], -np.inf))
+    P_V = softmax(told[-1])
+    before = np.concatenate([[0], np.cumsum(P_V[order])[:-1]])
+    told.append(np.where(np.isin(np.arange(len(x_V)), order[before < 0.7]), told[-1], -np.inf))
+    told.append(np.where(told[-1] >= told[-1].max() + np.log(0.02), told[-1], -np.inf))
+    return told
+
+
+def test_every_number_is_that_of_the_chain_in_float64(run):
+    found = explain(run, PROMPT, CHAIN | {"seed": 5})
+    x_V = logits_after(run, PROMPT)
+    told = chain(x_V, run.prompt_ids(PROMPT))
+    assert found.steps == ["model", "repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
+    assert found.ids[:20] == np.argsort(-x_V, kind="stable")[:20].tolist()
+    P_SV = np.array([softmax(x_V) for x_V in told])
+    np.testing.assert_allclose(found.probabilities, P_SV[:, found.ids], atol=2e-5)
+    left_SV = np.array(told) > -np.inf
+    assert found.survivors == left_SV.sum(1).tolist() and 1 < found.survivors[-1] < found.survivors[3] == 40
+    np.testing.assert_allclose(found.mass, [P_SV[0][left_V].sum() for left_V in left_SV], atol=2e-5)
+    np.testing.assert_allclose(found.others, P_SV.sum(1) - P_SV[:, found.ids].sum(1), atol=2e-5)
+    entropy = [-sum(p * np.log2(p) for p in P_V if p > 0) for P_V in P_SV]
+    np.testing.assert_allclose(found.entropy, entropy, atol=2e-4)
+    first_lost = [next((s for s in range(6) if not left_SV[s, token]), None) for token in found.ids]
+    assert found.removed_by == [None if s is None else found.steps[s] for s in first_lost]
+    assert "top_k" in found.removed_by or "top_p" in found.removed_by
+
+
+def test_the_token_is_the_one_that_generation_draws(run):
+    settings = {"temperature": 4.0, "top_p": 0.95, "max_new_tokens": 1, "n": 5}
+    seen = set()
+    for seed in range(4):
+        texts = run.generate(PROMPT, **settings, seed=seed)
+        assert explain(run, PROMPT, settings | {"seed": seed}).drawn == [result.tokens[0] for result in texts]
+        seen |= {result.tokens[0] for result in texts}
+    assert len(seen) > 5
+
+
+def test_a_token_drawn_from_the_tail_is_shown(run):
+    for seed in range(20):
+        found = explain(run, PROMPT, {"temperature": 50.0, "seed": seed}, count=3)
+        if found.drawn[0] not in found.ids[:3]:
+            break
+    assert found.ids == [*np.argsort(-logits_after(run, PROMPT), kind="stable")[:3], found.drawn[0]]
+    assert found.texts[-1] == run.tokenizer.decode(found.drawn)
+
+
+def test_a_greedy_row_has_edits_and_penalties_alone(run):
+    best = int(np.argmax(logits_after(run, PROMPT)))
+    found = explain(run, PROMPT, {"greedy": True, "banned_tokens": [best], "temperature": 2.0, "top_k": 5})
+    second = int(np.argsort(-logits_after(run, PROMPT))[1])
+    assert found.steps == ["model", "banned_tokens"] and found.greedy and found.drawn == [second]
+    assert found.removed_by[0] == "banned_tokens" and found.removed_by[1] is None
+    assert list(explanation_lines(found.to_dict()))[-1].startswith("greedy: ")
+
+
+def test_a_fresh_seed_is_told_and_draws_the_same_again(run):
+    found = explain(run, PROMPT, {"temperature": 9.0})
+    assert explain(run, PROMPT, {"temperature": 9.0, "seed": found.seed}).drawn == found.drawn
+
+
+def test_a_step_that_changes_nothing_is_told_and_has_no_column(run):
+    found = explain(run, PROMPT, {"temperature": 3.0, "min_p": 1e-12, "top_k": 30, "seed": 1})
+    assert dict(zip(found.steps, found.changed, strict=True)) == {
+        "model": True, "temperature": True, "top_k": True, "min_p": False,
+    }  # fmt: skip
+    lines = list(explanation_lines(found.to_dict()))
+    heading = next(line for line in lines if line.split()[:2] == ["id", "token"])
+    above = lines[lines.index(heading) - 1]
+    assert above.split() == ["temperature", "top_k"] and heading.split() == ["id", "token", "model", "3", "30"]
+    assert any(line.startswith("min_p") and line.endswith("min_p 1e-12 (changes nothing here)") for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 100, 240])
+def test_long_chains_fit_the_terminal(long_record, width):
+    lines = list(explanation_lines(long_record, width))
+    assert max(map(cell_len, lines)) <= width
+    blocks = [i for i, line in enumerate(lines) if line.split()[:2] == ["id", "token"]]
+    changed = sum(step["changed"] for step in long_record["steps"])
+    assert changed >= 8 and (len(blocks) == 1) == (width == 240)
+    for start in blocks:  # every block holds all tokens again
+        tokens = [token["shown"] for token in long_record["tokens"]]
+        assert all(token in line for token, line in zip(tokens, lines[start + 1 :], strict=False))
+    model = next(line for line in lines if line.startswith("model "))
+    assert model.split()[1:3] == [str(long_record["vocab_size"]), "100.00%"]
+
+
+def test_a_removed_token_is_marked_once(long_record):
+    lines = list(explanation_lines(long_record, 240))
+    token = next(t for t in long_record["tokens"] if t["shown"] == '"b"')
+    assert token["removed_by"] in ("banned_tokens", "no_repeat_ngram")
+    row = next(line for line in lines if '"b"' in line)
+    assert row.count("×") == 1 and row.endswith("×")
+
+
+def test_settings_are_ready_for_json(long_record):
+    told = json.loads(json.dumps(long_record, allow_nan=False))
+    settings = {step["name"]: step["settings"] for step in told["steps"]}
+    assert settings["logit_bias"] == {"logit_bias": {"x": 3.0, "y": None}}
+    assert settings["dry"]["dry_multiplier"] == 0.8 and settings["model"] == {}
+
+
+def test_tokens_are_visible(run):
+    ids = [ord("a"), ord("\n"), ord("\t"), ord(" "), ord('"'), ord("\\"), 0x1B, 0xE2, run.tokenizer.eos_id]
+    shown = [visible(run.tokenizer, token) for token in ids]
+    assert shown[:8] == ['"a"', '"\\n"', '"\\t"', '" "', '"\\""', '"\\\\"', '"\\x1b"', '"\\xe2"']
+    assert shown[8] == run.tokenizer.core.id_to_token(run.tokenizer.eos_id)
+
+
+def png_size(data):
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_the_picture_has_a_panel_per_step_that_changes_something(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    for settings, panels in (({}, 1), ({"temperature": 2.0}, 1), ({"temperature": 2.0, "top_k": 5, "min_p": 1e-12}, 2)):
+        record = explain(run, PROMPT, settings | {"seed": 1}).to_dict()
+        pictures = {}
+        plot_explanation(record, tmp_path / "a.png", write=pictures.__setitem__)
+        assert png_size(pictures[tmp_path / "a.png"]) == (1200, round(150 * (0.9 + 1.7 * panels)))
+
+
+def test_any_token_can_be_drawn(run, tmp_path):
+    """Dollars are no formulas, and what the font lacks is no warning."""
+    pytest.importorskip("matplotlib")
+    record = explain(run, PROMPT, {"top_k": 4, "seed": 1}).to_dict()
+    for token, shown in zip(record["tokens"], ['"$x_{$"', '"漢字"', '"\\n"', "<eos>"], strict=False):
+        token["shown"] = shown
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_explanation(record, tmp_path / "a.png")
+    assert png_size((tmp_path / "a.png").read_bytes())[0] == 1200
+
+
+def test_the_command_prints_the_table(dantinox, run_dir, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, err = dantinox("explain", "--run_dir", run_dir, "--prompt", PROMPT, "--top_k", 7, "--seed", 3)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("the most likely of ") and max(map(cell_len, lines)) <= 100
+    assert next(line for line in lines if line.startswith("top_k")).split()[1] == "7"
+    assert lines[-1].startswith("drawn with seed 3: ")
+
+
+def test_the_command_prints_json_and_draws(dantinox, run_dir, run, tmp_path):
+    pytest.importorskip("matplotlib")
+    flags = ["--prompt", PROMPT, "--temperature", 3, "--top_p", 0.8, "--seed", 3, "--show", 4]
+    code, out, err = dantinox("explain", "--run_dir", run_dir, *flags, "--json", "--plot", tmp_path / "a.png")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == explain(run, PROMPT, {"temperature": 3.0, "top_p": 0.8, "seed": 3}, count=4).to_dict()
+    assert png_size((tmp_path / "a.png").read_bytes())[0] == 1200
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--plot", "a.jpg"], ["--plot", ".png", "a.jpg"]),
+        (["--top_p", "1.7"], ["generation.top_p", "[0, 1]", "1.7"]),
+        (["--preset", "vllm", "--typical", "0.5"], ["generation.typical", "vllm"]),
+        (["--banned_tokens", "abc"], ["generation.banned_tokens", "3 tokens"]),
+        (["--prompt", "a" * 200], ["200 tokens", "128"]),
+        (["--topp", "0.9"], ["unknown flag --topp", "top_p"]),
+        (["--show", "x"], ["--show", "'x'"]),
+        (["--plot", "no/such/folder/a.png", "--top_k", "5"], ["no/such/folder/a.png"]),
+    ],
+)
+def test_mistakes_are_one_sentence(dantinox, run_dir, flags, parts):
+    if flags[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    code, _, err = dantinox("explain", "--run_dir", run_dir, *(["--prompt", PROMPT] if "--prompt" not in flags else []), *flags)
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and len(err) < 400, err
+    for part in parts:
+        assert part in err, err
+
+
+def test_no_run_is_a_sentence(dantinox, tmp_path):
+    code, out, err = dantinox("explain", "--run_dir", tmp_path / "none")
+    assert (code, out) == (2, "") and "no run directory" in err
+
+
+def test_without_matplotlib_the_extra_is_named(long_record, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
+        plot_explanation(long_record, tmp_path / "a.png")

@@ -1,0 +1,123 @@
+"""Tokens named by their text: banned ones never appear, allowed ones are all there is, what cannot be read is refused."""
+
+import json
+
+import pytest
+import tokenizers
+
+import dantinox
+from dantinox.config import GenerationSection, TokenizerSection, UserError
+from dantinox.generation import Run
+from dantinox.generation.words import sampling_params, with_ids
+from dantinox.text import Tokenizer, train_tokenizer
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+CORPUS = "the dog and the cat and the bird\nthe dog: and the cat\n" * 9
+PAIRS = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=290), lambda: iter([CORPUS]))
+LETTERS = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([CORPUS]))
+
+
+@pytest.fixture(scope="module")
+def run(run_dir) -> Run:
+    return dantinox.load(run_dir)
+
+
+def said(run, **settings):
+    return run.generate("a", greedy=True, max_new_tokens=12, **settings).tokens
+
+
+def test_lists_of_tokens_by_text_and_by_id(run):
+    plain = said(run)
+    assert plain[:9] == list("è€😀".encode())
+    assert 0x80 not in said(run, banned_tokens=[0x80, "b"]) and ord("b") not in said(run, banned_tokens=["128", "b"])
+    assert set(said(run, allowed_tokens=["x", 121])) <= {ord("x"), ord("y")}
+    assert said(run, logit_bias={"z": 1e9}) == [ord("z")] * 12
+    assert said(run, logit_bias={"z": 1e9, "122": None})[0] != ord("z"), "a token named twice has both biases"
+
+
+def test_bad_words_are_banned_where_they_would_be_completed(run):
+    text = run.generate("a", greedy=True, max_new_tokens=60, bad_words=["b\nc", "€"]).text
+    assert "b\nc" not in text and "€" not in text and "b\n" in text
+    assert "b\nc" in run.generate("a", greedy=True, max_new_tokens=60).text
+
+
+def test_a_word_is_banned_behind_a_space_too():
+    """In vocabularies whose words bring their space along, the two spellings have no token in common."""
+    words = with_ids(GenerationSection(bad_words=("dog", (5, 6))), PAIRS).bad_words
+    assert words == (tuple(PAIRS.encode("dog")), tuple(PAIRS.encode(" dog")), (5, 6))
+    assert tuple(PAIRS.encode(" dog"))[-len(words[0]) :] != words[0]
+    assert with_ids(GenerationSection(bad_words=("dog",)), BYTES).bad_words == (tuple(b"dog"),), "here one holds for both"
+
+
+def test_breakers_are_all_tokens_with_the_text_in_them():
+    ids = with_ids(GenerationSection(dry_multiplier=1.0, dry_breakers=(" d", "\n", 7)), PAIRS).dry_breakers
+    texts = {PAIRS.decode([i]) for i in ids} - {PAIRS.decode([7])}
+    assert 7 in ids and all(" d" in text or "\n" in text for text in texts) and {"\n"} < texts
+    missed = [t for t in range(PAIRS.vocab_size) if t not in ids and any(x in PAIRS.decode([t]) for x in (" d", "\n"))]
+    assert missed == []
+
+
+def test_xtc_spares_the_end_and_the_line_break():
+    params = sampling_params(PAIRS, [GenerationSection(xtc_probability=1.0, seed=1)])
+    assert set(params.tables["protected_ids"][0].tolist()) - {-1} == {PAIRS.eos_id, *PAIRS.encode("\n")}
+
+
+def test_a_tokenizer_that_puts_a_space_in_front_of_every_text():
+    """There no text is spelt by the token of a sign or a line break alone, but the vocabulary has them."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    core.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    core.train_from_iterator([CORPUS], tokenizers.trainers.BpeTrainer(vocab_size=40, show_progress=False))
+    spaced = Tokenizer(core.to_str())
+    assert len(spaced.encode(":")) == 2
+    assert with_ids(GenerationSection(banned_tokens=(":",)), spaced).banned_tokens == [core.token_to_id(":")]
+    params = sampling_params(spaced, [GenerationSection(xtc_probability=1.0, seed=1)])
+    assert core.token_to_id("\n") in params.tables["protected_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("key", ["bad_words", "banned_tokens", "logit_bias"])
+def test_a_character_the_vocabulary_lacks_is_told_with_its_setting(key):
+    value = {"é": 1.0} if key == "logit_bias" else ("é",)
+    with pytest.raises(UserError, match=rf"generation\.{key}: the character 'é'"):
+        with_ids(GenerationSection(**{key: value}), LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"banned_tokens": ["è"]}, "generation.banned_tokens must hold token ids or texts of one token: 'è' is 2 tokens"),
+        ({"banned_tokens": ["٣"]}, "generation.banned_tokens must hold token ids or texts of one token: '٣' is 2 tokens"),
+        ({"logit_bias": {"ab": 1.0}}, "generation.logit_bias must hold token ids or texts of one token: 'ab' is 2 tokens"),
+        ({"allowed_tokens": [5000]}, "generation.allowed_tokens must hold token ids in [0, 259), got 5000"),
+        ({"bad_words": [[1, 777]]}, "generation.bad_words must hold token ids in [0, 259), got 777"),
+        ({"dry_multiplier": 1.0, "dry_breakers": [999]}, "generation.dry_breakers must hold token ids in [0, 259), got 999"),
+        ({"allowed_tokens": ["a"], "banned_tokens": [97]}, "together leave no token to generate"),
+        ({"allowed_tokens": ["a"], "bad_words": ["a"]}, "together leave no token to generate"),
+        ({"banned_tokens": list(range(259))}, "together leave no token to generate"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(run, settings, words):
+    with pytest.raises(UserError) as error:
+        run.generate("a", greedy=True, **settings)
+    assert words in str(error.value)
+
+
+def test_without_a_tokenizer_text_is_refused():
+    for key, value in (("banned_tokens", ["a"]), ("bad_words", ["a"]), ("logit_bias", {"a": 1}), ("dry_breakers", ["a"])):
+        more = {"dry_multiplier": 1.0} if key == "dry_breakers" else {}
+        with pytest.raises(UserError, match=f"generation.{key} must hold .*token ids"):
+            dantinox.SamplingParams.build({key: value, "greedy": True} | more)
+
+
+def test_a_setting_of_the_run_holds_until_it_is_switched_off(run):
+    """A run's own refinements go with the step they refine; another preset leaves the run's order behind."""
+    section = GenerationSection(xtc_probability=0.5, xtc_threshold=0.2, preset="koboldcpp", sampler_order=(0, 1, 2, 3, 4, 5))
+    own = Run(run.config.model_copy(update={"generation": section}), run.model, run.tokenizer)
+    off = own.settings({"xtc_probability": 0})
+    assert (off.xtc_probability, off.xtc_threshold, off.sampler_order) == (0, 0.1, (0, 1, 2, 3, 4, 5))
+    assert own.settings({"preset": "default"}).sampler_order is None
+    assert own.settings({"xtc_threshold": 0.4}).xtc_probability == 0.5
+    with pytest.raises(UserError, match=r"generation\.xtc_probability cannot be used with generation\.preset hf"):
+        own.settings({"preset": "hf"})
+    with pytest.raises(UserError, match=r"generation\.dry_base has no effect while generation\.dry_multiplier is off"):
+        own.settings(json.loads('{"dry_base": 2}'))

@@ -1,0 +1,381 @@
+"""Bad rows and bad requests: the defined result or one sentence, never a NaN and never another exception."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.sampling import history, kobold_order, process_logits, steps
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::RuntimeWarning"),
+    pytest.mark.filterwarnings("error::numpy.exceptions.ComplexWarning"),
+]
+INF, NAN = math.inf, math.nan
+LARGEST = float(np.finfo(np.float32).max)
+
+# Every step by name, switched on, with ids that also a vocabulary of one token has.
+EVERY = {
+    "logit_bias": {"ids": [0], "values": [0.5]},
+    "allowed_tokens": {"ids": [0]},
+    "banned_tokens": {"ids": [0]},
+    "bad_words": {"sequences": [[0], [0, 0]]},
+    "no_repeat_ngram": {"n": 2},
+    "min_tokens": {"n": 9, "stop_ids": [0]},
+    "repetition_penalty": {"penalty": 1.5, "range": 3, "slope": 2.0},
+    "presence_frequency_penalty": {"presence": 0.5, "frequency": -0.25},
+    "dry": {"multiplier": 1.0, "allowed_length": 1, "breakers": []},
+    "temperature": {"t": 0.5},
+    "dynamic_temperature": {"low": 0.5, "high": 2.0, "exponent": 2.0},
+    "smoothing": {"factor": 0.5, "curve": 2.0},
+    "top_k": {"k": 1},
+    "top_p": {"p": 0.0},
+    "min_p": {"p": 1.0},
+    "top_a": {"a": 9.0},
+    "tail_free": {"z": 0.0},
+    "typical": {"p": 0.0},
+    "epsilon_cutoff": {"eps": 1.0},
+    "eta_cutoff": {"eps": 1.0},
+    "top_n_sigma": {"n": 0.1},
+    "xtc": {"threshold": 0.0, "probability": 1.0, "u": 0.0, "protected_ids": []},
+    "mirostat_v1": {"mu": -5.0},
+    "mirostat_v2": {"mu": -5.0},
+}
+MOVES = {"logit_bias", "repetition_penalty", "presence_frequency_penalty", "dry", "temperature"}
+
+
+def process(rows, *pipeline, prompt=None, output=None):
+    return np.asarray(process_logits(rows, list(pipeline), prompt, output))
+
+
+def one(row, *pipeline, **text):
+    return process(np.float32([row]), *pipeline, **text)[0].tolist()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_step_leaves_an_empty_row_empty_and_the_only_token_of_a_vocabulary_alive(name):
+    step = {"name": name} | EVERY[name]
+    empty_BV = np.float32([[-INF] * 5, [NAN] * 5, [NAN, -INF, NAN, -INF, -INF]])
+    y_BV = process(empty_BV, step, prompt=[[0, 1, 0]] * 3, output=[[0]] * 3)
+    assert y_BV.shape == (3, 5) and (y_BV == -INF).all()
+    single = process([[2.0], [-3.0], [0.0], [INF], [NAN]], step, prompt=[[0, 0]] * 5, output=[[0]] * 5)
+    assert np.isfinite(single[:4]).all() and single[4] == -INF
+    if name not in MOVES:
+        np.testing.assert_array_equal(single[:4], [[2.0], [-3.0], [0.0], [0.0]])
+
+
+def every_function(x_V):
+    """The one-row functions on the row, switched on; identifiers within and without the vocabulary."""
+    V = x_V.shape[0]
+    ids_S, said_S = jnp.array([0, V, -1, 2**31 - 1]), jnp.array([0, V - 1, 0, V - 1, 0, V - 1, -1, -1])
+    run_S = history.repeat_lengths(said_S, 6)
+    counts_V = jnp.arange(V) % 3
+    return {
+        "ban": history.ban(x_V, ids_S),
+        "ban all": history.ban(x_V, jnp.arange(V)),
+        "allowed": history.allowed_tokens(x_V, ids_S),
+        "allowed nothing": history.allowed_tokens(x_V, jnp.array([-1])),
+        "min_tokens": history.min_tokens(x_V, 3, ids_S, 2),
+        "bias": history.logit_bias(x_V, jnp.full(V, -jnp.inf)),
+        "bias largest": history.logit_bias(x_V, jnp.full(V, LARGEST)),
+        "bias lowest": history.logit_bias(x_V, jnp.full(V, -LARGEST)),
+        "penalty": history.repetition_penalty(x_V, counts_V - 1, LARGEST, 2, 3.0),
+        "penalty small": history.repetition_penalty(x_V, counts_V, 1.2e-38),
+        "presence": history.presence_frequency_penalty(x_V, counts_V, LARGEST, LARGEST),
+        "presence back": history.presence_frequency_penalty(x_V, counts_V, LARGEST, -LARGEST),
+        "ngram": history.no_repeat_ngram(x_V, said_S, 6, run_S, 2),
+        "ngram longer than the text": history.no_repeat_ngram(x_V, said_S, 6, run_S, 2**31 - 1),
+        "ngram without a text": history.no_repeat_ngram(x_V, said_S, 0, history.repeat_lengths(said_S, 0), 1),
+        "bad words": history.bad_words(x_V, said_S, 6, jnp.array([[-1, -1], [0, V - 1], [7, 7]]), jnp.array([0, V - 1, -1])),
+        "bad words without a text": history.bad_words(x_V, said_S, 0, jnp.array([[0]]), jnp.array([0])),
+        "dry": history.dry(x_V, jnp.full(V, 50), LARGEST, LARGEST, 1),
+        "dry smallest": history.dry(x_V, jnp.full(V, 50), 1.2e-38, 1.0, 1),
+        "greedy": steps.temperature(x_V, 0.0),
+        "cold": steps.temperature(x_V, 1e-5),
+        "hot": steps.temperature(x_V, LARGEST),
+        "dynamic": steps.dynamic_temperature(x_V, 0.0, 2.0, 0.0),
+        "dynamic extreme": steps.dynamic_temperature(x_V, 0.0, LARGEST, LARGEST),
+        "smoothing": steps.smoothing(x_V, LARGEST, 3.0),
+        "top_k": steps.top_k(x_V, 1),
+        "top_k all": steps.top_k(x_V, max(V - 1, 1), "all"),
+        "top_p": steps.top_p(x_V, 0.0),
+        "top_p exclusive": steps.top_p(x_V, 0.0, "exclusive", "all"),
+        "top_p nearly off": steps.top_p(x_V, float(np.nextafter(np.float32(1), np.float32(0)))),
+        "min_p": steps.min_p(x_V, 1.0),
+        "min_p smallest": steps.min_p(x_V, 1e-45),
+        "top_a": steps.top_a(x_V, LARGEST),
+        "tail_free": steps.tail_free(x_V, 0.0),
+        "typical": steps.typical(x_V, 0.0),
+        "epsilon": steps.epsilon_cutoff(x_V, 1.0),
+        "eta": steps.eta_cutoff(x_V, 1.0),
+        "sigma": steps.top_n_sigma(x_V, 1e-30),
+        "sigma largest": steps.top_n_sigma(x_V, LARGEST),
+        "xtc": steps.xtc(x_V, 0.0, 1.0, 0.0),
+        "xtc with all protected": steps.xtc(x_V, 0.0, 1.0, 0.0, jnp.ones(V, bool)),
+        "mirostat_v1": steps.mirostat_v1(x_V, -LARGEST),
+        "mirostat_v1 most": steps.mirostat_v1(x_V, LARGEST),
+        "mirostat_v2": steps.mirostat_v2(x_V, -LARGEST),
+    }
+
+
+EVERY_FUNCTION = jax.jit(jax.vmap(every_function))
+CHANGE = ("bias l", "penalty", "presence", "dry", "cold", "hot", "dynamic", "smoothing")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[-INF], [0.0], [-0.0], [1e-45], [LARGEST], [-LARGEST]],
+        [
+            [-INF] * 4,
+            [-INF, -INF, -LARGEST, -INF],
+            [LARGEST] * 4,
+            [-LARGEST] * 4,
+            [LARGEST, -LARGEST, -INF, 0.0],
+            [1e-45, -1e-45, 0.0, -0.0],
+            [LARGEST, LARGEST, 1.0, -INF],
+            [3.0, 2.0, 1.0, 0.0],
+        ],
+    ],
+    ids=["one token", "four tokens"],
+)
+def test_extreme_rows_and_numbers_make_no_nan_and_no_empty_row(rows):
+    x_BV = np.float32(rows)
+    for name, y_BV in EVERY_FUNCTION(x_BV).items():
+        y_BV = np.asarray(y_BV)
+        assert not np.isnan(y_BV).any() and not (y_BV == INF).any(), name
+        np.testing.assert_array_equal((y_BV > -INF).any(1), (x_BV > -INF).any(1), err_msg=name)
+        assert ((y_BV == -INF) | (x_BV > -INF)).all(), name  # nothing comes back to life
+        if not name.startswith(CHANGE):
+            np.testing.assert_array_equal(y_BV.view(np.uint32)[y_BV > -INF], x_BV.view(np.uint32)[y_BV > -INF], err_msg=name)
+
+
+def test_extreme_penalties_on_a_repeated_text_stay_finite():
+    said = [[0, 1, 2, 0, 1]]
+    rows = np.float32([[LARGEST, 1.0, -LARGEST, -INF]])
+    for multiplier in (-0.0, 1e-37, LARGEST):
+        dry = {"name": "dry", "multiplier": multiplier, "base": LARGEST, "allowed_length": 1}
+        for step in (dry, dry | {"range": 2}, dry | {"allowed_length": 2**31, "breakers": [1]}):
+            y_BV = process(rows, step, prompt=said)
+            assert np.isfinite(y_BV[0, :3]).all() and y_BV[0, 3] == -INF and y_BV[0, 1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "repaired"),
+    [
+        ([NAN, 1.0, 0.0], [-INF, 1.0, 0.0]),
+        ([INF, 1.0, INF], [0.0, -INF, 0.0]),
+        ([NAN, INF, -INF], [-INF, 0.0, -INF]),
+        ([NAN, NAN, NAN], [-INF, -INF, -INF]),
+        ([-INF, INF, INF], [-INF, 0.0, 0.0]),
+    ],
+)
+def test_what_is_not_a_number_is_repaired_on_entry(row, repaired):
+    assert one(row) == repaired
+    assert one(row, {"name": "banned_tokens", "ids": []}) == repaired
+    neighbours = process(np.float32([[1.0, 2.0, 3.0], row, [0.0, -1.0, -2.0]]))
+    np.testing.assert_array_equal(neighbours, [[1.0, 2.0, 3.0], repaired, [0.0, -1.0, -2.0]])
+
+
+def test_other_kinds_of_logits():
+    assert process(np.zeros((0, 4)), {"name": "top_k", "k": 1}).shape == (0, 4)
+    assert process([[1, 2], [3, -4]]).tolist() == [[1.0, 2.0], [3.0, -4.0]]
+    assert process(np.array([[1e300, 1.0], [-1e300, 1.0]])).tolist() == [[0.0, -INF], [-INF, 1.0]]  # beyond float32
+    for dtype in (jnp.bfloat16, jnp.float16):
+        assert process(jnp.array([[0.5, -2.0]], dtype)).dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "left"),
+    [
+        ([{"name": "allowed_tokens", "ids": [3]}, {"name": "banned_tokens", "ids": [3]}], {3}),
+        ([{"name": "banned_tokens", "ids": [3]}, {"name": "allowed_tokens", "ids": [3]}], {1}),
+        ([{"name": "allowed_tokens", "ids": [3]}, {"name": "min_tokens", "n": 5, "stop_ids": [3]}], {3}),
+        ([{"name": "banned_tokens", "ids": [0, 1, 2, 3]}], {1}),
+        ([{"name": "banned_tokens", "ids": [1, 2]}, {"name": "banned_tokens", "ids": [0, 3]}], {0}),
+        ([{"name": "banned_tokens", "ids": [1, 1, 1]}], {0, 2, 3}),
+        ([{"name": "bad_words", "sequences": [[0], [1], [2], [3]]}], {1}),
+        ([{"name": "bad_words", "sequences": [[], [1, 0], [1, 0, 1, 2, 3, 0]]}], {0, 1, 2, 3}),
+        ([{"name": "bad_words", "sequences": [[0, 1, 2, 3, 0], [3, 1], [2, 3, 2]]}], {3}),
+        ([{"name": "min_tokens", "n": 1, "stop_ids": [0, 1, 2, 3]}], {0, 1, 2, 3}),
+        ([{"name": "min_tokens", "n": 5, "stop_ids": [0, 1, 2, 3]}], {1}),
+        ([{"name": "no_repeat_ngram", "n": 1}], {1}),
+        ([{"name": "no_repeat_ngram", "n": 2**70}], {0, 1, 2, 3}),
+        ([{"name": "no_repeat_ngram", "n": -1}], {0, 1, 2, 3}),
+        ([{"name": "logit_bias", "ids": [0, 1, 2, 3], "values": [None, -INF, None, None]}], {1}),
+        ([{"name": "logit_bias", "ids": [1, 1, 1], "values": [3e38, 3e38, None]}], {0, 2, 3}),
+        ([{"name": "logit_bias", "ids": [1, 1], "values": [-3e38, -3e38]}], {0, 1, 2, 3}),
+        ([{"name": "top_k", "k": 5}], {0, 1, 2, 3}),
+        ([{"name": "top_k", "k": 2**70}], {0, 1, 2, 3}),
+        ([{"name": "top_k", "k": -(2**70)}], {0, 1, 2, 3}),
+        ([{"name": "mirostat_v1", "mu": 100.0, "m": 2**40}], {0, 1, 2, 3}),
+        ([{"name": "banned_tokens", "ids": np.array([0, 3])}], {1, 2}),
+        ([{"name": "allowed_tokens", "ids": range(2)}], {0, 1}),
+    ],
+    ids=str,
+)
+def test_contradictions_and_sizes_have_a_defined_result(pipeline, left):
+    row = one([3.0, 5.0, 5.0, 1.0], *pipeline, prompt=[[0, 1]], output=[[2, 3]])
+    assert {i for i, x in enumerate(row) if x > -INF} == left and not any(map(math.isnan, row))
+
+
+WRONG_STEPS = {
+    "unknown": ({"name": "topp", "p": 1}, "no sampling step is called topp: they are"),
+    "capitals": ({"name": "Top_K", "k": 1}, "no sampling step is called Top_K"),
+    "no name": ({}, "no sampling step is called None"),
+    "list as name": ({"name": ["top_k"], "k": 1}, "no sampling step is called"),
+    "number as name": ({"name": 3}, "no sampling step is called 3"),
+    "unknown parameter": ({"name": "top_k", "k": 1, 3: 4}, "has no parameter 3: it has k, ties"),
+    "missing": ({"name": "xtc", "threshold": 0.1, "probability": 1}, "xtc needs the parameter u"),
+    "None": ({"name": "top_p", "p": None}, "needs the parameter p"),
+    "text": ({"name": "top_p", "p": "0.5"}, r"top_p\.p must be a number in \[0, 1\], got '0\.5'"),
+    "bool": ({"name": "top_p", "p": True}, r"top_p\.p must be a number in \[0, 1\], got True"),
+    "NaN": ({"name": "top_p", "p": NAN}, r"must be a number in \[0, 1\], got nan"),
+    "list": ({"name": "top_p", "p": [0.5]}, "must be a number in"),
+    "array": ({"name": "top_p", "p": np.array([0.5, 0.6])}, "must be a number in"),
+    "complex": ({"name": "top_p", "p": np.complex64(0.5)}, "must be a number in"),
+    "above": ({"name": "top_p", "p": 1.0000001}, r"must be a number in \[0, 1\], got 1\.0000001"),
+    "below": ({"name": "temperature", "t": -1e-9}, "temperature.t must be a number in"),
+    "infinite": ({"name": "temperature", "t": INF}, "temperature.t must be a number in"),
+    "beyond float32": (
+        {"name": "temperature", "t": 1e39},
+        r"temperature\.t must be a number in \[0, 3\.40282e\+38\], got 1e\+39",
+    ),
+    "beyond float64": ({"name": "temperature", "t": 10**400}, "temperature.t must be a number in"),
+    "beyond below": ({"name": "mirostat_v2", "mu": -1e39}, "mirostat_v2.mu must be a number in"),
+    "fraction": ({"name": "top_k", "k": 2.0}, "top_k.k must be an integer"),
+    "bool for an integer": ({"name": "top_k", "k": True}, "top_k.k must be an integer"),
+    "NaN for an integer": ({"name": "top_k", "k": NAN}, "top_k.k must be an integer"),
+    "integer below": ({"name": "dry", "multiplier": 1, "allowed_length": 0}, "dry.allowed_length must be an integer in"),
+    "wrong word": ({"name": "top_k", "k": 1, "ties": "some"}, "top_k.ties must be one of first, all, got 'some'"),
+    "number for a word": ({"name": "top_k", "k": 1, "ties": 1}, "must be one of first, all, got 1"),
+    "array for a word": ({"name": "top_k", "k": 1, "ties": np.array(["first", "all"])}, "must be one of first, all"),
+    "low above high": ({"name": "dynamic_temperature", "low": 2, "high": 1}, "low must be at most high, got 2.0 and 1.0"),
+    "nothing allowed": ({"name": "allowed_tokens", "ids": []}, "allowed_tokens.ids must hold at least one token id"),
+    "no array allowed": ({"name": "allowed_tokens", "ids": np.array([], int)}, "must hold at least one token id"),
+    "text for ids": ({"name": "banned_tokens", "ids": "12"}, "banned_tokens.ids must be a list, got '12'"),
+    "bytes for ids": ({"name": "banned_tokens", "ids": b"\x01"}, "banned_tokens.ids must be a list"),
+    "set for ids": ({"name": "banned_tokens", "ids": {1}}, "banned_tokens.ids must be a list"),
+    "number for ids": ({"name": "banned_tokens", "ids": np.array(1)}, "banned_tokens.ids must be a list, got 1"),
+    "text in ids": ({"name": "banned_tokens", "ids": ["1"]}, r"must hold token ids in \[0, 4\), got '1'"),
+    "fraction in ids": ({"name": "banned_tokens", "ids": [1.0]}, r"must hold token ids in \[0, 4\), got 1\.0"),
+    "fractions in ids": ({"name": "banned_tokens", "ids": np.array([1.0])}, "must hold token ids in"),
+    "bool in ids": ({"name": "banned_tokens", "ids": [True]}, "must hold token ids in"),
+    "None in ids": ({"name": "allowed_tokens", "ids": [0, None]}, r"must hold token ids in \[0, 4\), got None"),
+    "list in ids": ({"name": "min_tokens", "n": 1, "stop_ids": [[1]]}, r"min_tokens\.stop_ids must hold token ids"),
+    "table of ids": ({"name": "banned_tokens", "ids": np.array([[1, 2]])}, "must hold token ids in"),
+    "negative id": (
+        {"name": "min_tokens", "n": 1, "stop_ids": [-1]},
+        r"min_tokens\.stop_ids must hold token ids in \[0, 4\), got -1",
+    ),
+    "id beyond": ({"name": "banned_tokens", "ids": [1, 4, 2]}, r"must hold token ids in \[0, 4\), got 4"),
+    "huge id": ({"name": "allowed_tokens", "ids": [2**70]}, "must hold token ids in"),
+    "protected": (
+        {"name": "xtc", "threshold": 0.1, "probability": 1, "u": 0, "protected_ids": [4]},
+        "xtc.protected_ids must hold",
+    ),
+    "breaker": ({"name": "dry", "multiplier": 1, "breakers": [9]}, r"dry\.breakers must hold token ids in \[0, 4\), got 9"),
+    "text as breaker": ({"name": "dry", "multiplier": 1, "breakers": ["\n"]}, r"dry\.breakers must hold token ids"),
+    "flat bad words": ({"name": "bad_words", "sequences": [1, 2]}, r"bad_words\.sequences\[0\] must be a list, got 1"),
+    "text as bad words": (
+        {"name": "bad_words", "sequences": [[1], "ab"]},
+        r"bad_words\.sequences\[1\] must be a list, got 'ab'",
+    ),
+    "texts in bad words": ({"name": "bad_words", "sequences": [["a"]]}, r"bad_words\.sequences\[0\] must hold token ids"),
+    "bad word beyond": (
+        {"name": "bad_words", "sequences": [[2**40]]},
+        r"bad_words\.sequences\[0\] must hold token ids in \[0, 4\)",
+    ),
+    "one for two": ({"name": "logit_bias", "ids": [1, 2], "values": [1.0]}, "one value per id, got 2 ids, 1 values"),
+    "text as value": (
+        {"name": "logit_bias", "ids": [1], "values": ["1"]},
+        r"logit_bias\.values\[0\] must be a number in .*, got '1'",
+    ),
+    "bool as value": ({"name": "logit_bias", "ids": [1], "values": [True]}, r"logit_bias\.values\[0\] must be a number"),
+    "NaN as value": (
+        {"name": "logit_bias", "ids": [1, 2], "values": [1, NAN]},
+        r"logit_bias\.values\[1\] must be a number .* got nan",
+    ),
+    "+inf as value": (
+        {"name": "logit_bias", "ids": [1], "values": [INF]},
+        r"logit_bias\.values\[0\] must be a number .* got inf",
+    ),
+    "list as value": ({"name": "logit_bias", "ids": [1], "values": [[1]]}, r"logit_bias\.values\[0\] must be a number"),
+    "huge value": ({"name": "logit_bias", "ids": [1], "values": [1e300]}, r"logit_bias\.values\[0\] must be a number"),
+    "number for values": ({"name": "logit_bias", "ids": [1], "values": 1.0}, r"logit_bias\.values must be a list, got 1\.0"),
+    "text as step": ("top_k", "a sampling step must be a mapping .* got 'top_k'"),
+    "None as step": (None, "a sampling step must be a mapping .* got None"),
+    "pair as step": (("top_k", 1), "a sampling step must be a mapping"),
+}
+
+
+def sentence(error):
+    text = str(error.value)
+    assert "\n" not in text and 20 < len(text) < 500
+    return True
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_a_wrong_step_is_one_sentence(case):
+    step, words = WRONG_STEPS[case]
+    with pytest.raises(UserError, match=words) as error:
+        process_logits(np.zeros((1, 4)), [{"name": "top_k", "k": 0}, step], [[1, 2, 1]])
+    assert sentence(error)
+
+
+WRONG_CALLS = {
+    "one row as a list": ((np.zeros(4), []), r"logits must be numbers \[B, V\] .* shape \(4,\)"),
+    "a number": ((1.0, []), r"logits must be numbers \[B, V\]"),
+    "three axes": ((np.zeros((1, 1, 4)), []), r"logits must be numbers \[B, V\] .* shape \(1, 1, 4\)"),
+    "no vocabulary": ((np.zeros((1, 0)), []), r"logits must be numbers \[B, V\]"),
+    "ragged": (([[1.0, 2.0], [1.0]], []), r"logits must be numbers \[B, V\] .* rows of different length"),
+    "texts": (([["1", "2"]], []), r"logits must be numbers \[B, V\]"),
+    "None": ((None, []), r"logits must be numbers \[B, V\]"),
+    "None inside": (([[1.0, None]], []), r"logits must be numbers \[B, V\]"),
+    "complex": ((np.zeros((1, 4), complex), []), r"logits must be numbers \[B, V\] .* complex128"),
+    "bools": ((np.zeros((1, 4), bool), []), r"logits must be numbers \[B, V\] .* bool"),
+    "huge integers": (([[10**400, 1]], []), r"logits must be numbers \[B, V\]"),
+    "no steps": ((np.zeros((1, 4)), None), "steps must be a list of mappings.* got None"),
+    "a step alone": ((np.zeros((1, 4)), {"name": "top_k", "k": 1}), "steps must be a list of mappings"),
+    "text as steps": ((np.zeros((1, 4)), "top_k"), "steps must be a list of mappings.* got 'top_k'"),
+    "few prompts": ((np.zeros((2, 4)), [], [[1]]), "prompt must be one list of token ids per row of logits, 2, got 1"),
+    "many prompts": ((np.zeros((2, 4)), [], [[1]] * 3), "prompt must be one list .* 2, got 3"),
+    "few outputs": ((np.zeros((2, 4)), [], None, [[1]]), "output must be one list of token ids per row of logits, 2, got 1"),
+    "flat prompt": ((np.zeros((1, 4)), [], [1]), r"prompt\[0\] must be a list, got 1"),
+    "number as prompt": ((np.zeros((1, 4)), [], 3), "prompt must be one list of token ids per row of logits, 1, got 3"),
+    "text as prompt": ((np.zeros((1, 4)), [], ["12"]), r"prompt\[0\] must be a list, got '12'"),
+    "None as a row": ((np.zeros((2, 4)), [], [[1], None]), r"prompt\[1\] must be a list, got None"),
+    "fraction": ((np.zeros((1, 4)), [], [[1, 1.5]]), r"prompt\[0\] must hold token ids in \[0, 4\), got 1\.5"),
+    "NaN": ((np.zeros((1, 4)), [], [[NAN]]), r"prompt\[0\] must hold token ids in \[0, 4\), got nan"),
+    "bool": ((np.zeros((1, 4)), [], None, [[True]]), r"output\[0\] must hold token ids"),
+    "nested": ((np.zeros((1, 4)), [], [[[1]]]), r"prompt\[0\] must hold token ids"),
+    "beyond": ((np.zeros((2, 4)), [], [[0], [3, 4]]), r"prompt\[1\] must hold token ids in \[0, 4\), got 4"),
+    "negative": ((np.zeros((1, 4)), [], None, [[-1]]), r"output\[0\] must hold token ids in \[0, 4\), got -1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_a_wrong_call_is_one_sentence(case):
+    arguments, words = WRONG_CALLS[case]
+    with pytest.raises(UserError, match=words) as error:
+        process_logits(*arguments)
+    assert sentence(error)
+
+
+def test_texts_may_be_arrays():
+    step = {"name": "repetition_penalty", "penalty": 2.0}
+    for kind in (np.array, jnp.array, tuple):
+        assert one([1.0, 1.0, -1.0], step, prompt=kind([[0, 2]]), output=kind([[0]])) == [0.5, 1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    "codes",
+    ["0123456", [0, "1", 2], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [False, True, 2, 3, 4, 5], [[0], [1]], {0, 1}],
+    ids=str,
+)
+def test_a_wrong_kobold_order_is_a_value_error(codes):
+    with pytest.raises(ValueError, match="must be a permutation"):
+        kobold_order(codes)

@@ -1,0 +1,200 @@
+"""Best of n: the closed form against the golden file, a float64 reference that sorts, and hundreds of thousands of draws."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.sampling import candidates, steps
+from dantinox.sampling.router import AttentionMetrics, Metrics
+
+GOLDEN = json.loads(Path(__file__).with_name("entropy_router.json").read_text())
+BEST = jax.jit(candidates.best_of_n)
+EXPLICIT = jax.jit(candidates.best_candidate, static_argnames=("score_fn", "draws"))
+NOTHING = Metrics(1.0, 2.0)
+DRAWS = 200_000
+MOST = 12  # candidates drawn; the first n of them count
+
+
+@jax.jit
+def explicit(logits_V, raw_V, n):
+    """Draws with other keys, each the best of its own n candidates."""
+
+    def one(number):
+        return candidates.best_candidate(
+            logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), NOTHING, n, draws=MOST
+        )
+
+    return jax.lax.map(lambda number: one(number).token, jnp.arange(DRAWS), batch_size=20_000)
+
+
+def reference(x_V, raw_V, n):
+    """P(token) from a sort by the model's logit, in float64: ranks are groups of equal logits."""
+    w_V = np.exp(np.float64(x_V) - np.max(x_V))
+    w_V /= w_V.sum()
+    p_V = np.zeros(len(w_V))
+    behind = 0.0
+    for raw in sorted(set(raw_V[w_V > 0].tolist())):
+        rank_V = raw_V == raw
+        mass = w_V[rank_V].sum()
+        if mass > 0:
+            p_V[rank_V] = ((behind + mass) ** n - behind**n) * w_V[rank_V] / mass
+        behind += mass
+    return p_V
+
+
+def rows(V=40, seed=0):
+    """A model's logits with ties, and what is drawn from: another temperature, penalties that change the order, a cut."""
+    rng = np.random.default_rng(seed)
+    raw_V = np.round(rng.normal(0, 2, V) * 2).astype(np.float32) / 2
+    x_V = raw_V / np.float32(1.7)
+    x_V[rng.permutation(V)[: V // 4]] -= np.float32(1.3)
+    x_V[np.argsort(-x_V)[24:]] = -np.inf
+    return x_V, raw_V
+
+
+def p_value(counts_C, expected_C):
+    """The chance of a χ² at least as large, by Wilson and Hilferty's cube root (1931)."""
+    statistic = np.sum((counts_C - expected_C) ** 2 / expected_C)
+    freedom = len(counts_C) - 1
+    width = math.sqrt(2 / (9 * freedom))
+    return math.erfc(((statistic / freedom) ** (1 / 3) - 1 + width**2) / width / math.sqrt(2)) / 2
+
+
+def cells(counts_V, chances_V):
+    """Tokens by falling chance, the rare ones together so that every cell expects ten draws."""
+    expected_V = DRAWS * chances_V
+    rare_V = expected_V < 10
+    assert counts_V[chances_V == 0].sum() == 0 and counts_V.sum() == DRAWS
+    counts_C, expected_C = counts_V[~rare_V], expected_V[~rare_V]
+    smallest = np.argmin(expected_C)
+    counts_C[smallest] += counts_V[rare_V].sum()
+    expected_C[smallest] += expected_V[rare_V].sum()
+    return counts_C, expected_C
+
+
+def test_golden_best_of_n():
+    p_V = np.array(GOLDEN["best_of_n"]["1"])
+    for n, expected in GOLDEN["best_of_n"].items():
+        log_V = np.log(p_V).astype(np.float32)
+        got = jax.nn.softmax(BEST(log_V, log_V, int(n)))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=0)
+
+
+def test_golden_confidence():
+    for case in GOLDEN["cases"]:
+        expected, ref = case["expect"], case["expect"]["ref"]
+        seen = AttentionMetrics(
+            ref["attn_entropy"], 0.5, ref["attn_varentropy"], 0.5, ref["agreement"], ref["interaction_strength"][0]
+        )
+        metrics = Metrics(expected["logits_entropy"], expected["logits_varentropy"], seen)
+        got = candidates.confidence(metrics)
+        np.testing.assert_allclose(got, expected["params_ref"]["adaptive"]["confidence"], rtol=1e-5, atol=1e-5)
+        logprobs_N = np.float32(expected["candidate_logprobs_nats"])
+        scores_N = candidates.guide_score(jnp.arange(len(logprobs_N)), logprobs_N, metrics)
+        np.testing.assert_allclose(scores_N, logprobs_N + got, rtol=1e-6)
+    np.testing.assert_allclose(candidates.confidence(Metrics(0.5, 2.0)), 0.5 * 0.1 - 0.3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["peaked", "adaptive_staircase", "neg_inf_vocab_mask"])
+def test_golden_candidate_logprobs(name):
+    """The log-probabilities of the first tokens, as the explicit draws report them."""
+    case = next(case for case in GOLDEN["cases"] if case["name"] == name)
+    raw_V = np.float32([float(x) for x in case["logits"]])  # "-inf" stands as text
+    told = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), NOTHING, 64, draws=64)
+    expected_V = np.array([float(x) for x in case["expect"]["candidate_logprobs_nats"]])[: len(raw_V)]
+    ids_N = np.asarray(told.ids)
+    assert set(ids_N) == set(range(len(raw_V)))
+    np.testing.assert_allclose(told.logprobs, expected_V[ids_N], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("V", [40, 1000])
+def test_closed_form_is_the_sorted_one(V):
+    for seed in range(20):
+        x_V, raw_V = rows(V, seed)
+        for n in (2, 5, 12, 4096):
+            expected_V = reference(x_V, raw_V, n)
+            got_V = np.exp(np.float64(BEST(x_V, raw_V, n)))
+            np.testing.assert_allclose(got_V.sum(), 1, rtol=2e-5 + 3e-7 * n)
+            known_V = expected_V > 1e-30
+            np.testing.assert_allclose(got_V[known_V], expected_V[known_V], rtol=1e-4 + 1e-6 * n)
+            assert got_V[~known_V].max() < 1e-29 and set(np.flatnonzero(got_V)) <= set(np.flatnonzero(x_V > -np.inf))
+
+
+@pytest.mark.parametrize("V", [40, 1000])
+def test_one_candidate_is_the_row_itself(V):
+    x_V, raw_V = rows(V)
+    np.testing.assert_array_equal(BEST(x_V, raw_V, 1), x_V)
+
+
+def test_rows_at_the_edges():
+    nothing_V = np.full(40, -np.inf, np.float32)
+    np.testing.assert_array_equal(BEST(nothing_V, nothing_V, 12), nothing_V)
+    only_V = np.where(np.arange(40) == 7, np.float32(3), -np.inf)
+    np.testing.assert_array_equal(BEST(only_V, np.zeros(40, np.float32), 12), np.where(np.arange(40) == 7, 0, -np.inf))
+    # All equal in the model's eyes: one rank, so the draw stays as it was.
+    x_V = rows()[0]
+    np.testing.assert_allclose(BEST(x_V, np.zeros(40, np.float32), 12), jax.nn.log_softmax(x_V), atol=1e-6)
+    # Chances down to e^-80 are neither lost nor made up.
+    steep_V = np.float32(np.arange(40) * -2.0)
+    chance = math.exp(-78) / np.exp(np.float64(steep_V)).sum()
+    np.testing.assert_allclose(BEST(steep_V, -steep_V, 12)[39], math.log(-math.expm1(12 * math.log1p(-chance))), rtol=1e-6)
+
+
+def test_full_windows():
+    """256 candidates of a large vocabulary, the most that the router's top_k allows."""
+    rng = np.random.default_rng(5)
+    raw_V = rng.normal(0, 2, 1000).astype(np.float32)
+    x_V = np.asarray(steps.top_k(raw_V / np.float32(1.4), 256))
+    got_V = np.exp(np.float64(BEST(x_V, raw_V, 12)))
+    np.testing.assert_allclose(got_V, reference(x_V, raw_V, 12), rtol=1e-4, atol=1e-12)
+
+
+def test_the_number_of_candidates_compiles_nothing_anew():
+    best = jax.jit(jax.vmap(candidates.best_of_n))
+    x_V, raw_V = rows(1000)
+    together = best(np.stack([x_V] * 3), np.stack([raw_V] * 3), np.float32([1, 5, 12]))
+    best(np.stack([raw_V] * 3), np.stack([raw_V] * 3), np.float32([7, 7, 1]))
+    assert best._cache_size() == 1
+    for row_V, n in zip(together, (1, 5, 12), strict=True):
+        np.testing.assert_allclose(row_V, BEST(x_V, raw_V, n), rtol=1e-6)
+
+
+def test_a_large_row_is_not_sorted():
+    rows_BV, n_B = jax.ShapeDtypeStruct((2, 50_000), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
+    program = jax.jit(jax.vmap(candidates.best_of_n)).lower(rows_BV, rows_BV, n_B).compile().as_text()
+    assert " sort(" not in program
+
+
+@pytest.mark.parametrize("n", [1, 5, 12])
+def test_explicit_draws_have_the_closed_distribution(n):
+    x_V, raw_V = rows()
+    chances_V = np.asarray(jax.nn.softmax(BEST(x_V, raw_V, n)), np.float64)
+    counts_V = np.bincount(explicit(x_V, raw_V, n), minlength=len(x_V))
+    assert p_value(*cells(counts_V, chances_V)) > 0.001
+    assert p_value(*cells(counts_V, reference(x_V, raw_V, n))) > 0.001
+    # One candidate more, or ties that the first token wins, would be seen.
+    assert p_value(*cells(counts_V, reference(x_V, raw_V, n + 1))) < 1e-6
+    untied_V = raw_V - np.float32(1e-3) * np.arange(len(raw_V), dtype=np.float32)
+    assert n == 1 or p_value(*cells(counts_V, reference(x_V, untied_V, n))) < 1e-6
+
+
+def test_a_score_of_ones_own():
+    x_V, raw_V = rows()
+
+    def lowest_odd(ids_N, logprobs_N, metrics):
+        return jnp.where(ids_N % 2 == 0, jnp.nan, metrics.varentropy - ids_N)
+
+    for n in (4, MOST):
+        token, ids_N, logprobs_N, scores_N = map(
+            np.asarray, EXPLICIT(x_V, raw_V, jax.random.key(5), NOTHING, n, score_fn=lowest_odd, draws=MOST)
+        )
+        counted_N = (np.arange(MOST) < n) & (ids_N % 2 == 1)
+        assert token == ids_N[counted_N].min() and (ids_N[:n] % 2 == 0).any()
+        np.testing.assert_array_equal(scores_N, np.where(counted_N, 2.0 - ids_N, -np.inf))
+        np.testing.assert_allclose(logprobs_N, jax.nn.log_softmax(raw_V)[ids_N], rtol=1e-5)
+    assert (x_V[ids_N] > -np.inf).all() and len(set(ids_N.tolist())) > 3

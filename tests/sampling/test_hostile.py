@@ -1,0 +1,50 @@
+"""Corners of parameters and state that a caller can reach: a second text, numbers beyond float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.sampling import SamplingParams, init_state, process_logits, trace
+
+
+def test_a_state_for_another_text_compiles_nothing():
+    compiled = []
+
+    def listen(event, duration, **_):
+        compiled.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+
+    params = SamplingParams.build({"dry_multiplier": 1.0, "dry_breakers": [3], "no_repeat_ngram": 2, "seed": 0})
+
+    def start(text):
+        tokens_1T = jnp.asarray([text])
+        return init_state(params, tokens_1T, jnp.ones_like(tokens_1T, bool), 9, 16)
+
+    start([1, 2, 1, 2])
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        state = start([5, 5, 5, 5])
+        assert compiled == []
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert state.repeats[0].tolist()[:4] == [0, 1, 2, 3]
+
+
+def test_a_bias_beyond_float32_is_the_largest_there_is_and_bans_nothing():
+    """Only null and -inf ban: else the one token that is allowed could be gone."""
+    logits_1V = jnp.asarray([[3.0, 1.0, 2.0]])
+    params = SamplingParams.build({"logit_bias": {"1": -1e39, "2": 1e300}, "allowed_tokens": [1], "seed": 0})
+    state = init_state(params, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool), 3)
+    steps = dict(trace(logits_1V, params, state))
+    named = process_logits(logits_1V, [{"name": "logit_bias", "ids": [1, 2], "values": [-1e38, 1e38]}])
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(steps["logit_bias"], [[3.0, -largest, largest]])
+    np.testing.assert_array_equal(np.isfinite(steps["logit_bias"]), np.isfinite(named))
+    np.testing.assert_array_equal(steps["allowed_tokens"] > -np.inf, [[False, True, False]])
+
+
+def test_digits_of_other_scripts_are_texts_and_no_ids():
+    for key, value in (("banned_tokens", ["٣"]), ("logit_bias", {"３": 1.0})):
+        with pytest.raises(UserError, match=f"{key} must hold token ids where there is no tokenizer"):
+            SamplingParams.build({key: value, "greedy": True})

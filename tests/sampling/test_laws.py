@@ -1,0 +1,223 @@
+"""Laws that hold for every row and every number: growth, survival, off is off, shifts and permutations.
+
+Hypothesis draws a row as bytes that index a table of logits: quick to draw, quick to shrink, rich in ties and removed tokens.
+"""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.sampling import process_logits, steps
+
+V = 40
+laws = settings(max_examples=200, deadline=None)
+
+# Every cut with a number that loosens it as a goes from 0 to 1.
+CUTS = {
+    "top_k": (steps.top_k, lambda a: 1 + int(a * V)),
+    "top_k all": (partial(steps.top_k, ties="all"), lambda a: 1 + int(a * V)),
+    "top_p": (steps.top_p, lambda a: a),
+    "top_p all": (partial(steps.top_p, ties="all"), lambda a: a),
+    "top_p exclusive": (partial(steps.top_p, rule="exclusive"), lambda a: a),
+    "top_p exclusive all": (partial(steps.top_p, rule="exclusive", ties="all"), lambda a: a),
+    "typical": (steps.typical, lambda a: a),
+    "typical all": (partial(steps.typical, ties="all"), lambda a: a),
+    "tail_free": (steps.tail_free, lambda a: a),
+    "min_p": (steps.min_p, lambda a: (1 - a) ** 4),
+    "top_a": (steps.top_a, lambda a: 9 * (1 - a) ** 4),
+    "epsilon_cutoff": (steps.epsilon_cutoff, lambda a: (1 - a) ** 4),
+    "eta_cutoff": (steps.eta_cutoff, lambda a: (1 - a) ** 4),
+    "top_n_sigma": (steps.top_n_sigma, lambda a: 1e-3 + 4 * a),
+    "mirostat_v1": (steps.mirostat_v1, lambda a: 9 * a - 1),
+    "mirostat_v2": (steps.mirostat_v2, lambda a: 9 * a - 1),
+    "xtc": (lambda x_V, threshold: steps.xtc(x_V, threshold, 1.0, 0.5), lambda a: a / 2),
+}
+NUMBERS = {name: number for name, (_, number) in CUTS.items()}
+CUTS = {name: jax.jit(jax.vmap(step)) for name, (step, _) in CUTS.items()}
+LOSE_THE_FIRST = ("typical", "xtc")  # the others never remove the most likely token
+
+
+def cut(name, rows, shares):
+    """The cut on three rows, each with the number of its share."""
+    kind = np.int32 if name.startswith("top_k") else np.float32
+    return np.asarray(CUTS[name](np.stack(rows), np.array([NUMBERS[name](float(a)) for a in shares], kind)))
+
+
+def table(values, strange):
+    """256 logits of which about one in eight is strange."""
+    return np.float32([strange[i // 8 % len(strange)] if i % 8 == 7 else values[i % len(values)] for i in range(256)])
+
+
+GRID = table(np.roll(np.arange(-36, 13), 13) / 4, [-np.inf])  # quarters: sums with a quarter are exact
+WILD = table(
+    np.random.default_rng(0).normal(0, 4, 150).round(3),
+    [-np.inf, 0.0, -0.0, 1.0, 3.4028235e38, -np.inf, -3.4028235e38, 1e-45, -1e-40, 100.0, -np.inf, 1e30, -104.0],
+)
+
+
+def distinct_row(steps_V, seed):
+    """A row without ties, some of it removed, in any order."""
+    x_V = np.where(steps_V < 32, -np.inf, np.cumsum(1 + steps_V % 4) / 8).astype(np.float32)
+    return np.random.default_rng(seed).permutation(x_V)
+
+
+def indices(least):
+    """V bytes; fewer are repeated."""
+    return st.binary(min_size=least, max_size=V if least == V else 3).map(lambda b: np.resize(np.frombuffer(b, np.uint8), V))
+
+
+wild = st.one_of(indices(V), indices(1)).map(WILD.take)  # the second of few values: whole rows of ties
+grid = indices(V).map(GRID.take)
+distinct = st.builds(distinct_row, indices(V), st.integers(0, 999))
+share = st.floats(0, 1, width=32)
+sixty_fourths = st.integers(0, 64).map(lambda n: n / 64)
+
+
+def alive(x_NV):
+    return x_NV > -np.inf
+
+
+@laws
+@given(x_V=wild, shares=st.tuples(share, share, share).map(sorted))
+def test_a_looser_number_keeps_more_and_no_number_empties_a_row(x_V, shares):
+    first = np.argmax(np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V))  # XLA reads denormals as 0
+    for name in CUTS:
+        y_NV = cut(name, [x_V] * 3, shares)
+        kept_NV = alive(y_NV)
+        assert (kept_NV[0] <= kept_NV[1]).all() and (kept_NV[1] <= kept_NV[2]).all(), name
+        assert (kept_NV.any(1) == alive(x_V).any()).all(), name
+        assert kept_NV[:, first].all() or name.startswith(LOSE_THE_FIRST) or not alive(x_V).any(), name
+        bits_NV = np.where(kept_NV, x_V, np.float32(-np.inf)).view(np.uint32)
+        np.testing.assert_array_equal(y_NV.view(np.uint32), bits_NV, err_msg=name)
+
+
+@laws
+@given(x_V=wild, names=st.lists(st.sampled_from(sorted(CUTS)), min_size=2, max_size=6), shares=st.tuples(share, share, share))
+def test_no_chain_of_cuts_empties_a_row(x_V, names, shares):
+    y_NV = np.stack([x_V] * 3)
+    for name in names:
+        y_NV = cut(name, y_NV, shares)
+    np.testing.assert_array_equal(alive(y_NV).any(1), alive(x_V).any())
+    assert not np.isnan(y_NV).any()
+
+
+@laws
+@given(x_V=grid, shifts=st.tuples(*[st.integers(-250, 250)] * 2), a=sixty_fourths)
+def test_a_common_shift_changes_no_cut(x_V, shifts, a):
+    """All sums with a shift are exact here, and no (n/64)⁴ lies within 1e-5 of a power of e^¼."""
+    rows = [x_V, *(x_V + np.float32(shift / 4) for shift in shifts)]
+    for name in CUTS:
+        plain_V, *shifted = alive(cut(name, rows, [a] * 3))
+        for kept_V in shifted:
+            np.testing.assert_array_equal(kept_V, plain_V, err_msg=name)
+
+
+@laws
+@given(tied_V=grid, distinct_V=distinct, seed=st.integers(0, 999), a=share)
+def test_a_permutation_permutes_every_cut(tied_V, distinct_V, seed, a):
+    """Sums in another order differ in their last bits: the permuted cut lies between the cuts of numbers a hair apart.
+
+    Steps that break ties by id get rows without ties, those that may fall back to the first token one without a tie there.
+    """
+    order = np.random.default_rng(seed).permutation(V)
+    peaked_V = np.where(np.arange(V) == np.argmax(tied_V), tied_V + np.float32(0.25), tied_V)
+    for name in CUTS:
+        by_id = name in ("top_k", "top_p", "top_p exclusive", "typical", "tail_free", "mirostat_v1", "xtc")
+        falls_back = name in ("top_a", "epsilon_cutoff", "eta_cutoff", "mirostat_v2")
+        x_V = distinct_V if by_id else peaked_V if falls_back else tied_V
+        hair = 0 if name.startswith("top_k") else 3e-5
+        tight_V, permuted_V, loose_V = alive(cut(name, [x_V, x_V[order], x_V], [max(a - hair, 0), a, min(a + hair, 1)]))
+        assert (tight_V[order] <= permuted_V).all() and (permuted_V <= loose_V[order]).all(), name
+
+
+OFF = [
+    {"name": "logit_bias", "ids": [0, 3], "values": [0, -0.0]},
+    {"name": "banned_tokens", "ids": []},
+    {"name": "bad_words", "sequences": []},
+    {"name": "no_repeat_ngram", "n": 0},
+    {"name": "min_tokens", "n": 0, "stop_ids": [1]},
+    {"name": "repetition_penalty", "penalty": 1, "range": 3, "slope": 2},
+    {"name": "presence_frequency_penalty"},
+    {"name": "dry", "multiplier": 0, "allowed_length": 1},
+    {"name": "temperature", "t": 1},
+    {"name": "dynamic_temperature", "low": 1, "high": 1, "exponent": 2},
+    {"name": "smoothing", "factor": 0, "curve": 2},
+    {"name": "top_k", "k": 0},
+    {"name": "top_k", "k": V},
+    {"name": "top_p", "p": 1},
+    {"name": "top_p", "p": 1, "rule": "exclusive", "ties": "all"},
+    {"name": "min_p", "p": 0},
+    {"name": "top_a", "a": 0},
+    {"name": "tail_free", "z": 1},
+    {"name": "typical", "p": 1},
+    {"name": "epsilon_cutoff", "eps": 0},
+    {"name": "eta_cutoff", "eps": 0},
+    {"name": "top_n_sigma", "n": 0},
+    {"name": "xtc", "threshold": 0.0, "probability": 0, "u": 0},
+]
+
+
+@laws
+@given(x_V=wild, seed=st.integers(0, 999))
+def test_disabled_steps_return_the_row_bit_for_bit(x_V, seed):
+    rng = np.random.default_rng(seed)
+    pipeline = [OFF[i] for i in rng.permutation(len(OFF))]
+    text = rng.integers(0, 4, (2, 1, 12))
+    y_V = np.asarray(process_logits(x_V[None], pipeline, *text))[0]
+    np.testing.assert_array_equal(y_V.view(np.uint32), x_V.view(np.uint32))
+
+
+# What moves logits moves the probabilities by the differences alone (but the repetition penalty, which reads signs).
+MOVES = {
+    "temperature": [{"name": "temperature", "t": 0.7}],
+    "dynamic_temperature": [{"name": "dynamic_temperature", "low": 0.5, "high": 2, "exponent": 1.5}],
+    "smoothing": [{"name": "smoothing", "factor": 0.3, "curve": 2}],
+    "penalties": [
+        {"name": "logit_bias", "ids": [0, 7, 9], "values": [2.5, None, -1]},
+        {"name": "presence_frequency_penalty", "presence": 0.5, "frequency": 0.25},
+        {"name": "dry", "multiplier": 0.8, "base": 1.75, "allowed_length": 1},
+    ],
+}
+
+
+def probabilities(x_V):
+    weights_V = np.exp(np.float64(x_V) - np.max(x_V, initial=-1e30))
+    return weights_V / max(weights_V.sum(), 1e-300)
+
+
+@pytest.mark.parametrize("name", MOVES)
+@laws
+@given(x_V=grid, shift=st.integers(-40, 40), seed=st.integers(0, 999))
+def test_a_common_shift_does_not_change_what_moved_logits_mean(name, x_V, shift, seed):
+    text = [[np.random.default_rng(seed).integers(0, 4, 9).tolist()] * 2] * 2
+    y_BV = process_logits(np.stack([x_V, x_V + np.float32(shift / 4)]), MOVES[name], *text)
+    np.testing.assert_allclose(probabilities(y_BV[1]), probabilities(y_BV[0]), rtol=2e-4, atol=1e-9)
+
+
+@laws
+@given(x_V=grid, text=st.lists(st.integers(0, 5), max_size=24), seed=st.integers(0, 999))
+def test_renamed_tokens_rename_the_result(x_V, text, seed):
+    """Ids are names: a history and a row under other names give the same logits under these names."""
+    new_V = np.random.default_rng(seed).permutation(V)
+    x_V = np.where(np.arange(V) == 11, 50, x_V)  # no step empties the row, where the lowest id would decide
+
+    def run(x_V, name_V):
+        pipeline = [
+            {"name": "banned_tokens", "ids": [int(name_V[6])]},
+            {"name": "bad_words", "sequences": [[int(name_V[i]) for i in words] for words in ([7], [1, 2], [0, 1, 3])]},
+            {"name": "no_repeat_ngram", "n": 4},
+            {"name": "min_tokens", "n": 6, "stop_ids": [int(name_V[8])]},
+            {"name": "repetition_penalty", "penalty": 1.3, "range": 9, "slope": 1.5},
+            {"name": "presence_frequency_penalty", "presence": 0.5, "frequency": 0.25},
+            {"name": "dry", "multiplier": 0.8, "allowed_length": 1, "breakers": [int(name_V[5])]},
+        ]
+        said = [int(name_V[token]) for token in text]
+        return np.asarray(process_logits(x_V[None], pipeline, [said[:10]], [said[10:]]))[0]
+
+    renamed_V = np.empty(V, np.float32)
+    renamed_V[new_V] = x_V
+    np.testing.assert_array_equal(run(renamed_V, new_V)[new_V], run(x_V, np.arange(V)))

@@ -1,0 +1,186 @@
+"""500 random rows through our steps and through the logits processors of Hugging Face transformers (see `make_peers.py`).
+
+A row is left out of a comparison only where float32 cannot decide it: `margin` measures, in float64, how near it comes to that.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dantinox.sampling import process_logits
+
+PEERS = np.load(Path(__file__).with_name("peers.npz"))
+SIZES = (12, 100, 128, 500)
+ROWS = [(V, i) for V in SIZES for i in range(len(PEERS[f"logits_{V}"]))]
+LEFT_OUT = 5  # rows at most; none in this file
+
+
+def inputs(name, V, i):
+    """The row, the number of the step, and the text so far."""
+    x_V, said_S = PEERS[f"logits_{V}"][i].astype(np.float32), PEERS[f"text_{V}"][i]
+    return x_V, PEERS[f"{name}_{V}"][i], said_S[said_S >= 0].tolist()
+
+
+def theirs(name, V, i):
+    return np.unpackbits(PEERS[f"kept_{name}_{V}"][i], count=V).astype(bool)
+
+
+def ours(x_V, said, **step):
+    return np.asarray(process_logits(x_V[None], [step], [said]))[0]
+
+
+def canonical(x_V):
+    """Ids in canonical order, and ln P of all tokens in float64."""
+    d_V = np.float64(x_V) - x_V.max()
+    return np.lexsort((np.arange(len(x_V)), -d_V)), d_V - np.log(np.exp(d_V).sum())
+
+
+def entropy(lnP_V):
+    P_V = np.exp(lnP_V)
+    return -np.sum(P_V * np.where(P_V > 0, lnP_V, 0))
+
+
+def mass_before(lnP_V, order_V):
+    P_V = np.exp(lnP_V[order_V])
+    return np.cumsum(P_V) - P_V
+
+
+def distance(lnP_V, threshold):
+    return np.abs(lnP_V - threshold).min()
+
+
+def margin(name, x_V, number):
+    """How far the row is from another result, in mass or in logits; two float32 calculations differ by some 1e-7 of either."""
+    order_V, lnP_V = canonical(x_V)
+    number = float(number)
+    match name:
+        case "top_p":
+            return np.abs(mass_before(lnP_V, order_V)[1:] - number).min()
+        case "min_p":
+            return distance(lnP_V, lnP_V.max() + np.log(number))
+        case "epsilon_cutoff":
+            return distance(lnP_V, np.log(number))
+        case "eta_cutoff":
+            return distance(lnP_V, min(np.log(number), np.log(number) / 2 - entropy(lnP_V)))
+        case "typical":
+            score_V = np.abs(-lnP_V - entropy(lnP_V))
+            order_V = np.argsort(score_V, kind="stable")
+            before_V = mass_before(lnP_V, order_V)
+            last = order_V[before_V < number][-1]
+            rivals = np.abs(score_V[x_V != x_V[last]] - score_V[last]).min(initial=np.inf)
+            return min(np.abs(before_V[1:] - number).min(), rivals / 10)  # a score takes in an entropy: less exact
+    return np.inf
+
+
+def compare(name, check, **words):
+    """Runs `check(x_V, y_V, kept_V, number)` on every row that float32 can decide; y_V is ours, kept_V their mask."""
+    key = "n" if name == "no_repeat_ngram" else "k" if name == "top_k" else "eps" if "cutoff" in name else "p"
+    left_out = 0
+    for V, i in ROWS:
+        x_V, number, said = inputs(name, V, i)
+        if margin(name, x_V, number) < 1e-6:
+            left_out += 1
+            continue
+        value = int(number) if key in "nk" else float(number)
+        y_V = ours(x_V, said, name=name, **{key: value}, **words)
+        kept_V = theirs(name, V, i)
+        np.testing.assert_array_equal(y_V[y_V > -np.inf], x_V[y_V > -np.inf])
+        check(x_V, y_V > -np.inf, kept_V, number)
+    assert left_out <= LEFT_OUT
+
+
+def same(x_V, mine_V, kept_V, number):
+    np.testing.assert_array_equal(mine_V, kept_V)
+
+
+def test_the_file_names_its_makers_and_holds_every_kind_of_row():
+    assert "torch" in str(PEERS["versions"]) and "transformers" in str(PEERS["versions"])
+    assert len(ROWS) == 500
+    rows = [inputs("top_p", V, i)[0] for V, i in ROWS]
+    assert sum((x_V == -np.inf).any() for x_V in rows) > 100
+    assert sum(np.unique(x_V).size < x_V.size / 2 for x_V in rows) > 50  # ties
+    chances = [np.exp(canonical(x_V)[1].max()) for x_V in rows]
+    assert sum(chance > 0.9 for chance in chances) > 30 and sum(chance < 0.02 for chance in chances) > 50
+
+
+def test_top_k():
+    """Theirs keeps every token equal to the k-th, as ours with `ties="all"`."""
+    compare("top_k", same, ties="all")
+
+
+def test_top_k_without_ties():
+    def check(x_V, mine_V, kept_V, k):
+        order_V = canonical(x_V)[0]
+        alive = np.sum(x_V > -np.inf)
+        assert (mine_V <= kept_V).all() and set(np.flatnonzero(mine_V)) == set(order_V[: min(int(k), alive)].tolist())
+
+    compare("top_k", check)
+
+
+def test_top_p():
+    """Theirs counts up from the least likely token and leaves open which of equal ones at the edge go; ours: the last by id."""
+    split = 0
+
+    def check(x_V, mine_V, kept_V, p):
+        nonlocal split
+        np.testing.assert_array_equal(np.sort(x_V[mine_V]), np.sort(x_V[kept_V]))
+        edge = x_V == x_V[mine_V].min()
+        np.testing.assert_array_equal(mine_V[~edge], kept_V[~edge])
+        split += (mine_V != kept_V).any()
+        assert np.flatnonzero(mine_V & edge).tolist() == np.flatnonzero(edge)[: np.sum(mine_V & edge)].tolist()
+
+    compare("top_p", check)
+    assert 0 < split < 150
+
+
+def test_min_p():
+    compare("min_p", same)
+
+
+def test_typical():
+    """Theirs keeps all tokens as near to the entropy as the last one, as ours with `ties="all"`."""
+    compare("typical", same, ties="all")
+
+
+@pytest.mark.parametrize("name", ["epsilon_cutoff", "eta_cutoff"])
+def test_cutoffs(name):
+    """Where no token reaches the threshold theirs keeps every token as likely as the first, ours the first alone."""
+
+    def check(x_V, mine_V, kept_V, eps):
+        order_V, lnP_V = canonical(x_V)
+        least = np.log(eps) if name == "epsilon_cutoff" else min(np.log(eps), np.log(eps) / 2 - entropy(lnP_V))
+        if lnP_V.max() < least:
+            assert np.flatnonzero(mine_V).tolist() == [order_V[0]]
+            np.testing.assert_array_equal(kept_V, x_V == x_V.max())
+        else:
+            np.testing.assert_array_equal(mine_V, kept_V)
+
+    compare(name, check)
+
+
+def test_no_repeat_ngram():
+    """Theirs may ban every token; ours leaves the first in canonical order."""
+    banning, emptied = 0, 0
+
+    def check(x_V, mine_V, kept_V, n):
+        nonlocal banning, emptied
+        banning += (kept_V != (x_V > -np.inf)).any()
+        emptied += not kept_V.any()
+        np.testing.assert_array_equal(mine_V, kept_V if kept_V.any() else np.arange(len(x_V)) == canonical(x_V)[0][0])
+
+    compare("no_repeat_ngram", check)
+    assert banning > 200 and emptied >= 1
+
+
+@pytest.mark.parametrize(("name", "key"), [("temperature", "t"), ("repetition_penalty", "penalty")])
+def test_changed_logits(name, key):
+    moved = 0
+    for V, i in ROWS:
+        x_V, number, said = inputs(name, V, i)
+        y_V, ids = ours(x_V, said, name=name, **{key: float(number)}), PEERS[f"ids_{V}"][i]
+        np.testing.assert_allclose(y_V[ids], PEERS[f"{name}_values_{V}"][i], rtol=3e-7)
+        untouched = np.setdiff1d(np.arange(V), said if name == "repetition_penalty" else np.arange(V))
+        np.testing.assert_array_equal(y_V[untouched], x_V[untouched])
+        moved += (y_V[ids] != x_V[ids]).any()
+    assert moved > 400

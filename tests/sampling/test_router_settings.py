@@ -1,0 +1,106 @@
+"""The settings of the entropy router, its presets, and the numbers that they become."""
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from dantinox.config import UserError
+from dantinox.config.router import EVERY, MEASURED, RouterSection, router_conflicts, with_request
+from dantinox.sampling.router import AttentionMetrics, Metrics, RouterConfig, route
+
+PRESET = json.loads(Path(__file__).with_name("entropy_router.json").read_text())["preset"]
+MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}
+CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
+
+
+def test_the_guide_preset_is_the_guide():
+    names = {
+        "T": "base_temperature", "top_p": "base_top_p", "top_k": "base_top_k", "ada_min_p": "base_min_p", "n": "candidates",
+        "low_H": "low_entropy", "low_V": "low_varentropy", "helv_H": "clarify_entropy", "high_H": "high_entropy",
+        "high_V": "high_varentropy",
+    }  # fmt: skip
+    assert {key: np.float32(value) for key, value in PRESET.items() if key in names} == {
+        key: getattr(RouterConfig.build(), name) for key, name in names.items()
+    }
+    assert PRESET["min_p"] == route(Metrics(6.0, 6.0), RouterConfig()).min_p == 0
+    assert set(PRESET) - set(names) == {"min_p"}
+
+
+def test_settings_and_numbers_have_the_same_names():
+    names = set(RouterSection.model_fields) - {"router_preset", "use_attention"}
+    assert names == {field.name for field in fields(RouterConfig)}
+    own = {name: 7 for name in names - {"base_top_p", "base_min_p"} if not name.endswith(("_p_min", "_p_max"))}
+    own |= {name: 0.7 for name in names - set(own)}
+    config = RouterConfig.build(RouterSection.model_validate(own))
+    assert {name: float(getattr(config, name)) for name in names} == {name: float(np.float32(x)) for name, x in own.items()}
+
+
+def test_the_calibrated_preset_takes_thresholds_from_the_measurement():
+    for name in MEASURED:
+        assert getattr(CALIBRATED, name) == np.float32(MEDIAN[name])
+    section = RouterSection(router_preset="calibrated", high_entropy=4.0, temperature_max=3.0)
+    config = RouterConfig.build(section, MEDIAN)
+    assert (config.high_entropy, config.temperature_max, config.temperature_min) == (4.0, 3.0, np.float32(0.1))
+    with pytest.raises(UserError, match=r"dantinox calibrate .* or set router\.low_entropy, .*router\.varentropy_scale$"):
+        RouterConfig.build(section)
+    with pytest.raises(UserError, match=r"set router\.low_entropy$"):
+        RouterConfig.build(section, {name: 1.0 for name in MEASURED if name != "low_entropy"})
+    assert RouterConfig.build(RouterSection(), MEDIAN).low_entropy == np.float32(0.1)  # the guide measures nothing
+
+
+def test_a_request_sets_what_the_router_starts_from():
+    numbers = RouterSection(base_top_k=30).numbers()
+    base = ("base_temperature", "base_top_p", "base_top_k", "base_min_p")
+    assert [with_request(numbers)[name] for name in base] == [0.666, 0.9, 30, 0.03]
+    given = with_request(numbers, temperature=0.4, top_p=1.0, top_k=5, min_p=0.2)
+    assert [given[name] for name in base] == [0.4, 1.0, 5, 0.2]
+    assert with_request(numbers, temperature=1.4)["base_temperature"] == 1.4
+    for top_k in (0, -1, 2**31 - 1):
+        config = RouterConfig.build(None, top_k=top_k)
+        assert route(Metrics(4.0, 0.0), config).top_k == EVERY  # clarify: no cut
+        assert route(Metrics(1.0, 1.0), config).top_k == 100  # adaptive: the upper end
+        assert route(Metrics(1.0, 6.0), config).top_k == EVERY  # explore
+    wide = RouterConfig.build(RouterSection(explore_top_k_disagreement=1000.0), top_k=0)
+    apart = AttentionMetrics(1.0, 0.5, 0.1, 0.9, 0.1, 1.0)
+    assert route(Metrics(1.0, 6.0, apart), wide).top_k == EVERY  # not beyond what an integer holds
+
+
+def test_the_clarifying_token_is_an_id_or_none():
+    assert RouterConfig.build().clarify_token == -1
+    for given in (0, 2564, "2564"):
+        assert RouterConfig.build(RouterSection(clarify_token=given)).clarify_token == int(given)
+    with pytest.raises(UserError, match=r"router\.clarify_token must be a token id where there is no tokenizer, got ' \?'"):
+        RouterConfig.build(RouterSection(clarify_token=" ?"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"high_entropy": -1.0}, {"entropy_scale": 0.0}, {"candidates": 0}, {"adaptive_top_k_max": 257}, {"base_top_p": 1.1},
+        {"clarify_token": ""}, {"clarify_token": -1}, {"router_preset": "entropix"}, {"explore_temperature_factor": math.nan},
+        {"resample_top_p_attn_entropy": math.inf}, {"low_H": 0.1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        RouterSection.model_validate(wrong)
+
+
+def test_bounds_that_cross_are_refused():
+    def broken(**own):
+        return [sentence for wrong, sentence in router_conflicts(RouterSection(**own)) if wrong]
+
+    assert broken() == broken(router_preset="calibrated") == broken(temperature_min=1.0, temperature_max=1.0) == []
+    assert broken(adaptive_top_k_min=101) == [
+        "router.adaptive_top_k_min must be at most router.adaptive_top_k_max, got 101 and 100"
+    ]
+    assert len(broken(adaptive_min_p_max=0.001, adaptive_top_p_min=1.0, adaptive_top_p_max=0.5)) == 2
+    assert broken(router_preset="calibrated", temperature_min=2.5) == [
+        "router.temperature_min must be at most router.temperature_max, got 2.5 and 2"
+    ]

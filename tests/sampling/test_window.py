@@ -1,0 +1,206 @@
+"""The window against whole rows: the same masks and numbers, and a row that never feels its neighbours' fallback."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.sampling import SamplingParams, init_state, process_logits, sample, trace
+from dantinox.sampling.chain import _chain, _keys, _run
+from dantinox.sampling.window import WINDOW, Context, in_window, one_by_one, take_window, together
+
+V = 6000
+
+
+def language(seed, spread=1.6):
+    """A row like a language model's: log-probabilities that fall with the logarithm of the rank, in random places."""
+    rng = np.random.default_rng(seed)
+    return np.float32(rng.permutation(-spread * np.log(np.arange(V) + 2.0)) + rng.normal(0, 0.3, V))
+
+
+def started(params, text=((5, 9, 5, 30),)):
+    tokens = jnp.broadcast_to(jnp.asarray(text), (params.batch, len(text[0])))
+    return init_state(params, tokens, jnp.ones(tokens.shape, bool), V, 64)
+
+
+@jax.jit
+def final(logits_BV, params, state):
+    """What tokens are drawn from, by windows where they hold."""
+    context = Context(params, state, _keys(params, state))
+    return _chain(params.plan, logits_BV, context, jnp.ones(params.batch, bool))[0]
+
+
+@jax.jit
+def flags(logits_BV, params, state):
+    """Rows left open, rows the window cannot hold."""
+    context = Context(params, state, _keys(params, state))
+    return in_window(_run, params.plan, logits_BV, context)[2:]
+
+
+CLOSES = {
+    "top_k": [{"top_k": 3}, {"top_k": WINDOW - 1}],
+    "top_p": [{"top_p": 0.0}, {"top_p": 0.5}],
+    "min_p": [{"min_p": 0.05}, {"min_p": 1.0}],
+    "top_a": [{"top_a": 0.5}, {"top_a": 5.0}],
+    "typical": [{"typical": 0.2}, {"typical": 0.5}],
+    "epsilon_cutoff": [{"epsilon_cutoff": 0.002}, {"epsilon_cutoff": 0.3}],
+    "eta_cutoff": [{"eta_cutoff": 0.01}, {"eta_cutoff": 0.3}],
+    "top_n_sigma": [{"top_n_sigma": 0.3}, {"top_n_sigma": 3.0}],
+    "mirostat_v1": [{"mirostat": 1, "mirostat_tau": 1.0}, {"mirostat": 1, "mirostat_tau": 2.5}],
+    "mirostat_v2": [{"mirostat": 2, "mirostat_tau": 1.0}, {"mirostat": 2, "mirostat_tau": 3.0}],
+}
+TOO_WIDE = {
+    "top_k": {"top_k": WINDOW + 1},
+    "top_p": {"top_p": 0.9999},
+    "min_p": {"min_p": 1e-6},
+    "top_a": {"top_a": 1e-6},
+    "typical": {"typical": 0.9999},
+    "epsilon_cutoff": {"epsilon_cutoff": 1e-7},
+    "eta_cutoff": {"eta_cutoff": 1e-9},
+    "top_n_sigma": {"top_n_sigma": 50.0},
+    "mirostat_v1": {"mirostat": 1, "mirostat_tau": 12.0},
+    "mirostat_v2": {"mirostat": 2, "mirostat_tau": 12.0},
+}
+
+
+@pytest.mark.parametrize("name", CLOSES)
+def test_a_cut_in_the_window_is_the_cut_of_the_whole_row(name):
+    rows = [*CLOSES[name], TOO_WIDE[name], {}]
+    params = SamplingParams.build([row | {"seed": 1} for row in rows])
+    assert params.plan == (name,)
+    for seed, spread in ((0, 1.6), (1, 2.5), (2, 1.2)):
+        logits_BV = jnp.asarray(np.stack([language(seed, spread)] * len(rows)))
+        whole_BV = trace(logits_BV, params, started(params))[-1][1]
+        np.testing.assert_array_equal(final(logits_BV, params, started(params)), whole_BV)
+        np.testing.assert_array_equal(whole_BV[3], logits_BV[3])
+        assert (np.isfinite(whole_BV[:2]).sum(axis=1) < WINDOW).all()
+    open_B, failed_B = flags(jnp.asarray(np.stack([language(1, 2.5)] * len(rows))), params, started(params))
+    assert (open_B.tolist(), failed_B.tolist()) == ([False, False, True, True], [False, False, True, False])
+
+
+def test_ties_across_the_edge_of_the_window():
+    """A plateau wider than the window: the first ids stay, or all."""
+    x_V = np.full(V, -9.0, np.float32)
+    x_V[::7] = 1.0
+    for ties, kept in (("first", 200), ("all", len(x_V[::7]))):
+        params = SamplingParams.build([{"top_k": 200, "ties": ties, "seed": 0}])
+        y_V = np.asarray(final(jnp.asarray(x_V[None]), params, started(params)))[0]
+        np.testing.assert_array_equal(np.flatnonzero(y_V > -np.inf), np.flatnonzero(x_V == 1.0)[:kept])
+    params = SamplingParams.build([{"top_k": WINDOW - 6, "min_p": 0.5, "temperature": 3e38, "seed": 0, "preset": "llamacpp"}])
+    y_V = np.asarray(final(jnp.asarray(x_V[None]), params, started(params)))[0]
+    np.testing.assert_array_equal(np.flatnonzero(y_V > -np.inf), np.flatnonzero(x_V == 1.0)[: WINDOW - 6])
+
+
+def test_zeros_of_both_signs_at_the_edge_of_the_window_are_equal():
+    """`lax.top_k` puts 0 before -0, which would keep the wrong ids of a plateau of zeros."""
+    x_V = np.full(V, -9.0, np.float32)
+    x_V[:600] = np.where(np.arange(600) % 3, 0.0, -0.0)
+    params = SamplingParams.build([{"top_k": 100, "seed": 0}])
+    y_V = np.asarray(final(jnp.asarray(x_V[None]), params, started(params)))[0]
+    np.testing.assert_array_equal(np.flatnonzero(y_V > -np.inf), np.arange(100))
+    np.testing.assert_array_equal(y_V[:100].view(np.uint32), x_V[:100].view(np.uint32))
+
+
+ROWS = [
+    {"top_k": 40, "top_p": 0.9, "tail_free": 0.9, "typical": 0.95, "temperature": 0.8, "repetition_penalty": 1.2},
+    {"top_p": 0.6, "top_a": 0.1, "temperature": 1.5},
+    {"top_k": 200, "repetition_penalty": 1.4, "repetition_range": 3, "repetition_slope": 1.0, "tail_free": 0.5},
+    {"typical": 0.4, "temperature": 0.3, "top_k": 5000},
+]
+ORDERS = [{}, {"preset": "kobold"}, {"preset": "kobold", "sampler_order": [0, 6, 5, 2, 3, 4, 1]}]
+PARAMETER = {"top_k": "k", "top_p": "p", "top_a": "a", "tail_free": "z", "typical": "p", "temperature": "t"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_whole_chains(order):
+    """Against the steps by name; numbers that depend on a sum to its rounding, masks exactly."""
+    params = SamplingParams.build([row | order | {"seed": 1} for row in ROWS])
+    logits_BV = jnp.asarray(np.stack([language(seed, 2.0) for seed in range(len(ROWS))]))
+    got_BV = np.asarray(final(logits_BV, params, started(params)))
+    for b, row in enumerate(ROWS):
+        pipeline = [{"name": name, PARAMETER[name]: row[name]} for name in params.plan if name in row and name in PARAMETER]
+        if "repetition_penalty" in row:
+            penalty = {"penalty": row["repetition_penalty"], "range": row.get("repetition_range", 0)}
+            place = [name for name in params.plan if name in row].index("repetition_penalty")
+            pipeline.insert(place, {"name": "repetition_penalty", "slope": row.get("repetition_slope", 0.0)} | penalty)
+        expected_V = np.asarray(process_logits(logits_BV[b : b + 1], pipeline, [[5, 9, 5, 30]]))[0]
+        np.testing.assert_array_equal(got_BV[b] > -np.inf, expected_V > -np.inf)
+        np.testing.assert_allclose(got_BV[b], expected_V, rtol=1e-6)
+
+
+@partial(jax.jit, static_argnames="report")
+def step(logits_BV, params, state, report=True):
+    return sample(logits_BV, params, state, report=report)
+
+
+def test_a_neighbour_that_needs_its_whole_row_changes_no_bit():
+    """All steps whose numbers come from sums, drawn 40 times: tokens and log-probabilities equal in both branches."""
+    mine = {
+        "top_k": 60, "top_p": 0.9, "min_p": 0.001, "typical": 0.95, "tail_free": 0.97, "xtc_probability": 0.5,
+        "xtc_threshold": 0.05, "mirostat": 2, "mirostat_tau": 3.0, "seed": 7,
+    }  # fmt: skip
+    narrow, wide = {"top_k": 5, "seed": 1}, {"top_k": 3000, "top_p": 0.999, "seed": 1}
+    logits_BV = jnp.asarray(np.stack([language(3), language(4)]))
+    outcomes = []
+    for neighbour in (narrow, wide):
+        params = SamplingParams.build([mine, neighbour])
+        state, told = started(params), []
+        assert bool(flags(logits_BV, params, state)[1].any()) == (neighbour is wide)
+        for _ in range(40):
+            token_B, state, info = step(logits_BV, params, state)
+            told.append([int(token_B[0]), *np.float32([info.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
+        outcomes.append(told)
+    assert outcomes[0] == outcomes[1] and len({told[0] for told in outcomes[0]}) > 3
+
+
+def test_whole_rows_one_by_one_are_whole_rows_together():
+    """The two ways of other platforms; sums of one row and of several may differ in their last bit."""
+    rows = [{"top_k": 5}, {"top_k": 3000, "top_p": 0.9}, {}, {"mirostat": 2, "top_p": 0.9999, "mirostat_tau": 6.0}]
+    params = SamplingParams.build([row | {"seed": 1} for row in rows])
+    logits_BV = jnp.asarray(np.stack([language(seed) for seed in range(4)]))
+
+    @jax.jit
+    def both(logits_BV, params, state):
+        context = Context(params, state, _keys(params, state))
+        short = in_window(_run, params.plan, logits_BV, context)
+        return short.failed, *(way(_run, params.plan, logits_BV, context, short) for way in (one_by_one, together))
+
+    failed_B, (one_BV, mass_B), (all_BV, all_mass_B) = both(logits_BV, params, started(params))
+    assert failed_B.tolist() == [False, True, False, True]
+    np.testing.assert_array_equal(one_BV, all_BV)
+    np.testing.assert_allclose(mass_B[3], all_mass_B[3], rtol=1e-6)
+
+
+def test_the_window_holds_the_largest_and_the_sums_of_the_others():
+    x_BV = np.stack([language(8), language(9)])
+    x_BV[0, ::2] = -np.inf
+    values_BK, ids_BK, rest = take_window(jnp.asarray(x_BV))
+    for b in range(2):
+        order = np.lexsort((np.arange(V), -x_BV[b]))
+        np.testing.assert_array_equal(ids_BK[b], np.sort(order[:WINDOW]))
+        np.testing.assert_array_equal(values_BK[b], x_BV[b][ids_BK[b]])
+        others = x_BV[b].astype(np.float64)[order[WINDOW:]] - x_BV[b].max()
+        others = others[others > -np.inf]
+        sums = (np.exp(others).sum(), (others * np.exp(others)).sum(), len(others), others.sum(), (others**2).sum())
+        np.testing.assert_allclose([part[b] for part in rest], sums, rtol=1e-5)
+    few = np.full((1, V), -np.inf, np.float32)
+    few[0, 3:9] = 1.0
+    assert [float(part[0]) for part in take_window(jnp.asarray(few))[2]] == [0.0] * 5
+
+
+def test_the_selection_is_no_sort_of_the_row():
+    params = SamplingParams.build({"top_p": 0.9, "seed": 0})
+    text = step.lower(jnp.zeros((1, V)), params, started(params)).compile().as_text()
+    assert "TopK" in text and f"[1,{V}]{{1,0}} sort" not in text and f"[{V}]{{0}} sort" not in text
+
+
+def test_logits_far_apart_leave_the_sums_finite():
+    x_V = np.where(np.arange(V) % 2, -3e38, 3e38).astype(np.float32)
+    rows = [{"top_n_sigma": 0.5}, {"eta_cutoff": 1e-6}, {"typical": 0.5}]
+    params = SamplingParams.build([row | {"seed": 1} for row in rows])
+    logits_BV = jnp.asarray(np.stack([x_V] * 3))
+    whole_BV = trace(logits_BV, params, started(params))[-1][1]
+    np.testing.assert_array_equal(final(logits_BV, params, started(params)), whole_BV)
+    assert np.isfinite(whole_BV[:2]).sum(axis=1).tolist() == [V // 2] * 2
