@@ -41,7 +41,7 @@ def repetition_penalty(
     u_V = 1 - 2 * d_V / jnp.maximum(window - 1, 1)
     y_V = slope * u_V / (1 + jnp.abs(u_V) * (slope - 1))
     flat = (jnp.asarray(window) <= 1) | (jnp.asarray(slope) == 0)
-    P_V = jnp.where(flat, penalty, 1 + (penalty - 1) * (y_V + 1) / 2)
+    P_V = jnp.where(flat, penalty, 1 + (penalty - 1) * ((y_V + 1) / 2))
     seen_V = (distance_V >= 0) & ((jnp.asarray(window) <= 0) | (distance_V < window))
     scaled_V = bounded(jnp.where(logits_V <= 0, logits_V * P_V, logits_V / P_V), logits_V)
     return jnp.where(seen_V & (jnp.asarray(penalty) != 1), scaled_V, logits_V)
