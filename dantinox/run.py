@@ -1,25 +1,35 @@
 """The run directory: its paths, its settings, its weights, its lock, and the one way files are written into it."""
 
 import contextlib
+import hashlib
+import json
 import math
 import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError, create_model
 
 from dantinox.config import Config, UserError, dump_config, load_config
+from dantinox.config.base import NonNegative, Section
+from dantinox.config.router import MEASURED, Scale
 
 RUNS = Path("runs")
 # Flax's msgpack format: an array is extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks.
 ARRAY_EXTENSION = 1
 CHUNK_BYTES = 1 << 30
 CHUNKED = "__msgpack_chunked_array__"
+MAX_ROUTER_BYTES = 1 << 20
+_NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in MEASURED}
+_Measured = create_model("_Measured", __base__=Section, **_NUMBERS)
+_RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...))
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
@@ -74,6 +84,10 @@ class RunDirectory:
         return self.path / "model_weights.msgpack"
 
     @property
+    def router(self) -> Path:
+        return self.path / "router.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -121,9 +135,7 @@ class RunDirectory:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(
-                    f"another process is working on {self.path}: wait for it, or use another run directory"
-                ) from None
+                raise UserError(f"another process is working on {self.path}: wait, or use another run directory") from None
             except OSError as error:
                 raise UserError(f"cannot lock {self.path}: {error.strerror}") from None
             self._remove_leftovers()
@@ -167,10 +179,9 @@ def create_run(path: str | Path | None = None, *, resume: bool = False) -> RunDi
         path.mkdir(parents=True, exist_ok=True)
         # A run that was killed before it wrote anything leaves its lock file alone.
         occupied = any(child.name != ".lock" for child in path.iterdir())
-    except FileExistsError:
-        raise UserError(f"cannot make the run directory {path}: a file is in its way") from None
     except OSError as error:
-        raise UserError(f"cannot make the run directory {path}: {error.strerror}") from None
+        reason = "a file is in its way" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"cannot make the run directory {path}: {reason}") from None
     if occupied and not resume:
         raise UserError(f"the run directory {path} is not empty: add --resume to go on with it, or choose another --run_dir")
     return RunDirectory(path)
@@ -258,6 +269,47 @@ def load_weights(
             node = node.setdefault(parent, {})
         node[last] = place(name, found.pop(name))
     return result
+
+
+def weights_digest(run: RunDirectory) -> str:
+    """SHA-256 (hex) of the weights file, computed once for as long as the file stays as it is."""
+    status = run.weights.stat()
+    return _digest(run.weights, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _digest(path: Path, *state: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
+    """Writes what was measured for the router: `weights` (their digest), `measured` (the numbers of `MEASURED`), and more."""
+    atomic_write(run.router, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
+
+
+def load_router_calibration(run: RunDirectory) -> dict[str, float] | None:
+    """The numbers of `config.router.MEASURED`, or None for a run that was not calibrated; warns if its weights have changed.
+
+    Raises:
+      UserError: the file cannot be read, or does not hold exactly these numbers.
+    """
+    path, again = run.router, f"run `dantinox calibrate --run_dir {run.path} --what router` again"
+    try:
+        if not path.exists():
+            return None
+        if path.stat().st_size > MAX_ROUTER_BYTES:
+            raise UserError(f"the calibration {path} is larger than {MAX_ROUTER_BYTES >> 20} MiB: {again}")
+        found: Any = _RouterFile.model_validate_json(path.read_bytes())
+        if found.weights != weights_digest(run):
+            warnings.warn(f"the calibration {path} was measured on other weights: {again}", stacklevel=2)
+    except OSError as error:
+        raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = _short("".join(f"{part}: " for part in first["loc"]))
+        raise UserError(f"the calibration {path} is no good ({where}{first['msg']}): {again}") from None
+    return found.measured.model_dump()
 
 
 def _compare(path: Path, found: dict[str, tuple[tuple[int, ...], np.dtype]], shapes: dict[str, tuple[int, ...]]) -> None:
