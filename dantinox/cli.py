@@ -1,4 +1,4 @@
-"""The command line: `dantinox train | generate | explain | info | doctor`. Parses, calls, prints."""
+"""The command line: `dantinox train | generate | explain | calibrate | eval | info | doctor`. Parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import GenerationSection, UserError, overlay
+from dantinox.config import Config, UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags, overrides
 
 DEFAULT_CONFIG = Path("configs/quickstart.yaml")
 DEFAULT_PROMPT = "Nel mezzo del cammin"
+ALTERNATIVES = 10  # the likeliest tokens told of in a trace
 USER_ERROR, INTERRUPTED = 2, 130
 
 
@@ -97,7 +98,10 @@ def _parser() -> Parser:
     generate.add_argument("--json", action="store_true", help="print one JSON object per sample")
     generate.add_argument("--logprobs", type=_whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
     generate.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
-    add_config_flags(generate, ("generation",))
+    generate.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
+    generate.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
+    generate.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
+    add_config_flags(generate, ("generation", "router"))
 
     explain = add("explain", _explain, "Show what each sampling step makes of the token behind a prompt.")
     explain.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
@@ -105,7 +109,7 @@ def _parser() -> Parser:
     explain.add_argument("--show", type=_whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
     explain.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
     explain.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(explain, ("generation",))
+    add_config_flags(explain, ("generation", "router"))
 
     info = add("info", _info, "Describe a run: settings, size, training, and what narrow weights cost.")
     info.add_argument("run_dir", type=Path, help="the run directory")
@@ -170,7 +174,7 @@ def _sample(config: Any, tokenizer: Any, model: Any) -> str:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    settings = {key.removeprefix("generation."): value for key, value in overrides(options).items()}
+    settings = _settings(options)
     if options.no_cache:
         if settings.get("use_cache"):
             raise UserError("--no_cache and --use_cache true contradict each other")
@@ -180,21 +184,30 @@ def _generate(options: argparse.Namespace) -> int:
     as_json = options.json or options.prompt_file is not None
     if options.logprobs is not None and not as_json:
         raise UserError("--logprobs needs --json to print them")
+    if options.show_entropy and (as_json or options.stream):
+        raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
+    if options.report is not None and options.report.suffix != ".html":
+        raise UserError(f"--report must name a .html file, got {options.report}")
+    traced = options.show_entropy or options.trace is not None or options.report is not None
     if options.stream and as_json:
         raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
     from dantinox.run import load_run_config, open_run
 
     # What is wrong with the settings is told before anything large is loaded.
-    base = load_run_config(open_run(options.run_dir)).generation
+    base = load_run_config(open_run(options.run_dir))
     requests = _requests(options, settings, base)
-    alone = len(requests) == 1 and overlay(base, requests[0][1]).n == 1
+    alone = len(requests) == 1 and overlay(base, requests[0][1]).generation.n == 1
     if options.stream and not alone:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
     _use_compilation_cache()
     from dantinox.generation import in_order, load
 
-    batches = load(options.run_dir).start(requests, logprobs=options.logprobs, echo=options.echo)
+    run = load(options.run_dir)
+    alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
+    reported = options.logprobs if options.logprobs is not None else alternatives
+    batches = run.start(requests, logprobs=reported, echo=options.echo)
     stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
+    stream = stream and not options.show_entropy
     if stream:
         print(requests[0][0], end="", flush=True)
     for batch in batches:
@@ -205,17 +218,44 @@ def _generate(options: argparse.Namespace) -> int:
         print()
     for result in in_order(batches):
         if as_json:
-            print(json.dumps(result.to_dict(), ensure_ascii=False))
-        elif not stream:
+            told = result.to_dict()
+            if options.logprobs is None:
+                told.pop("logprobs", None)  # reported for the trace alone
+            print(json.dumps(told, ensure_ascii=False))
+        elif not stream and not options.show_entropy:
             print(result.prompt + result.text)
+    if traced:
+        from dantinox.generation.trace import trace_document
+
+        _show([trace_document(result, run.tokenizer) for result in in_order(batches)], options)
     for batch in batches:
         print(batch.summary(), file=sys.stderr)
     return 0
 
 
-def _requests(
-    options: argparse.Namespace, settings: dict[str, Any], base: GenerationSection
-) -> list[tuple[str, dict[str, Any]]]:
+def _show(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The reported samples at the terminal, as lines and as a page, whatever was asked for."""
+    from dantinox.report.entropy_view import show_entropy, terminal_colours
+    from dantinox.report.page import page
+    from dantinox.report.trace import trace_lines
+    from dantinox.run import atomic_write
+
+    if options.show_entropy:
+        width = shutil.get_terminal_size((100, 24)).columns
+        for line in show_entropy(documents, width, terminal_colours(sys.stdout)):
+            print(line)
+    if options.trace is not None:
+        atomic_write(options.trace, "".join(line + "\n" for line in trace_lines(documents)))
+    if options.report is not None:
+        atomic_write(options.report, page(documents))
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `generation` and `router` by their names alone."""
+    return {key.partition(".")[2]: value for key, value in overrides(options).items()}
+
+
+def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, dict[str, Any]]]:
     """(prompt, settings) for everything to be continued, checked over the run's own settings `base`."""
     overlay(base, settings, "command line")
     if options.prompt_file is None:
@@ -229,7 +269,7 @@ def _requests(
     return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(line: str, settings: dict[str, Any], base: GenerationSection, where: str) -> tuple[str, dict[str, Any]]:
+def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> tuple[str, dict[str, Any]]:
     if not line.lstrip().startswith("{"):
         return line, settings
     try:
@@ -239,7 +279,8 @@ def _request(line: str, settings: dict[str, Any], base: GenerationSection, where
     prompt = record.pop("prompt", None)
     if not isinstance(prompt, str):
         raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
-    return prompt, overlay(overlay(base, settings), record, where).model_dump()
+    config = overlay(overlay(base, settings), record, where)
+    return prompt, config.router.model_dump() | config.generation.model_dump()
 
 
 def _stdin() -> str:
@@ -254,11 +295,11 @@ def _stdin() -> str:
 def _explain(options: argparse.Namespace) -> int:
     if options.plot is not None and options.plot.suffix != ".png":
         raise UserError(f"--plot must name a .png file, got {options.plot}")
-    settings = {key.removeprefix("generation."): value for key, value in overrides(options).items()}
+    settings = _settings(options)
     prompt = DEFAULT_PROMPT if options.prompt is None else options.prompt
     from dantinox.run import atomic_write, load_run_config, open_run
 
-    overlay(load_run_config(open_run(options.run_dir)).generation, settings, "command line")
+    overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
     prompt = _stdin() if prompt == "-" else prompt
     _use_compilation_cache()
     from dantinox.evaluation.explain import explain

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dantinox.config.base import UserError
-from dantinox.config.generation import REFINES, GenerationSection, steps_on
+from dantinox.config.generation import CHAIN_KEYS, REFINES, GenerationSection, steps_on
+from dantinox.config.router import RouterSection
 from dantinox.config.sections import Config
 
 MAX_FILE_BYTES = 1 << 20
@@ -160,15 +161,18 @@ def build_config(
         raise UserError(_sentence(error, where, source)) from None
 
 
-def overlay(base: GenerationSection, given: Mapping[str, Any], origin: str = "") -> GenerationSection:
-    """A `generation` section with other values laid over it; `origin` tells in errors where they were written.
+def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
+    """A config with other values of its `generation` and `router` sections laid over it, keys by their name alone.
 
-    Another preset leaves the base's own order behind, an order of names its preset, and a step that is switched off takes its
-    refinements along.
+    Another preset leaves the base's own order behind, an order of names its preset; a step that is switched off takes its
+    refinements along, another strategy all that only the base's own reads.
+
+    Args:
+      origin: tells in errors where the values were written.
     """
     for name in given:
         _check_text("a key of generation", name, {}, origin)
-    tree = base.model_dump()
+    tree, router = base.generation.model_dump(), base.router.model_dump()
     if "preset" in given and "sampler_order" not in given:
         del tree["sampler_order"]
     with contextlib.suppress(ValidationError):  # told below, in words
@@ -176,12 +180,18 @@ def overlay(base: GenerationSection, given: Mapping[str, Any], origin: str = "")
         section = GenerationSection.model_validate(tree | known)
         if "preset" not in given and "sampler_order" in given and str in map(type, section.sampler_order or ()):
             del tree["preset"]
+        if section.strategy != base.generation.strategy:
+            router = {}
+            tree = {key: value for key, value in tree.items() if key not in CHAIN_KEYS}
         on = steps_on(section)
         for key, refined in REFINES.items():
             if key not in given and not on & set(refined):
-                del tree[key]
-    changed = {f"generation.{key}": value for key, value in given.items()}
-    return build_config({"generation": tree}, changed, origin=origin).generation
+                tree.pop(key, None)
+    changed = {
+        f"{'router' if key in RouterSection.model_fields else 'generation'}.{key}": value for key, value in given.items()
+    }
+    sections = build_config({"generation": tree, "router": router}, changed, origin=origin)
+    return base.model_copy(update={"generation": sections.generation, "router": sections.router})
 
 
 def _check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:

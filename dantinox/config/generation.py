@@ -65,6 +65,9 @@ class GenerationSection(Section):
     """Defaults of generate.py for this run, and how a token is chosen."""
 
     max_new_tokens: CountOrZero = Field(150, description="tokens to generate")
+    strategy: Literal["chain", "entropy"] = Field(
+        "chain", description="who sets temperature, top_k, top_p and min_p: this section, or the entropy router token by token"
+    )
     greedy: bool = Field(False, description="always the most likely token")
     temperature: NonNegative = Field(1.0, description="divides the logits; 0 is greedy")
     dynatemp_low: NonNegative = Field(1.0, description="dynamic temperature: its value where the model is certain")
@@ -152,6 +155,8 @@ PRESETS: dict[str, tuple[str, ...]] = {
         *PENALTIES, "top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc", "temperature", "dynamic_temperature", *MIROSTAT,
     ),
 }  # fmt: skip
+ROUTED = ("temperature", "top_k", "top_p", "min_p")  # the steps whose numbers the entropy router sets
+CHAIN_KEYS = ("greedy", "preset", "sampler_order", "ties", "top_p_rule")  # what the router has no use for
 KOBOLD_CODES = ("top_k", "top_a", "top_p", "tail_free", "typical", "temperature", "repetition_penalty")
 KOBOLD_ORDERS = {"kobold": (6, 0, 1, 2, 3, 4, 5), "koboldcpp": (6, 0, 1, 3, 4, 2, 5)}
 KOBOLDCPP_SLOTS = {"top_p": ("top_p", "min_p"), "temperature": ("dynamic_temperature", "temperature", "smoothing")}
@@ -250,6 +255,15 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
     return _named_order(preset, given)
 
 
+def order_of(g: GenerationSection) -> tuple[str, ...]:
+    """The steps behind the edits, in the order that a section asks for.
+
+    Raises:
+      ValueError: as `step_order`.
+    """
+    return (*PENALTIES, *ROUTED) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
+
+
 def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
     known = tuple(dict.fromkeys("mirostat" if name in MIROSTAT else name for name in PRESETS["default"]))
     wrong = next((name for name in names if name not in known), None)
@@ -268,12 +282,14 @@ def generation_conflicts(g: GenerationSection) -> list[tuple[bool, str]]:
     """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
     on = steps_on(g)
     try:
-        order, wrong_order = step_order(g.preset, g.sampler_order), ""
+        order, wrong_order = order_of(g), ""
     except ValueError as error:
         order, wrong_order = PRESETS["default"], str(error)
     greedy = g.greedy or g.temperature == 0
     lacking = sorted(on - {*EDITS, *order} - ({"temperature"} if greedy else set()))
+    routed = g.strategy == "entropy"
     whose = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
+    whose = "generation.strategy entropy" if routed else whose
     idle = [
         (f"generation.{key}", " or ".join(dict.fromkeys(f"generation.{SWITCHES.get(step, step)}" for step in steps)))
         for key, steps in REFINES.items()
@@ -297,6 +313,19 @@ def generation_conflicts(g: GenerationSection) -> list[tuple[bool, str]]:
         (
             g.repetition_slope > 0 and g.repetition_range < 2,
             "generation.repetition_slope has no effect while generation.repetition_range is below 2: set that too",
+        ),
+        *(
+            (
+                routed and getattr(g, key) != GenerationSection.model_fields[key].default,
+                f"generation.{key} cannot be used with generation.strategy entropy, which has an order and rules of its own: "
+                "leave it out",
+            )
+            for key in CHAIN_KEYS[1:]
+        ),
+        (
+            routed and greedy,
+            f"generation.{'greedy' if g.greedy else 'temperature 0'} leaves generation.strategy entropy nothing to choose: "
+            "use one of them, or generation.strategy chain",
         ),
         (
             both,

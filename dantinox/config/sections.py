@@ -22,9 +22,10 @@ from dantinox.config.base import (
     as_tuple,
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
+from dantinox.config.router import RouterSection, router_conflicts
 
 # Names in a run directory that its own files bear.
-RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl")
+RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json")
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 
@@ -186,6 +187,7 @@ class Config(Section):
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     generation: GenerationSection = GenerationSection()
+    router: RouterSection = RouterSection()
     logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")
@@ -264,6 +266,12 @@ class Config(Section):
                 f"{', '.join(RUN_FILES)}, got {self.logging.log_file} and {self.logging.summary_file}",
             ),
             *generation_conflicts(self.generation),
+            *router_conflicts(self.router),
+            *(
+                (True, f"router.{key} has no effect while generation.strategy is chain: set that to entropy")
+                for key in sorted(self.router.model_fields_set)
+                if self.generation.strategy == "chain" and getattr(self.router, key) != RouterSection.model_fields[key].default
+            ),
         ]
 
     @property

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,14 +11,17 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import GenerationSection
+from dantinox.config.generation import ROUTED
+from dantinox.config.router import EVERY
 from dantinox.generation import Run
 from dantinox.generation.engine import bucket
 from dantinox.generation.prepare import widen
 from dantinox.generation.tokens import clamp_to_context
-from dantinox.generation.words import sampling_params
+from dantinox.generation.words import seeded
 from dantinox.model import Transformer
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.params import ARGUMENTS
+from dantinox.sampling.router import ADAPTIVE, STRATEGIES, Route, combine, layer_attention
 from dantinox.text import Tokenizer
 
 
@@ -29,7 +32,7 @@ class Explanation:
     S is the number of steps, the model counted as the first; K tokens are shown.
 
     Attributes:
-      steps: `model`, then the steps of the chain in their order.
+      steps: `model`, then the steps of the chain in their order, last the router's `candidates` where it took them.
       numbers: what each step was given, setting → value; nothing for the model.
       ids: the most likely tokens under the model, best first, then those that were drawn and are not among them.
       probabilities: [S, K] float64, behind each step; 0 for a removed token.
@@ -41,6 +44,8 @@ class Explanation:
       changed: [S] whether a step changed any logit of the vocabulary; True for the model.
       drawn: the token of each of the `n` samples.
       greedy: they are the most likely tokens, and nothing was drawn.
+      strategy: what the entropy router chose, None without it.
+      forced: it emitted its clarify token, and nothing was drawn.
     """
 
     prompt: str
@@ -61,6 +66,8 @@ class Explanation:
     drawn: list[int]
     greedy: bool
     seed: int
+    strategy: str | None = None
+    forced: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Everything ready for JSON: a record per step, a record per token, the drawn tokens."""
@@ -72,6 +79,8 @@ class Explanation:
             "prompt_tokens": self.prompt_tokens,
             "vocab_size": self.vocab_size,
             "greedy": self.greedy,
+            "strategy": self.strategy,
+            "forced": self.forced,
             "seed": self.seed,
             "steps": [dict(zip(names, step, strict=True)) for step in steps],
             "tokens": [
@@ -92,45 +101,54 @@ def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20)
     Raises:
       UserError: a wrong setting, or a prompt that is empty or fills the context.
     """
-    section = run.settings(settings)
-    ids = run.prompt_ids(prompt)
+    config = seeded(run.settings(settings), secrets.randbits(32))
+    section, ids = config.generation, run.prompt_ids(prompt)
     model = run.prepared(section.weights)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
-    if section.seed is None:
-        section = section.model_copy(update={"seed": secrets.randbits(32)})
-    params = sampling_params(run.tokenizer, [section] * section.n, range(section.n))
+    params = run.params([config] * section.n, range(section.n))
     T, V = bucket(len(ids)), model.config.vocab_size
     tokens_1T = np.zeros((1, T), np.int32)
     tokens_1T[0, : len(ids)] = ids
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))
     state = init_state(params, jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)), jnp.asarray(valid_BT), V, T + 1)
-    traced, drawn = _follow(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
-    return _told(run.tokenizer, prompt, len(ids), section, params, np.asarray(traced, np.float64), drawn, count)
+    traced, route, drawn, forced = _follow(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
+    numbers = [(name, _numbers(section, name)) for name in params.plan]
+    if route is not None:
+        numbers = _routed(numbers, route, config.router.candidates)
+    told = _told(run.tokenizer, prompt, len(ids), numbers, np.asarray(traced, np.float64)[: 1 + len(numbers)], drawn, count)
+    strategy = None if route is None else STRATEGIES[int(route.strategy)]
+    greedy = not params.draws or strategy == "greedy"
+    return replace(told, greedy=greedy, seed=section.seed or 0, strategy=strategy, forced=bool(forced.any()))
 
 
 @nnx.jit(graph_updates=False)
 def _follow(
     model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
-) -> tuple[jax.Array, jax.Array]:
-    """The logits [S, V] behind each step for the first sample, and the token of every sample."""
+) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
+    """The logits [S, V] behind each step and the route of the first sample, every sample's token, and whether it was forced."""
     places_T = jnp.arange(tokens_1T.shape[1])
-    x_1TD, _, _ = widen(model).hidden(tokens_1T, jnp.where(places_T < length, places_T, -1)[None])
-    logits_BV = jnp.repeat(widen(model).logits(x_1TD[:, length - 1]), params.batch, axis=0)
-    token_B, _, _ = sample(logits_BV, params, state)
-    return jnp.stack([x_BV[0] for _, x_BV in trace(logits_BV, params, state)]), token_B
+    positions_1T = jnp.where(places_T < length, places_T, -1)[None]
+    probe = jax.vmap(layer_attention) if params.attends else None
+    x_1TD, _, aux = widen(model).hidden(tokens_1T, positions_1T, probe=probe)
+    seen = widen(model).logits(x_1TD[:, length - 1]), jax.vmap(combine)(aux["probe"]) if params.attends else None
+    logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
+    token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
+    routed = None if drawn.token is None else drawn.token.routed
+    forced_B = jnp.zeros(params.batch, bool) if routed is None else routed.forced
+    followed, routes = trace(logits_BV, params, state, attention)
+    return jnp.stack([x_BV[0] for _, x_BV in followed]), jax.tree.map(lambda x: x[0], routes), token_B, forced_B
 
 
 def _told(
     tokenizer: Tokenizer,
     prompt: str,
     prompt_tokens: int,
-    section: GenerationSection,
-    params: SamplingParams,
+    numbers: list[tuple[str, dict[str, Any]]],
     x_SV: np.ndarray,
     drawn_B: Any,
     count: int,
 ) -> Explanation:
-    steps = ["model", *params.plan]
+    steps = ["model", *(name for name, _ in numbers)]
     left_SV = x_SV > -np.inf
     largest_S1 = np.max(x_SV, axis=1, keepdims=True)
     weights_SV = np.where(left_SV, np.exp(x_SV - np.where(np.isfinite(largest_S1), largest_S1, 0)), 0)
@@ -145,7 +163,7 @@ def _told(
         prompt_tokens=prompt_tokens,
         vocab_size=x_SV.shape[1],
         steps=steps,
-        numbers=[{}, *(_numbers(section, name) for name in params.plan)],
+        numbers=[{}, *(settings for _, settings in numbers)],
         ids=ids,
         texts=[tokenizer.decode([token]) for token in ids],
         shown=[visible(tokenizer, token) for token in ids],
@@ -157,9 +175,16 @@ def _told(
         entropy=bits_SV.sum(axis=1).tolist(),
         changed=[True, *(x_SV[1:] != x_SV[:-1]).any(axis=1).tolist()],
         drawn=drawn,
-        greedy=not params.draws,
-        seed=section.seed or 0,
+        greedy=False,
+        seed=0,
     )
+
+
+def _routed(numbers: list[tuple[str, dict[str, Any]]], route: Route, candidates: int) -> list[tuple[str, dict[str, Any]]]:
+    """The numbers that the router set in the place of the section's, and its own last step where it took one."""
+    found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED else own) for name, own in numbers]
+    found = [(name, {name: 0} if own.get("top_k") == EVERY else own) for name, own in found]
+    return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
 
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:

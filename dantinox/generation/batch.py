@@ -1,19 +1,20 @@
 """Requests decoded together: prompts become rows, tokens become text, and each row ends where it should."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dantinox.config import GenerationSection
+from dantinox.config import Config, GenerationSection
 from dantinox.generation.engine import CHUNK, Chunk, Session
 from dantinox.generation.stopping import StopFinder
 from dantinox.generation.tokens import clamp_to_context
-from dantinox.generation.words import sampling_params
+from dantinox.generation.trace import changed_settings, columns, router_numbers
 from dantinox.model import Transformer
+from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.text import Detokenizer, Tokenizer
 
 STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
@@ -33,9 +34,13 @@ class Result:
       finish_reason: `eos`, `stop` or `length`.
       seed: of the draws; the same seed gives the same text.
       info: with `logprobs`: `tokens` (text of each), `logprobs` (of the model), `sampled_logprobs` (of the distribution
-        drawn from), `top` (alternatives: ids and log-probabilities) and, with `echo`, the same of the prompt's tokens.
+        drawn from), `ranks`, `survivors`, `entropy`, `varentropy`, what the router did, `top` (alternatives: ids and
+        log-probabilities) and, with `echo`, the same of the prompt's tokens.
       stats: `prompt_tokens`, `new_tokens`, `seconds`, `first_token_seconds`, `compile_seconds`, `decode_tok_per_s` (of the
         whole batch) and `cache`, the cache's report.
+      steps: with `logprobs`: what was reported about each token, arrays `[steps, …]`.
+      settings: those that are not the default, by name.
+      router: the numbers the entropy router went by, None without it.
     """
 
     prompt: str
@@ -45,6 +50,9 @@ class Result:
     seed: int
     info: dict[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
+    steps: StepInfo | None = field(default=None, repr=False, compare=False)
+    settings: dict[str, Any] = field(default_factory=dict)
+    router: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""
@@ -100,17 +108,23 @@ class _Row:
 
 
 class Batch:
-    """Requests being decoded together; `pieces` runs them, `results` holds the outcome."""
+    """Requests being decoded together; `pieces` runs them, `results` holds the outcome.
+
+    Attributes:
+      session: the decoding itself, for whoever wants to drive it by hand.
+    """
 
     def __init__(
         self,
         model: Transformer,
         tokenizer: Tokenizer,
         requests: Sequence[Request],
-        sections: Sequence[GenerationSection],
+        configs: Sequence[Config],
+        params: Callable[[Sequence[Config], Sequence[int]], SamplingParams],
         logprobs: int | None,
         echo: bool,
     ):
+        sections = [config.generation for config in configs]
         self.results: list[Result] = []
         self._tokenizer, self._requests, self._logprobs, self._echo = tokenizer, requests, logprobs, echo
         self._samples = samples = sections[0].n
@@ -120,14 +134,15 @@ class Batch:
         prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
-        rows = [section for section in sections for _ in range(samples)]
+        self._configs = [config for config in configs for _ in range(samples)]
+        rows = [config.generation for config in self._configs]
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         self._needed = bool((limits_P > 0).any()) or echo
-        self._session = Session(
+        self.session = Session(
             model,
             prompt_PT,
             lengths_P,
-            sampling_params(tokenizer, rows, [*range(samples)] * len(requests)),
+            params(self._configs, [*range(samples)] * len(requests)),
             limits_B=np.repeat(limits_P, samples),
             eos_ids=[[] if section.ignore_eos else eos for section in rows],
             samples=samples,
@@ -168,7 +183,7 @@ class Batch:
         with CompileTimer() as compiling:
             start = time.perf_counter()
             first, steps = 0.0, 1
-            chunk = self._session.start() if self._needed else None
+            chunk = self.session.start() if self._needed else None
             while chunk is not None:
                 first = first or time.perf_counter() - start
                 infos.append((chunk.counts, chunk.info))
@@ -177,9 +192,9 @@ class Batch:
                 if not open_rows.any():
                     break
                 if (~open_rows & ~chunk.done).any():
-                    self._session.finish(~open_rows)
+                    self.session.finish(~open_rows)
                 before, compiled = time.perf_counter(), compiling.seconds
-                chunk = self._session.advance(steps if stream else CHUNK)
+                chunk = self.session.advance(steps if stream else CHUNK)
                 took = time.perf_counter() - before - (compiling.seconds - compiled)
                 steps = int(np.clip(steps * STREAM_SECONDS / max(took, 1e-6), 1, 2 * steps))
             seconds = time.perf_counter() - start
@@ -197,10 +212,10 @@ class Batch:
         new = sum(len(row.tokens) for row in self._rows)
         decoding = seconds - first - compiled_later
         rate = (new - len(self._rows)) / decoding if decoding > 0 and new > len(self._rows) else 0.0
-        cache = self._session.cache
+        cache = self.session.cache
         report = None if cache is None else cache.report()
         for index, row in enumerate(self._rows):
-            request = self._requests[index // self._samples]
+            request, steps = self._requests[index // self._samples], self._steps(index, row, infos)
             self.results.append(
                 Result(
                     prompt=request.prompt,
@@ -208,7 +223,7 @@ class Batch:
                     tokens=row.tokens,
                     finish_reason=row.reason or "length",
                     seed=row.seed,
-                    info=self._info(index, row, infos) if self._logprobs is not None else {},
+                    info={} if steps is None else self._info(index, row, steps),
                     stats={
                         "prompt_tokens": len(request.ids),
                         "new_tokens": len(row.tokens),
@@ -218,33 +233,27 @@ class Batch:
                         "decode_tok_per_s": rate,
                         "cache": report,
                     },
+                    steps=steps,
+                    settings=changed_settings(self._configs[index]),
+                    router=router_numbers(self.session.params, index),
                 )
             )
 
-    def _info(self, index: int, row: _Row, infos: list[Any]) -> dict[str, Any]:
-        count = len(row.tokens)
+    def _steps(self, index: int, row: _Row, infos: list[Any]) -> StepInfo | None:
+        """What was reported about one row's tokens, `[steps, …]` per field."""
+        parts = [jax.tree.map(lambda x, n=counts[index]: x[index, :n], info) for counts, info in infos if info is not None]
+        if not parts:
+            return None
+        steps: StepInfo = jax.tree.map(lambda *columns: np.concatenate(columns)[: len(row.tokens)], *parts)
+        return steps
 
-        def column(pick) -> np.ndarray:
-            parts = [pick(info)[index, : counts[index]] for counts, info in infos]
-            return np.concatenate(parts)[:count] if parts else np.zeros(0)
-
-        def spelled(ids: Sequence[int]) -> list[str]:
-            return [self._tokenizer.decode([token]) for token in ids]
-
-        found = {
-            "tokens": spelled(row.tokens),
-            "logprobs": column(lambda info: info.logprob).tolist(),
-            "sampled_logprobs": column(lambda info: info.logprob_sampled).tolist(),
-            "top": [
-                {"ids": ids.tolist(), "tokens": spelled(ids.tolist()), "logprobs": values.tolist()}
-                for ids, values in zip(column(lambda i: i.top_ids), column(lambda i: i.top_logprobs), strict=True)
-            ],
-        }
-        if self._echo and self._session.echo is not None:
+    def _info(self, index: int, row: _Row, steps: StepInfo) -> dict[str, Any]:
+        found = columns(self._tokenizer, row.tokens, steps)
+        if self._echo and self.session.echo is not None:
             prompt = index // self._samples
             ids = self._requests[prompt].ids
-            said = self._session.echo[prompt, : len(ids)].tolist()
-            found["prompt_tokens"] = spelled(ids)
+            said = self.session.echo[prompt, : len(ids)].tolist()
+            found["prompt_tokens"] = [self._tokenizer.decode([token]) for token in ids]
             found["prompt_logprobs"] = [None, *said[1:]]
         return found
 

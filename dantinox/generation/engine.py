@@ -16,7 +16,8 @@ from flax import nnx
 
 from dantinox.generation.prepare import NARROW_ROWS, widen
 from dantinox.model import KVCache, Transformer, make_cache
-from dantinox.sampling import SamplerState, SamplingParams, init_state, sample
+from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
+from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
 
 CHUNK = 32
 NO_ID = -1
@@ -25,21 +26,6 @@ NO_ID = -1
 def bucket(length: int) -> int:
     """The padded length: the next power of two from 16, above 256 the next multiple of 256."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
-
-
-class StepInfo(NamedTuple):
-    """What is reported about each generated token, an array `[B, steps]` per field.
-
-    Attributes:
-      logprob: ln p of the token under the model, before bans, penalties and filters.
-      logprob_sampled: ln p under the distribution it was drawn from; 0 in greedy rows.
-      top_ids, top_logprobs: `[B, steps, k]`, the most likely tokens of the model, best first.
-    """
-
-    logprob: jax.Array
-    logprob_sampled: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
 
 
 @partial(
@@ -115,14 +101,14 @@ def _generate_toks(
     """
     rows = state.token_B.shape[0]
     if prompt is not None:
-        logits_BV, cache, echo_PT = _prefill(widen(model), prompt, use_cache, report, slots, samples)
-        state, emitted = _choose(logits_BV, state, params, report)
+        seen, cache, echo_PT = _prefill(widen(model), params, prompt, use_cache, report, slots, samples)
+        state, emitted = _choose(seen, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= NARROW_ROWS else widen(model)
 
     def step(cache, state):
-        logits_BV, cache = _next_logits(model, cache, state, use_cache)
-        return cache, *_choose(logits_BV, state, params, report)
+        seen, cache = _look(model, cache, state, params, use_cache)
+        return cache, *_choose(seen, state, params, report)
 
     def body(i, carry):
         cache, state, buffers = carry
@@ -135,46 +121,60 @@ def _generate_toks(
     return cache, state, emitted, None
 
 
-def _prefill(model, prompt, use_cache, report, slots, samples):
-    """Logits `[P · samples, V]` after the prompts, the cache they leave, the log-probabilities of their tokens."""
+class Seen(NamedTuple):
+    """What the model tells after every row's newest token: logits `[B, V]`, attention metrics `[B]` where they are read."""
+
+    logits: jax.Array
+    attention: AttentionMetrics | None
+
+
+def _probe(params):
+    """What attention reports of itself: nothing, unless the router reads it."""
+    return jax.vmap(layer_attention) if params.attends else None
+
+
+def _attention(params, aux):
+    return jax.vmap(combine)(aux["probe"]) if params.attends else None
+
+
+def _prefill(model, params, prompt, use_cache, report, slots, samples):
+    """What is `Seen` after the prompts, `P · samples` rows, the cache they leave, the log-probabilities of their tokens."""
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
     places_T = jnp.arange(T)
     positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
     cache = make_cache(model.config, P, slots, model.dtype) if use_cache else None
-    x_PTD, cache, _ = model.hidden(tokens_PT, positions_PT, cache=cache)
-    logits_PV = model.logits(x_PTD[jnp.arange(P), lengths_P - 1])
+    x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=cache, probe=_probe(params))
+    seen = Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), _attention(params, aux))
     echo_PT = None
     if report is not None:
         logprobs_PTV = jax.nn.log_softmax(model.logits(x_PTD[:, :-1]))
         said_PT = jnp.take_along_axis(logprobs_PTV, tokens_PT[:, 1:, None], axis=2)[..., 0]
         echo_PT = jnp.pad(said_PT, ((0, 0), (1, 0)))
     if samples > 1:
-        cache, logits_PV = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, logits_PV))
-    return logits_PV, cache, echo_PT
+        cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
+    return seen, cache, echo_PT
 
 
-def _next_logits(model, cache, state, use_cache):
-    """Logits `[B, V]` after the newest token of every row, and the cache with that token in it."""
+def _look(model, cache, state, params, use_cache):
+    """What is `Seen` after the newest token of every row, and the cache with that token in it."""
     if use_cache:
         positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
-        x_B1D, cache, _ = model.hidden(state.token_B[:, None], positions_B1, cache=cache)
-        return model.logits(x_B1D[:, 0]), cache
+        x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=_probe(params))
+        return Seen(model.logits(x_B1D[:, 0]), _attention(params, aux)), cache
     B, S = state.text_BS.shape
     places_S = jnp.arange(S)
     positions_BS = jnp.where(places_S <= state.position_B[:, None], places_S, -1)
-    x_BSD, _, _ = model.hidden(state.text_BS, positions_BS)
-    return model.logits(x_BSD[jnp.arange(B), state.position_B]), cache
+    x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=_probe(params))
+    return Seen(model.logits(x_BSD[jnp.arange(B), state.position_B]), _attention(params, aux)), cache
 
 
-def _choose(logits_BV, state, params, report):
+def _choose(seen, state, params, report):
     """Draws the next token of every row that is not done and moves the rows' state past it."""
     active_B = ~state.done_B
-    token_B, sampler, drawn = sample(logits_BV, params, state.sampler, active_B=active_B, report=report is not None)
-    info = None
-    if drawn.logprob is not None and drawn.logprob_sampled is not None:
-        top_logprobs, top_ids = jax.lax.top_k(jax.nn.log_softmax(logits_BV), report)
-        info = StepInfo(drawn.logprob, drawn.logprob_sampled, top_ids, top_logprobs)
+    token_B, sampler, drawn = sample(
+        seen.logits, params, state.sampler, attention=seen.attention, active_B=active_B, report=report
+    )
     position_B = state.position_B + active_B
     remaining_B = state.remaining_B - active_B
     ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
@@ -191,7 +191,7 @@ def _choose(logits_BV, state, params, report):
         sampler=sampler,
         text_BS=text_BS,
     )
-    return state, Emitted(token_B, active_B, info)
+    return state, Emitted(token_B, active_B, drawn.token)
 
 
 class Chunk(NamedTuple):
@@ -204,7 +204,11 @@ class Chunk(NamedTuple):
 
 
 class Session:
-    """A batch being decoded. `start` reads the prompts and gives the first tokens, `advance` the next ones."""
+    """A batch being decoded. `start` reads the prompts and gives the first tokens, `advance` the next ones.
+
+    Attributes:
+      params: the sampling parameters, read anew by each call: other numbers in them hold from the next token on.
+    """
 
     def __init__(
         self,
@@ -231,7 +235,7 @@ class Session:
             row[: len(ids)] = ids
         text_BS = np.zeros((P * samples, max(slots, padded_PT.shape[1])), np.int32)
         text_BS[:, : padded_PT.shape[1]] = tokens_BT
-        self._model, self._params = model, params
+        self._model, self.params = model, params
         self._prompt = (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
         self._first: dict[str, Any] = {"slots": slots, "samples": samples}
@@ -251,7 +255,7 @@ class Session:
     def start(self) -> Chunk:
         """Prefill and the first token of every row."""
         self.cache, self.state, emitted, echo = _generate_toks(
-            self._model, None, self.state, self._params, jnp.int32(0), self._prompt, **self._options, **self._first
+            self._model, None, self.state, self.params, jnp.int32(0), self._prompt, **self._options, **self._first
         )
         self.echo = None if echo is None else np.asarray(echo)
         return self._hand_over(emitted, 1)
@@ -260,7 +264,7 @@ class Session:
         """Up to `steps` ≤ 32 more tokens; nothing past the longest row's limit."""
         steps = min(steps, CHUNK, self._left)
         self.cache, self.state, emitted, _ = _generate_toks(
-            self._model, self.cache, self.state, self._params, jnp.int32(steps), **self._options
+            self._model, self.cache, self.state, self.params, jnp.int32(steps), **self._options
         )
         return self._hand_over(emitted, steps)
 

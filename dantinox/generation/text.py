@@ -1,21 +1,25 @@
 """Text in, text out: `load` a run directory, `generate` or `stream` from it."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from dantinox.config import Config, GenerationSection, UserError, overlay
+from dantinox.config import Config, UserError, overlay
 from dantinox.generation.batch import Batch, Request, Result
 from dantinox.generation.prepare import prepare
+from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, flattened, nested
-from dantinox.run import load_run_config, load_weights, open_run
+from dantinox.run import load_router_calibration, load_run_config, load_weights, open_run
+from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer
 
-SHARED = ("use_cache", "weights", "n", "preset", "sampler_order", "ties", "top_p_rule")  # the same for all rows of a batch
+# The same for all rows of a batch, with router.use_attention.
+SHARED = ("use_cache", "weights", "n", "strategy", "preset", "sampler_order", "ties", "top_p_rule")
 
 
 class Run:
@@ -23,10 +27,17 @@ class Run:
 
     Attributes:
       model: the transformer as trained, float32.
+      calibration: gives the router's thresholds measured on this model, or None where none were.
     """
 
-    def __init__(self, config: Config, model: Transformer, tokenizer: Tokenizer):
-        self.config, self.model, self.tokenizer = config, model, tokenizer
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        calibration: Callable[[], Mapping[str, float] | None] = lambda: None,
+    ):
+        self.config, self.model, self.tokenizer, self.calibration = config, model, tokenizer, calibration
         self._prepared: dict[str, Transformer] = {}
 
     def generate(self, prompt: str | Sequence[str], *, logprobs: int | None = None, echo: bool = False, **settings: Any) -> Any:
@@ -35,7 +46,7 @@ class Run:
         Args:
           logprobs: report log-probabilities and this many alternatives per token.
           echo: with `logprobs`, report the prompt's tokens too.
-          settings: keys of the `generation` section; they win over the run's own.
+          settings: keys of the sections `generation` and `router`; they win over the run's own.
 
         Returns:
           A `Result` for one prompt, else a list in the order of the prompts; with `n` above 1 always a list, the samples
@@ -54,9 +65,14 @@ class Run:
         (batch,) = self.start([(prompt, {**settings, "n": 1})])
         return (piece.text for piece in batch.pieces(stream=True))
 
-    def settings(self, given: Mapping[str, Any]) -> GenerationSection:
-        """The run's `generation` section with `given` laid over it, validated."""
-        return overlay(self.config.generation, given)
+    def settings(self, given: Mapping[str, Any]) -> Config:
+        """The run's settings with keys of `generation` and `router` laid over them, validated."""
+        return overlay(self.config, given)
+
+    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0) -> SamplingParams:
+        """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it."""
+        asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
+        return sampling_params(self.tokenizer, configs, sample_index, self.calibration() if asked else None)
 
     def start(
         self,
@@ -76,17 +92,18 @@ class Run:
         if echo and logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: give logprobs too")
         fresh = secrets.randbits(32)
-        sections = [self.settings(given) for _, given in requests]
-        sections = [s.model_copy(update={"seed": fresh}) if s.seed is None else s for s in sections]
+        configs = [seeded(self.settings(given), fresh) for _, given in requests]
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for number, section in enumerate(sections):
-            groups.setdefault(tuple(getattr(section, name) for name in SHARED), []).append(number)
+        for number, config in enumerate(configs):
+            shared = [getattr(config.generation, name) for name in SHARED]
+            groups.setdefault((*shared, config.router.use_attention), []).append(number)
         return [
             Batch(
-                self.prepared(sections[numbers[0]].weights),
+                self.prepared(configs[numbers[0]].generation.weights),
                 self.tokenizer,
                 [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
-                [sections[number] for number in numbers],
+                [configs[number] for number in numbers],
+                self.params,
                 logprobs,
                 echo,
             )
@@ -128,7 +145,8 @@ def load(run_dir: str | Path) -> Run:
     run = open_run(run_dir)
     config = load_run_config(run)
     tokenizer = Tokenizer.load(run.tokenizer)
-    return Run(config, load_model(config, tokenizer.vocab_size, run.weights), tokenizer)
+    model = load_model(config, tokenizer.vocab_size, run.weights)
+    return Run(config, model, tokenizer, partial(load_router_calibration, run))
 
 
 def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:

@@ -1,9 +1,10 @@
 """Tokens that a person names by their text: banned words, biased tokens, breakers, what XTC must spare."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
-from dantinox.config import GenerationSection, UserError
+from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation import is_digits, steps_on
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer
@@ -11,33 +12,54 @@ from dantinox.text import Tokenizer
 
 def sampling_params(
     tokenizer: Tokenizer,
-    sections: Sequence[GenerationSection],
+    configs: Sequence[Config],
     sample_index: Sequence[int] | int = 0,
+    measured: Mapping[str, float] | None = None,
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
+
+    Args:
+      measured: the calibration of the model, for rows with `router_preset: calibrated`.
 
     Raises:
       UserError: a text is not one token, or an id is none of the vocabulary.
     """
-    rows = [with_ids(section, tokenizer) for section in sections]
+    rows = [_with_ids(config, tokenizer) for config in configs]
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return SamplingParams.build(
         rows,
         stop_ids=eos,
-        protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in steps_on(row) for row in rows) else [])],
+        protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in steps_on(row.generation) for row in rows) else [])],
         sample_index=sample_index,
         vocab_size=tokenizer.vocab_size,
+        measured=measured,
     )
+
+
+def seeded(config: Config, seed: int) -> Config:
+    """The same settings, with this seed where they have none."""
+    if config.generation.seed is not None:
+        return config
+    return config.model_copy(update={"generation": config.generation.model_copy(update={"seed": seed})})
+
+
+def _with_ids(config: Config, tokenizer: Tokenizer) -> Config:
+    found: dict[str, Any] = {"generation": with_ids(config.generation, tokenizer)}
+    if config.router.clarify_token is not None:
+        token = _token(tokenizer, config.router.clarify_token, "router.clarify_token")
+        found["router"] = config.router.model_copy(update={"clarify_token": token})
+    return config.model_copy(update=found)
 
 
 def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
     """The same settings with token ids in the place of texts."""
     named = {
-        key: [_token(tokenizer, token, key) for token in getattr(section, key)] for key in ("allowed_tokens", "banned_tokens")
+        key: [_token(tokenizer, token, f"generation.{key}") for token in getattr(section, key)]
+        for key in ("allowed_tokens", "banned_tokens")
     }
     bias: dict[int, float] = {}
     for token, value in section.logit_bias.items():
-        token_id = _token(tokenizer, token, "logit_bias")
+        token_id = _token(tokenizer, token, "generation.logit_bias")
         bias[token_id] = bias.get(token_id, 0.0) + value
     words = [sequence for word in section.bad_words for sequence in _spellings(tokenizer, word)]
     breakers = _containing(tokenizer, section.dry_breakers) if "dry" in steps_on(section) else []
@@ -54,7 +76,7 @@ def _token(tokenizer: Tokenizer, token: int | str, key: str) -> int:
     # Where a space is put in front of every text, a sign alone is two tokens and yet in the vocabulary.
     same = [i for i, text in enumerate(_vocabulary(tokenizer)) if text == token]
     if len(same) != 1:
-        raise UserError(f"generation.{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens")
+        raise UserError(f"{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens")
     return same[0]
 
 
@@ -62,14 +84,14 @@ def _spelt(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
     try:
         return tokenizer.encode(text)
     except UserError as error:  # a character the vocabulary lacks
-        raise UserError(f"generation.{key}: {error}") from None
+        raise UserError(f"{key}: {error}") from None
 
 
 def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
     """A text as tokens, and as it is spelt behind a space where that is not the same with one more token before it."""
     if not isinstance(word, str):
         return [word]
-    plain = tuple(_spelt(tokenizer, word, "bad_words"))
+    plain = tuple(_spelt(tokenizer, word, "generation.bad_words"))
     if not plain:
         raise UserError(f"generation.bad_words must hold texts of at least one token, got {word!r}")
     try:

@@ -39,7 +39,9 @@ def explanation_lines(record: Record, width: int = 100) -> Iterator[str]:
     yield ""
     if any(token["removed_by"] for token in record["tokens"]):
         yield "×  removed by this step"
-    yield "*  the greedy choice" if record["greedy"] else "*  drawn"
+    if record.get("strategy"):
+        yield f"the entropy router chose: {record['strategy']}"
+    yield "*  the greedy choice" if record["greedy"] else "*  emitted" if record.get("forced") else "*  drawn"
     yield ""
     yield from (_clipped(line, max(width, 40)) for line in _step_lines(record))
     yield ""
@@ -179,13 +181,15 @@ def _drawn_lines(record: Record) -> Iterator[str]:
         token = by_id[token_id]
         which = f", sample {sample}" if len(record["drawn"]) > 1 and not record["greedy"] else ""
         first, last = token["probabilities"][0], token["probabilities"][-1]
-        then = "" if record["greedy"] else f", {_percent(last)} where it was drawn"
+        then = "" if record["greedy"] or record.get("forced") else f", {_percent(last)} where it was drawn"
         yield f"{_how(record)}{which}: {token['shown']} (id {token_id}), {_percent(first)} under the model{then}"
         if record["greedy"]:
             return
 
 
 def _how(record: Record) -> str:
+    if record.get("forced"):
+        return "emitted by the router"
     return "greedy" if record["greedy"] else f"drawn with seed {record['seed']}"
 
 

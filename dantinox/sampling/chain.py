@@ -1,6 +1,7 @@
 """Logits in, a token out: the plan's steps in order, the greedy choice, the draw, and what is reported about it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -8,10 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.config.generation import EDITS, MIROSTAT, PENALTIES
+from dantinox.config.generation import EDITS, MIROSTAT, PENALTIES, ROUTED
 from dantinox.sampling import history, steps
+from dantinox.sampling.candidates import best_of_n
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.params import ARGUMENTS, SamplingParams
+from dantinox.sampling.report import Routed, StepInfo, step_info
+from dantinox.sampling.router import ADAPTIVE, AttentionMetrics, Metrics, Route, clarify_now, logit_metrics, route
 from dantinox.sampling.search import first_in_order
 from dantinox.sampling.state import SamplerState, update
 from dantinox.sampling.steps import GREEDY_BELOW
@@ -23,19 +27,17 @@ XTC_KEY = 1  # folded into the row's key for the step's own draw
 
 
 class SampleInfo(NamedTuple):
-    """What one draw reports, an array [B] per field; the log-probabilities are None unless they are asked for.
+    """What one draw tells of itself, an array [B] per field.
 
     Attributes:
       repaired: the logits held NaN or +inf.
       empty: no token was left to choose from; the token is then 0.
-      logprob: ln p of the token under the model, before any step.
-      logprob_sampled: ln p of the token under the distribution it was drawn from; 0 in a greedy row.
+      token: a `StepInfo` where a report was asked for.
     """
 
     repaired: Array
     empty: Array
-    logprob: Array | None
-    logprob_sampled: Array | None
+    token: StepInfo | None
 
 
 def sample(
@@ -44,16 +46,18 @@ def sample(
     state: SamplerState,
     keys_B: Array | None = None,
     *,
+    attention: AttentionMetrics | None = None,
     active_B: Array | None = None,
-    report: bool = False,
+    report: int | None = None,
 ) -> tuple[Array, SamplerState, SampleInfo]:
     """Chooses the next token of every row; a row's token does not depend on the other rows or on its place.
 
     Args:
       logits_BV: logits of the last position, any float type; all arithmetic is float32.
       keys_B: a random key per row; None: made from seed, sample index and the number of generated tokens.
+      attention: the newest query's metrics, [B] each, where the router reads them.
       active_B: rows whose state moves on; None: all. The token of another row means nothing.
-      report: also compute the log-probabilities (static).
+      report: None, or the number of alternatives to report beside each token (static).
 
     Returns:
       The token ids [B] int32, the new state and a `SampleInfo`.
@@ -61,8 +65,11 @@ def sample(
     rows_B = jnp.arange(params.batch)
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
     keys_B = _keys(params, state) if keys_B is None and params.draws else keys_B
-    context = Context(params, state, keys_B)
     raw_BV, repaired_B = jax.vmap(steps.sanitise)(logits_BV)
+    routes = None
+    if params.router is not None:
+        params, routes = _routed(params, raw_BV, attention)
+    context = Context(params, state, keys_B)
     leading, late, others = _split(params.plan)
     edited_BV, _ = _run(leading, raw_BV, context)
     final_BV, _ = _run(late, edited_BV, context)
@@ -71,25 +78,71 @@ def sample(
     log_mass_B = None
     if params.draws and keys_B is not None:
         final_BV, log_mass_B = _chain(others, edited_BV, context, active_B)
+        if routes is not None:
+            final_BV = _sharpened(final_BV, raw_BV, params, routes)
         token_B = jnp.where(greedy_B, token_B, jax.vmap(draw)(final_BV, keys_B))
     surprise_B = None if log_mass_B is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
+    routed = None
+    if routes is not None and params.router is not None:
+        forced_B = _forced(routes, edited_BV, params, state)
+        token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
+        routed = Routed(attention if params.attends else None, routes, forced_B)
     empty_B = jnp.max(raw_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
-    logprob_B = sampled_B = None
-    if report:
-        logprob_B = jax.vmap(_logprob)(raw_BV, token_B)
-        sampled_B = jnp.where(greedy_B, 0.0, jax.vmap(_logprob)(final_BV, token_B))
+    told = None
+    if report is not None:
+        told = jax.vmap(partial(step_info, report))(raw_BV, final_BV, token_B, greedy_B)._replace(routed=routed)
     new_state = update(params, state, token_B, active_B, surprise_B)
-    return token_B, new_state, SampleInfo(repaired_B, empty_B, logprob_B, sampled_B)
+    return token_B, new_state, SampleInfo(repaired_B, empty_B, told)
 
 
-def trace(logits_BV: Array, params: SamplingParams, state: SamplerState) -> list[tuple[str, Array]]:
-    """The logits [B, V] after every step: first `model`, as they came and repaired, then the plan's steps in their order."""
-    context = Context(params, state, _keys(params, state))
+def trace(
+    logits_BV: Array, params: SamplingParams, state: SamplerState, attention: AttentionMetrics | None = None
+) -> tuple[list[tuple[str, Array]], Route | None]:
+    """The logits [B, V] after every step, and what the router chose.
+
+    First `model`, as they came and repaired, then the plan's steps in their order, last the router's `candidates`.
+    """
     told = [("model", jax.vmap(steps.sanitise)(logits_BV)[0])]
+    routes = None
+    if params.router is not None:
+        params, routes = _routed(params, told[0][1], attention)
+    context = Context(params, state, _keys(params, state))
     for name in params.plan:
         told.append((name, _run([name], told[-1][1], context)[0]))
-    return told
+    if routes is not None:
+        told.append(("candidates", _sharpened(told[-1][1], told[0][1], params, routes)))
+    return told, routes
+
+
+def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None) -> tuple[SamplingParams, Route]:
+    """The parameters with the numbers that the router sets for this token."""
+    assert params.router is not None
+    if params.attends and attention is None:
+        raise ValueError("this router reads attention metrics: give them, or build it with use_attention false")
+    entropy_B, varentropy_B = jax.vmap(logit_metrics)(raw_BV)
+    routes = jax.vmap(route)(Metrics(entropy_B, varentropy_B, attention if params.attends else None), params.router)
+    numbers = {name: getattr(routes, name) for name in ROUTED}
+    on = {
+        "temperature": routes.temperature != 1,
+        "top_k": routes.top_k < raw_BV.shape[1],
+        "top_p": routes.top_p < 1,
+        "min_p": routes.min_p > 0,
+    }
+    return replace(params, numbers=params.numbers | numbers, on=params.on | on), routes
+
+
+def _sharpened(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
+    """The distribution of the best of n candidates in adaptive rows; the others stay."""
+    assert params.router is not None
+    return jax.vmap(best_of_n)(final_BV, raw_BV, jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1))
+
+
+def _forced(routes: Route, edited_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
+    """The rows [B] that emit the clarify token."""
+    assert params.router is not None and state.clarified is not None and state.length is not None
+    distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
+    return jax.vmap(clarify_now)(routes.strategy, edited_BV, distance_B, params.router)
 
 
 def _keys(params: SamplingParams, state: SamplerState) -> Array:
@@ -191,10 +244,3 @@ def _reading(name: str, x_N: Array, numbers: list[Any], row: Context) -> Array:
             repeated_V = history.longest_repeats(past.text, past.length, past.repeats, past.breaker, reach, V)
             return history.dry(x_N, of_tokens(repeated_V), *scale)
     raise ValueError(f"no sampling step is called {name}")
-
-
-def _logprob(logits_V: Array, token: Array) -> Array:
-    """ln softmax(logits_V)[token]; -inf in an empty row."""
-    shifted_V = logits_V - steps.finite_max(logits_V)
-    mass = jnp.sum(jnp.exp(shifted_V))
-    return jnp.where(mass > 0, shifted_V[token] - jnp.log(mass), -jnp.inf)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dantinox.config import GenerationSection, UserError, build_config
-from dantinox.config.generation import EDITS, PENALTIES, is_digits, step_order, steps_on
+from dantinox.config import Config, GenerationSection, UserError, build_config
+from dantinox.config.generation import EDITS, PENALTIES, ROUTED, is_digits, order_of, steps_on
+from dantinox.config.router import RouterSection
 from dantinox.sampling.history import word_arrays
+from dantinox.sampling.router import RouterConfig
 from dantinox.sampling.steps import GREEDY_BELOW
 
 # Each step's settings, in the order its function takes them.
@@ -41,10 +43,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 INTEGERS = ("top_k", "repetition_range", "no_repeat_ngram", "dry_allowed_length", "dry_range", "min_tokens")
 OTHERS = (
     "greedy", "top_p_rule", "ties", "mirostat", "repetition_scope", "presence_scope", "dry_breakers", "logit_bias",
-    "allowed_tokens", "banned_tokens", "bad_words", "preset", "sampler_order", "seed",
+    "allowed_tokens", "banned_tokens", "bad_words", "preset", "sampler_order", "seed", "strategy",
 )  # fmt: skip
 KEYS = tuple(key for key in GenerationSection.model_fields if key in {*OTHERS, *sum(ARGUMENTS.values(), ())})
-SHARED = ("preset", "sampler_order", "ties", "top_p_rule")  # what decides on a program is the same for all rows of a batch
+# What decides on a program is the same for all rows of a batch.
+SHARED = ("strategy", "preset", "sampler_order", "ties", "top_p_rule")
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
@@ -53,8 +56,8 @@ Row = Mapping[str, Any]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "on", "tables", "seed", "sample_index"),
-    meta_fields=("plan", "draws", "ties", "rule"),
+    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router"),
+    meta_fields=("plan", "draws", "ties", "rule", "attends"),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -70,6 +73,9 @@ class SamplingParams:
       plan: the steps that some row has on, in the order they run.
       draws: whether some row draws at random; False compiles no draw at all.
       ties, rule: of top_k, top_p and typical.
+      router: the entropy router's numbers, [B] each; it sets the numbers of the `ROUTED` steps anew for every token. None: no
+        router, and nothing of it is compiled.
+      attends: whether the router reads attention metrics, which the model then has to report.
     """
 
     numbers: dict[str, Array]
@@ -81,45 +87,51 @@ class SamplingParams:
     draws: bool
     ties: str = "first"
     rule: str = "inclusive"
+    router: RouterConfig | None = None
+    attends: bool = False
 
     @classmethod
     def build(
         cls,
-        rows: Row | GenerationSection | Sequence[Row | GenerationSection],
+        rows: Row | Config | Sequence[Row | Config],
         *,
         batch: int | None = None,
         stop_ids: Sequence[int] = (),
         protected_ids: Sequence[int] = (),
         sample_index: Sequence[int] | int = 0,
         vocab_size: int | None = None,
+        measured: Mapping[str, float] | None = None,
     ) -> "SamplingParams":
-        """Parameters of a batch from plain numbers named as the keys of the `generation` section; tokens are given by id.
+        """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
 
         Args:
-          rows: one mapping (or section) for every row of `batch`, or one for each. Absent keys have their defaults.
+          rows: one mapping (or config) for every row of `batch`, or one for each. Absent keys have their defaults.
           stop_ids: what `min_tokens` keeps from being generated: the end token.
           protected_ids: what `xtc` must not remove: the end token, the line break.
           sample_index: which sample of its prompt a row is; part of the random key, as the seed is.
           vocab_size: if given, ids outside of it are refused.
+          measured: the calibration of the model, for rows with `router_preset: calibrated`.
 
         Raises:
           UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
         """
-        if isinstance(rows, (Mapping, GenerationSection)):
+        if isinstance(rows, (Mapping, Config)):
             rows = [rows] * (1 if batch is None else batch)
         if batch is not None and len(rows) != batch:
             raise UserError(f"sampling parameters must be one set or one per row: got {len(rows)} sets for {batch} rows")
-        sections = [_section(row) for row in rows]
-        if not sections:
+        configs = [_checked(row, vocab_size) for row in rows]
+        if not configs:
             raise UserError("sampling parameters need at least one row")
+        sections = [config.generation for config in configs]
         for name in SHARED:
             if len({getattr(section, name) for section in sections}) > 1:
                 raise UserError(f"generation.{name} must be the same for all rows of a batch")
-        for section in sections:
-            _check_tokens(section, vocab_size)
-        on_rows = [_steps_of(section, bool(len(stop_ids))) for section in sections]
         first = sections[0]
-        plan = tuple(n for n in (*EDITS, *step_order(first.preset, first.sampler_order)) if any(n in on for on in on_rows))
+        attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
+        if len(attends) > 1:
+            raise UserError("router.use_attention must be the same for all rows of a batch")
+        on_rows = [_steps_of(section, bool(len(stop_ids))) for section in sections]
+        plan = tuple(name for name in (*EDITS, *order_of(first)) if any(name in on for on in on_rows))
         settings = {"temperature", *(key for name in plan for key in ARGUMENTS.get(name, ()))}
         return cls(
             numbers={key: _numbers(key, sections) for key in sorted(settings)},
@@ -131,6 +143,8 @@ class SamplingParams:
             draws=any(not _is_greedy(section) for section in sections),
             ties=first.ties,
             rule=first.top_p_rule,
+            router=_routers(configs, measured) if first.strategy == "entropy" else None,
+            attends=True in attends,
         )
 
     @property
@@ -144,19 +158,30 @@ class SamplingParams:
         return self.numbers["temperature"]
 
 
-def _section(row: Row | GenerationSection) -> GenerationSection:
-    """The settings of one row, checked by the declarations of the `generation` section."""
-    if isinstance(row, GenerationSection):
-        section = row
+def _checked(row: Row | Config, vocab_size: int | None) -> Config:
+    """The settings of one row, checked by the declarations of their sections, and its token ids."""
+    if isinstance(row, Config):
+        config = row
     else:
         given = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
-        section = build_config({"generation": given}).generation
+        router = {name: given.pop(name) for name in [*given] if name in RouterSection.model_fields}
+        config = build_config({"generation": given, "router": router})
         unused = [name for name in given if name not in KEYS]
         if unused:
             raise UserError(f"generation.{unused[0]} is no sampling parameter: they are {', '.join(KEYS)}")
-    if section.seed is None and not _is_greedy(section):
+    if config.generation.seed is None and not _is_greedy(config.generation):
         raise UserError("generation.seed must be an integer when tokens are drawn at random, got null")
-    return section
+    _check_tokens(config.generation, vocab_size)
+    token = config.router.clarify_token
+    if vocab_size is not None and str(token).isdecimal() and int(str(token)) >= vocab_size:
+        raise UserError(f"router.clarify_token must be a token id in [0, {vocab_size}), got {token}")
+    return config
+
+
+def _routers(configs: Sequence[Config], measured: Mapping[str, float] | None) -> RouterConfig:
+    """The router's numbers of all rows, [B] each."""
+    rows = [RouterConfig.build(c.router, measured, **{key: getattr(c.generation, key) for key in ROUTED}) for c in configs]
+    return jax.tree.map(lambda *numbers: jnp.asarray(np.stack(numbers)), *rows)
 
 
 def _is_greedy(section: GenerationSection) -> bool:
@@ -167,6 +192,8 @@ def _is_greedy(section: GenerationSection) -> bool:
 def _steps_of(section: GenerationSection, stops: bool) -> set[str]:
     """The steps that change something in this row; a greedy row ignores all that come after the penalties."""
     on = steps_on(section) - (set() if stops else {"min_tokens"})
+    if section.strategy == "entropy":
+        return {*on, *ROUTED}
     return set(on & {*EDITS, *PENALTIES} if _is_greedy(section) else on)
 
 

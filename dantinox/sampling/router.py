@@ -338,15 +338,14 @@ def strategy_of(metrics: Metrics, config: RouterConfig) -> Array:
     return strategy
 
 
-def clarify_now(strategy: Array, edited_V: Array, distance_V: Array, config: RouterConfig) -> Array:
+def clarify_now(strategy: Array, edited_V: Array, distance: Array, config: RouterConfig) -> Array:
     """Whether `clarify_token` is emitted instead of a drawn token: it is configured, allowed, and was not used lately.
 
     Args:
       edited_V: logits after bans and penalties; -inf forbids the token.
-      distance_V: tokens written since each token's last one, 0 for the last token; -1 for a token that was never used.
+      distance: tokens written since the last `clarify_token` of the text, 0 when it is the last; -1 when there is none.
     """
     token = jnp.asarray(config.clarify_token, jnp.int32)
-    distance = distance_V[jnp.maximum(token, 0)]
     allowed = edited_V[jnp.maximum(token, 0)] > -jnp.inf
     rested = (distance < 0) | (distance >= config.clarify_cooldown)
     return (strategy == CLARIFY) & (token >= 0) & allowed & rested

@@ -14,7 +14,7 @@ from dantinox.sampling.steps import mirostat_update
 READ_TEXT = {"no_repeat_ngram", "bad_words", "dry"}
 COUNT_REPEATS = {"no_repeat_ngram", "dry"}
 _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # outside of a program its loop would be compiled for every text
-FIELDS = ("n_generated", "length", "last_seen", "count", "text", "repeats", "breaker", "mu")
+FIELDS = ("n_generated", "length", "last_seen", "count", "text", "repeats", "breaker", "mu", "clarified")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=FIELDS, meta_fields=())
@@ -31,6 +31,7 @@ class SamplerState:
       repeats: [B, S] int32, the `repeat_lengths` of the text.
       breaker: [B, S] bool, places whose token ends a repetition.
       mu: [B] float32, mirostat's bound in bits.
+      clarified: [B] int32, the newest place of the router's clarify token, −1 for never.
     """
 
     n_generated: Array
@@ -41,6 +42,7 @@ class SamplerState:
     repeats: Array | None = None
     breaker: Array | None = None
     mu: Array | None = None
+    clarified: Array | None = None
 
 
 def init_state(
@@ -60,7 +62,7 @@ def init_state(
     place_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
     length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
-    last_seen = count = text = repeats = breaker = mu = None
+    last_seen = count = text = repeats = breaker = mu = clarified = None
     if "repetition_penalty" in plan:
         seen_BT = jnp.where(params.tables["penalise_prompt"], place_BT, -1)
         last_seen = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
@@ -78,7 +80,10 @@ def init_state(
             breaker = jax.vmap(jnp.isin)(text, params.tables["dry_breakers"])
     if plan & {"mirostat_v1", "mirostat_v2"}:
         mu = 2 * params.numbers["mirostat_tau"]
-    return SamplerState(jnp.zeros(B, jnp.int32), length_B, last_seen, count, text, repeats, breaker, mu)
+    if params.router is not None:
+        asked_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
+        clarified = jnp.max(jnp.where(asked_BT, place_BT, -1), axis=1)
+    return SamplerState(jnp.zeros(B, jnp.int32), length_B, last_seen, count, text, repeats, breaker, mu, clarified)
 
 
 def update(
@@ -96,8 +101,8 @@ def update(
     active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
     assert state.length is not None
     rows_B, place_B = jnp.arange(token_B.shape[0]), state.length
-    last_seen, count, text, repeats, breaker, mu = (
-        state.last_seen, state.count, state.text, state.repeats, state.breaker, state.mu,
+    last_seen, count, text, repeats, breaker, mu, clarified = (
+        state.last_seen, state.count, state.text, state.repeats, state.breaker, state.mu, state.clarified,
     )  # fmt: skip
     if last_seen is not None:
         ids_B = jnp.where(active_B, token_B, last_seen.shape[1])
@@ -117,4 +122,9 @@ def update(
         assert surprise_B is not None
         moved_B = mirostat_update(mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
         mu = jnp.where(active_B, moved_B, mu)
-    return SamplerState(state.n_generated + active_B, place_B + active_B, last_seen, count, text, repeats, breaker, mu)
+    if clarified is not None:
+        assert params.router is not None
+        clarified = jnp.where(active_B & (token_B == params.router.clarify_token), place_B, clarified)
+    return SamplerState(
+        state.n_generated + active_B, place_B + active_B, last_seen, count, text, repeats, breaker, mu, clarified
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dantinox.config import Config, UserError
-from dantinox.generation.words import sampling_params
+from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
 from dantinox.report import Console, human_count, open_console, table
 from dantinox.run import RunDirectory, atomic_write, create_run, load_run_config, save_config
@@ -43,7 +43,7 @@ def launch(
         with contextlib.nullcontext() if resume else _undone_on_error(run):
             tokenizer, store = prepare_data(config, run.data, tokenizer, _Announcer(console), keep=resume)
             if config.training.sample_every is not None:  # a token that is none is told now, not at the first sample
-                sampling_params(tokenizer, [config.generation.model_copy(update={"seed": 0})])
+                sampling_params(tokenizer, [seeded(config, 0)])
             if not resume:
                 atomic_write(run.tokenizer, tokenizer.to_json())
             if not resume or config != load_run_config(run):

@@ -5,6 +5,7 @@ import pytest
 from dantinox.config import Config, GenerationSection, UserError, build_config, dump_config, load_config, overlay
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.generation import PRESETS, REFINES, kobold_order, step_order, steps_on
+from dantinox.config.router import RouterSection
 
 BAN = -float("inf")
 
@@ -187,22 +188,64 @@ def test_every_step_has_its_flag(key):
 
 def test_no_step_is_without_a_flag():
     refining = {*REFINES, "temperature"}
-    others = {"max_new_tokens", "greedy", "stop", "keep_stop", "ignore_eos", "n", "seed", "use_cache", "weights"}
+    others = {"max_new_tokens", "strategy", "greedy", "stop", "keep_stop", "ignore_eos", "n", "seed", "use_cache", "weights"}
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
+
+
+def laid(base, given, origin=""):
+    return overlay(Config(generation=base), given, origin).generation
 
 
 def test_values_laid_over_a_section():
     """Another name of a key, an order of names over a Kobold preset, and a key that is no text."""
     base = section(mirostat=2, mirostat_tau=3.0)
-    assert overlay(base, {"mirostat": 0, "max_generations": 7}) == section(max_new_tokens=7)
+    assert laid(base, {"mirostat": 0, "max_generations": 7}) == section(max_new_tokens=7)
     with pytest.raises(UserError, match="another name of"):
-        overlay(base, {"max_generations": 7, "max_new_tokens": 7})
+        laid(base, {"max_generations": 7, "max_new_tokens": 7})
     kobold = section(preset="kobold", sampler_order=[5, 4, 3, 2, 1, 0], top_k=9)
-    assert overlay(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
-    assert overlay(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
+    assert laid(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)
+    assert laid(kobold, {"sampler_order": [0, 1, 2, 3, 4, 5]}).preset == "kobold"
     with pytest.raises(UserError, match="is an order of its own"):
-        overlay(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
+        laid(kobold, {"sampler_order": ["top_k"], "preset": "hf"})
     with pytest.raises(UserError, match="which has no such step: leave it out or switch it off"):
-        overlay(section(top_a=0.3), {"preset": "hf"})
+        laid(section(top_a=0.3), {"preset": "hf"})
     with pytest.raises(UserError, match=r"valid Unicode text, got '.ud800' \(line 3\)"):
-        overlay(base, {"\ud800": 1}, "line 3")
+        laid(base, {"\ud800": 1}, "line 3")
+
+
+def test_the_router_is_laid_over_a_chain_and_goes_with_it():
+    """Keys of both sections by their name alone; another strategy leaves behind what only the old one reads."""
+    base = Config(generation={"greedy": True, "top_p": 0.8})
+    routed = overlay(base, {"strategy": "entropy", "low_entropy": 0.3, "temperature": 0.9})
+    assert (routed.generation.greedy, routed.generation.top_p, routed.generation.temperature) == (False, 0.8, 0.9)
+    assert routed.router == RouterSection(low_entropy=0.3)
+    assert overlay(routed, {"seed": 3}).router.low_entropy == 0.3
+    chain = overlay(routed, {"strategy": "chain"})
+    assert (chain.router, chain.generation.temperature) == (RouterSection(), 0.9)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"low_entropy": 0.3}, "router.low_entropy has no effect while generation.strategy is chain"),
+        ({"strategy": "entropy", "typical": 0.5}, "generation.typical cannot be used with generation.strategy entropy"),
+        ({"strategy": "entropy", "mirostat": 2}, "generation.mirostat cannot be used with generation.strategy entropy"),
+        ({"strategy": "entropy", "preset": "hf"}, "generation.preset cannot be used with generation.strategy entropy"),
+        (
+            {"strategy": "entropy", "sampler_order": ["top_k"]},
+            "generation.sampler_order cannot be used with generation.strategy",
+        ),
+        ({"strategy": "entropy", "top_k": 5, "ties": "all"}, "generation.ties cannot be used with generation.strategy entropy"),
+        ({"strategy": "entropy", "greedy": True}, "generation.greedy leaves generation.strategy entropy nothing to choose"),
+        ({"strategy": "entropy", "temperature": 0}, "generation.temperature 0 leaves generation.strategy entropy nothing"),
+        ({"strategy": "entropie"}, "generation.strategy must be one of chain, entropy"),
+        ({"strategy": "entropy", "low_entrpy": 0.3}, "did you mean router.low_entropy?"),
+        ({"strategy": "entropy", "low_entropy": -1}, "router.low_entropy must be"),
+        ({"strategy": "entropy", "candidates": 0}, "router.candidates must be an integer"),
+        ({"strategy": "entropy", "adaptive_top_k_min": 200}, "router.adaptive_top_k_min must be at most"),
+    ],
+)
+def test_what_does_not_go_with_a_strategy_is_one_sentence(given, words):
+    with pytest.raises(UserError) as error:
+        overlay(Config(), given)
+    assert words in str(error.value)

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 import dantinox
-from dantinox.config import GenerationSection, TokenizerSection, UserError
+from dantinox.config import Config, GenerationSection, TokenizerSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.words import sampling_params, with_ids
 from dantinox.text import Tokenizer, train_tokenizer
@@ -58,7 +58,7 @@ def test_breakers_are_all_tokens_with_the_text_in_them():
 
 
 def test_xtc_spares_the_end_and_the_line_break():
-    params = sampling_params(PAIRS, [GenerationSection(xtc_probability=1.0, seed=1)])
+    params = sampling_params(PAIRS, [Config(generation=GenerationSection(xtc_probability=1.0, seed=1))])
     assert set(params.tables["protected_ids"][0].tolist()) - {-1} == {PAIRS.eos_id, *PAIRS.encode("\n")}
 
 
@@ -71,7 +71,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_of_every_text():
     spaced = Tokenizer(core.to_str())
     assert len(spaced.encode(":")) == 2
     assert with_ids(GenerationSection(banned_tokens=(":",)), spaced).banned_tokens == [core.token_to_id(":")]
-    params = sampling_params(spaced, [GenerationSection(xtc_probability=1.0, seed=1)])
+    params = sampling_params(spaced, [Config(generation=GenerationSection(xtc_probability=1.0, seed=1))])
     assert core.token_to_id("\n") in params.tables["protected_ids"][0].tolist()
 
 
@@ -113,10 +113,10 @@ def test_a_setting_of_the_run_holds_until_it_is_switched_off(run):
     """A run's own refinements go with the step they refine; another preset leaves the run's order behind."""
     section = GenerationSection(xtc_probability=0.5, xtc_threshold=0.2, preset="koboldcpp", sampler_order=(0, 1, 2, 3, 4, 5))
     own = Run(run.config.model_copy(update={"generation": section}), run.model, run.tokenizer)
-    off = own.settings({"xtc_probability": 0})
+    off = own.settings({"xtc_probability": 0}).generation
     assert (off.xtc_probability, off.xtc_threshold, off.sampler_order) == (0, 0.1, (0, 1, 2, 3, 4, 5))
-    assert own.settings({"preset": "default"}).sampler_order is None
-    assert own.settings({"xtc_threshold": 0.4}).xtc_probability == 0.5
+    assert own.settings({"preset": "default"}).generation.sampler_order is None
+    assert own.settings({"xtc_threshold": 0.4}).generation.xtc_probability == 0.5
     with pytest.raises(UserError, match=r"generation\.xtc_probability cannot be used with generation\.preset hf"):
         own.settings({"preset": "hf"})
     with pytest.raises(UserError, match=r"generation\.dry_base has no effect while generation\.dry_multiplier is off"):

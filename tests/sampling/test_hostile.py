@@ -36,7 +36,7 @@ def test_a_bias_beyond_float32_is_the_largest_there_is_and_bans_nothing():
     logits_1V = jnp.asarray([[3.0, 1.0, 2.0]])
     params = SamplingParams.build({"logit_bias": {"1": -1e39, "2": 1e300}, "allowed_tokens": [1], "seed": 0})
     state = init_state(params, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool), 3)
-    steps = dict(trace(logits_1V, params, state))
+    steps = dict(trace(logits_1V, params, state)[0])
     named = process_logits(logits_1V, [{"name": "logit_bias", "ids": [1, 2], "values": [-1e38, 1e38]}])
     largest = np.finfo(np.float32).max
     np.testing.assert_array_equal(steps["logit_bias"], [[3.0, -largest, largest]])

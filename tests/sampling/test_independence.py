@@ -31,7 +31,7 @@ FULL = STRANGER | {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 2.0
 
 @jax.jit
 def step(logits_BV, params, state, active_B):
-    return sample(logits_BV, params, state, active_B=active_B, report=True)
+    return sample(logits_BV, params, state, active_B=active_B, report=0)
 
 
 def build(rows):
@@ -58,7 +58,7 @@ def decode(rows, logits, prompts, active):
     for i in range(STEPS):
         step_BV = jnp.asarray(np.stack([*(row[i] for row in logits), logits[0][i], logits[0][i]]))
         token_B, state, info = step(step_BV, params, state, jnp.asarray([*active, False, False]))
-        told.append(np.stack([token_B, np.asarray(info.logprob_sampled).view(np.int32)], axis=1))
+        told.append(np.stack([token_B, np.asarray(info.token.logprob_sampled).view(np.int32)], axis=1))
     return np.stack(told, axis=1)
 
 

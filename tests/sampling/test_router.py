@@ -355,13 +355,12 @@ def test_every_number_does_something(name):
 
 
 def test_clarification_is_emitted_when_it_may_be():
-    x_V, never = np.zeros(8, np.float32), np.full(8, -1)
+    x_V, never = np.zeros(8, np.float32), -1
     asks = jax.jit(router.clarify_now)
     config = replace(GUIDE, clarify_token=3, clarify_cooldown=5)
     assert asks(CLARIFY, x_V, never, config)
     assert not asks(ADAPTIVE, x_V, never, config)
     assert not asks(CLARIFY, x_V, never, GUIDE)  # no token is configured
     assert not asks(CLARIFY, np.where(np.arange(8) == 3, -np.inf, x_V).astype(np.float32), never, config)
-    since = [bool(asks(CLARIFY, x_V, np.where(np.arange(8) == 3, d, never), config)) for d in range(7)]
+    since = [bool(asks(CLARIFY, x_V, distance, config)) for distance in range(7)]
     assert since == [False] * 5 + [True] * 2  # 0 … 4 tokens were written after it: it is one of the last five
-    assert asks(CLARIFY, x_V, np.where(np.arange(8) == 2, 0, never), config)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.config import GenerationSection, UserError
+from dantinox.config import Config, GenerationSection, UserError
 from dantinox.sampling import SamplingParams, init_state, sample, update
 
 V, B = 700, 6
@@ -32,7 +32,7 @@ MIXED = [
 
 
 @partial(jax.jit, static_argnames="report")
-def jitted(logits_BV, params, state, active_B=None, report=True):
+def jitted(logits_BV, params, state, active_B=None, report=0):
     return sample(logits_BV, params, state, active_B=active_B, report=report)
 
 
@@ -69,7 +69,7 @@ def test_the_plan_is_what_some_row_has_on():
     off = SamplingParams.build({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 5, "seed": 0})
     assert (off.plan, off.draws) == ((), True)
     section = GenerationSection(top_k=4, seed=1, max_new_tokens=7)
-    assert SamplingParams.build(section, batch=2).plan == ("top_k",)
+    assert SamplingParams.build(Config(generation=section), batch=2).plan == ("top_k",)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_numbers_beyond_float32_stay_finite():
     assert np.isfinite(params.temperature).all() and int(params.numbers["top_k"][0]) == 2**31 - 1
     assert params.numbers["repetition_penalty"][0] > 0
     _, _, info = jitted(LOGITS, params, start(params))
-    assert np.isfinite(info.logprob_sampled).all()
+    assert np.isfinite(info.token.logprob_sampled).all()
 
 
 def test_greedy_rows_take_the_first_of_the_best_after_penalties_and_ignore_the_rest():
@@ -107,7 +107,7 @@ def test_greedy_rows_take_the_first_of_the_best_after_penalties_and_ignore_the_r
     params = build(rows)
     token_B, _, info = jitted(logits, params, start(params, ((2, 3, 4),)))
     assert token_B[:2].tolist() == [5, 3]  # the prompt holds 3 and 4; the second row bans 4
-    assert info.logprob_sampled[:2].tolist() == [0, 0]
+    assert info.token.logprob_sampled[:2].tolist() == [0, 0]
     again = build([rows[0] | {"seed": 8, "top_k": 3}, *rows[1:]])
     assert jitted(logits, again, start(again, ((2, 3, 4),)))[0].tolist() == token_B.tolist()
 
@@ -199,9 +199,9 @@ def test_log_probabilities_are_those_of_the_model_and_of_the_draw():
     cut = np.where(x >= np.sort(x, 1)[:, -3:-2], x / 0.5, -np.inf)
     drawn = cut - np.log(np.exp(cut).sum(1, keepdims=True))
     index = np.arange(B - 1), np.asarray(token_B)[:-1]
-    np.testing.assert_allclose(info.logprob[:-1], raw[index], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(info.logprob_sampled[:-1], drawn[index], rtol=1e-5, atol=1e-5)
-    assert jax.eval_shape(sample, LOGITS, params, start(params))[2].logprob is None
+    np.testing.assert_allclose(info.token.logprob[:-1], raw[index], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(info.token.logprob_sampled[:-1], drawn[index], rtol=1e-5, atol=1e-5)
+    assert jax.eval_shape(sample, LOGITS, params, start(params))[2].token is None
 
 
 def test_bad_logits_are_flagged_and_still_give_tokens():
@@ -223,7 +223,7 @@ def test_bad_logits_are_flagged_and_still_give_tokens():
     assert token_B[:5].tolist() == [5, 8, 0, 0, 0]
     assert info.repaired.tolist() == [True, True, False, True, False, False]
     assert info.empty.tolist() == [False, False, True, True, True, False]
-    assert not np.isnan(info.logprob).any() and not np.isnan(info.logprob_sampled).any()
+    assert not np.isnan(info.token.logprob).any() and not np.isnan(info.token.logprob_sampled).any()
 
 
 def test_state_and_parameters_live_in_a_decode_loop():

@@ -72,7 +72,7 @@ def test_a_cut_in_the_window_is_the_cut_of_the_whole_row(name):
     assert params.plan == (name,)
     for seed, spread in ((0, 1.6), (1, 2.5), (2, 1.2)):
         logits_BV = jnp.asarray(np.stack([language(seed, spread)] * len(rows)))
-        whole_BV = trace(logits_BV, params, started(params))[-1][1]
+        whole_BV = trace(logits_BV, params, started(params))[0][-1][1]
         np.testing.assert_array_equal(final(logits_BV, params, started(params)), whole_BV)
         np.testing.assert_array_equal(whole_BV[3], logits_BV[3])
         assert (np.isfinite(whole_BV[:2]).sum(axis=1) < WINDOW).all()
@@ -131,7 +131,7 @@ def test_whole_chains(order):
 
 
 @partial(jax.jit, static_argnames="report")
-def step(logits_BV, params, state, report=True):
+def step(logits_BV, params, state, report=0):
     return sample(logits_BV, params, state, report=report)
 
 
@@ -150,7 +150,7 @@ def test_a_neighbour_that_needs_its_whole_row_changes_no_bit():
         assert bool(flags(logits_BV, params, state)[1].any()) == (neighbour is wide)
         for _ in range(40):
             token_B, state, info = step(logits_BV, params, state)
-            told.append([int(token_B[0]), *np.float32([info.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
+            told.append([int(token_B[0]), *np.float32([info.token.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
         outcomes.append(told)
     assert outcomes[0] == outcomes[1] and len({told[0] for told in outcomes[0]}) > 3
 
@@ -201,6 +201,6 @@ def test_logits_far_apart_leave_the_sums_finite():
     rows = [{"top_n_sigma": 0.5}, {"eta_cutoff": 1e-6}, {"typical": 0.5}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])
     logits_BV = jnp.asarray(np.stack([x_V] * 3))
-    whole_BV = trace(logits_BV, params, started(params))[-1][1]
+    whole_BV = trace(logits_BV, params, started(params))[0][-1][1]
     np.testing.assert_array_equal(final(logits_BV, params, started(params)), whole_BV)
     assert np.isfinite(whole_BV[:2]).sum(axis=1).tolist() == [V // 2] * 2

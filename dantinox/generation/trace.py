@@ -1,0 +1,126 @@
+"""What decoding reported, as documents that a person or a program can read: a column per quantity, or a record per token."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dantinox.config import Config
+from dantinox.config.router import RouterSection
+from dantinox.sampling import StepInfo
+from dantinox.sampling.router import STRATEGIES
+from dantinox.text import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from dantinox.generation.batch import Result
+
+OTHERS = ("seed", "max_new_tokens", "n")  # told elsewhere
+
+
+def changed_settings(config: Config) -> dict[str, Any]:
+    """The settings of `generation` and `router` that are not the default, by their name, ready for JSON."""
+    return {
+        name: value
+        for section in (config.generation, config.router)
+        for name, value in section.model_dump(mode="json").items()
+        if getattr(section, name) != type(section).model_fields[name].default and name not in OTHERS
+    }
+
+
+def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[str, Any]:
+    """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
+
+    def spelled(some: Sequence[int]) -> list[str]:
+        return [tokenizer.decode([token]) for token in some]
+
+    top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
+    found = {
+        "tokens": spelled(ids),
+        "logprobs": steps.logprob.tolist(),
+        "sampled_logprobs": _finite(steps.logprob_sampled),
+        "ranks": steps.rank.tolist(),
+        "survivors": steps.survivors.tolist(),
+        "entropy": steps.entropy.tolist(),
+        "varentropy": steps.varentropy.tolist(),
+        "top": [{"ids": some, "tokens": spelled(some), "logprobs": values} for some, values in top],
+    }
+    return found | {name: list(values) for name, values in _routed(steps).items()}
+
+
+def trace_document(result: "Result", tokenizer: Tokenizer) -> dict[str, Any]:
+    """A sample with a record per token: what `--trace`, `--show_entropy` and `--report` are made of.
+
+    A record has `id`, `text` (what the token added), `entropy` and `varentropy` of the model's distribution (bits, bits²),
+    `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: no chance under the distribution drawn from),
+    `alternatives`; with the router also `strategy`, the numbers it set, `forced`, and attention metrics where it reads them.
+
+    Args:
+      result: a sample that was generated with `logprobs`.
+    """
+    steps = result.steps
+    if steps is None:
+        raise ValueError("only a sample with log-probabilities can be traced")
+    detokenizer = Detokenizer(tokenizer)
+    texts = [detokenizer.push([token]) for token in result.tokens]
+    if texts:
+        texts[-1] += detokenizer.flush()
+    own = {
+        "entropy": steps.entropy.tolist(),
+        "varentropy": steps.varentropy.tolist(),
+        **_routed(steps),
+        "survivors": steps.survivors.tolist(),
+        "rank": steps.rank.tolist(),
+        "logprob": steps.logprob.tolist(),
+        "logprob_sampled": _finite(steps.logprob_sampled),
+    }
+    spelt = {int(token): tokenizer.decode([int(token)]) for token in np.unique(steps.top_ids)}
+    names = ("id", "text", "logprob", "logprob_sampled")
+    alternatives = [
+        [dict(zip(names, (i, spelt[i], p, q), strict=True)) for i, p, q in zip(ids, before, after, strict=True)]
+        for ids, before, after in zip(
+            steps.top_ids.tolist(), steps.top_logprobs.tolist(), map(_finite, steps.top_logprobs_sampled), strict=True
+        )
+    ]
+    return {
+        "prompt": result.prompt,
+        "text": result.text,
+        "seed": result.seed,
+        "finish_reason": result.finish_reason,
+        "strategy": "chain" if result.router is None else "entropy",
+        "settings": result.settings,
+        "router": result.router,
+        "stats": {name: value for name, value in result.stats.items() if name != "cache"},
+        "vocab_size": tokenizer.vocab_size,
+        "tokens": [
+            {
+                "id": token,
+                "text": texts[n],
+                **{name: values[n] for name, values in own.items()},
+                "alternatives": alternatives[n],
+            }
+            for n, token in enumerate(result.tokens)
+        ],
+    }
+
+
+def router_numbers(params: Any, row: int) -> dict[str, float] | None:
+    """The numbers that the router of one row goes by, or None without one."""
+    if params.router is None:
+        return None
+    names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
+    return {name: np.asarray(getattr(params.router, name))[row].item() for name in names}
+
+
+def _routed(steps: StepInfo) -> dict[str, list[Any]]:
+    """The router's part of a report, a list per quantity; nothing without a router."""
+    if steps.routed is None:
+        return {}
+    attention, route, forced = steps.routed
+    read = {} if attention is None else {name: values.tolist() for name, values in attention._asdict().items()}
+    numbers = {name: values.tolist() for name, values in route._asdict().items()}
+    return {**read, **numbers, "strategy": [STRATEGIES[i] for i in numbers["strategy"]], "forced": forced.tolist()}
+
+
+def _finite(values: Any) -> list[float | None]:
+    """Log-probabilities as JSON has them: null where there is no chance."""
+    return [value if value > -np.inf else None for value in values.tolist()]
