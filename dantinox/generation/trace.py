@@ -108,7 +108,7 @@ def router_numbers(params: Any, row: int) -> dict[str, float] | None:
     if params.router is None:
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
-    return {name: np.asarray(getattr(params.router, name))[row].item() for name in names}
+    return {name: float(str(np.asarray(getattr(params.router, name))[row])) for name in names}
 
 
 def _routed(steps: StepInfo) -> dict[str, list[Any]]:

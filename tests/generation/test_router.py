@@ -1,0 +1,249 @@
+"""The entropy router in the compiled loop: token for token as on the host, whatever cache, padding and batch."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError
+from dantinox.config.generation import ROUTED
+from dantinox.generation.engine import Session, _generate_toks
+from dantinox.sampling import SamplingParams, process_logits
+from dantinox.sampling.candidates import best_of_n
+from dantinox.sampling.router import CLARIFY, STRATEGIES, AttentionMetrics, Metrics, RouterConfig, route
+
+from . import builder
+
+# Thresholds at which this model's text takes all five strategies.
+ENTROPY = {"strategy": "entropy", "low_entropy": 1.2, "low_varentropy": 2.0, "clarify_entropy": 1.3, "high_entropy": 2.0}
+ENTROPY |= {"high_varentropy": 2.6, "adaptive_temperature_uncertainty": 0.1}
+ROWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hot": {"temperature": 1.4, "top_p": 0.7, "top_k": 9, "min_p": 0.02},
+    "clarify": {"clarify_token": 7, "clarify_cooldown": 3},
+    "clarify at once again": {"clarify_token": 7, "clarify_cooldown": 0},
+    "clarify banned": {"clarify_token": 7, "banned_tokens": [7]},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.7, "logit_bias": {"3": 2.0}},
+    "one candidate": {"candidates": 1},
+    "three candidates": {"candidates": 3, "adaptive_top_k_max": 256, "base_top_k": 60, "adaptive_min_p_min": 0.0},
+    "greedy always": {"low_entropy": 100.0, "low_varentropy": 100.0, "repetition_penalty": 1.3},
+    "coefficients": {"adaptive_temperature_agreement": -1.0, "explore_temperature_interaction": 0.0, "base_temperature": 0.4},
+}
+STEPS = 22
+
+
+@cache
+def _watched(config):
+    graph, _ = nnx.split(nnx.eval_shape(lambda: builder.model(config)))
+
+    @jax.jit
+    def run(state, tokens_BT, positions_BT):
+        model = nnx.merge(graph, state)
+        x_BTD, _, aux = model.hidden(tokens_BT, positions_BT, probe=lambda *seen: seen)
+        return model.logits(x_BTD), aux["probe"]
+
+    return run
+
+
+def seen(model, text):
+    """The logits [V] behind a text, and its newest query's attention metrics by their definitions in float64."""
+    places = np.arange(model.config.max_context)
+    tokens = np.zeros((1, len(places)), np.int32)
+    tokens[0, : len(text)] = text
+    logits, probed = _watched(model.config)(nnx.state(model), tokens, np.where(places < len(text), places, -1)[None])
+    entropy, norm, varentropy, apart, strength = [], [], [], [], []
+    for scores_1NS, valid_1S in probed:
+        x = np.asarray(scores_1NS, np.float64)[0][:, np.asarray(valid_1S)[0]]
+        a = np.exp(x - x.max(axis=1, keepdims=True))
+        a /= a.sum(axis=1, keepdims=True)
+        e = -(a * np.log2(a)).sum(axis=1)
+        entropy.append(e.mean())
+        norm.append(e.mean() / np.log2(x.shape[1]) if x.shape[1] > 1 else 0.0)
+        varentropy.append(e.var())
+        apart.append(np.abs(a - a.mean(axis=0)).sum(axis=1).mean() / 2)
+        strength.append(np.abs(x).mean())
+    numbers = [np.mean(part) for part in (entropy, norm, varentropy, apart, strength)]
+    return np.asarray(logits)[0, len(text) - 1], AttentionMetrics(*numbers[:4], 1 - numbers[3], numbers[4])
+
+
+def surprise(logits_V):
+    """Entropy (bits), varentropy (bits²) and ln p in float64."""
+    x = np.asarray(logits_V, np.float64)
+    lnp = x - x.max() - np.log(np.exp(x - x.max()).sum())
+    bits = -lnp / np.log(2)
+    p = np.exp(lnp)
+    H = (p * bits).sum()
+    return H, (p * (bits - H) ** 2).sum(), lnp
+
+
+_best = jax.jit(best_of_n)
+_route = jax.jit(route)
+
+
+def slowly(model, prompt, steps, settings, seed, attends):
+    """The continuation on the host, and per token (strategy, forced, entropy, varentropy, attention, ln p, rank, survivors)."""
+    text, told = list(prompt), []
+    settings = {key: value for key, value in settings.items() if key != "strategy"}
+    step_keys = (*ROUTED, "repetition_penalty", "presence_penalty", "logit_bias", "banned_tokens")
+    own = {key: value for key, value in settings.items() if key in step_keys}
+    base = {f"base_{key}": own.pop(key) for key in ROUTED if key in own}
+    config = RouterConfig(**{**{k: v for k, v in settings.items() if k not in step_keys}, **base})
+    clarify, cooldown = int(config.clarify_token), int(config.clarify_cooldown)
+    for n in range(steps):
+        logits_V, attention = seen(model, text)
+        H, varentropy, lnp = surprise(logits_V)
+        taken = _route(Metrics(H, varentropy, attention if attends else None), config)
+        edits = builder.steps_of(own, ("repetition_penalty", "presence_frequency_penalty"), [], 0.0)
+        said = [text[: len(prompt)]], [text[len(prompt) :]]
+        edited_V = np.asarray(process_logits(logits_V[None], edits, *said)[0])
+        cuts: list[dict[str, Any]] = [{"name": "temperature", "t": float(taken.temperature)}]
+        cuts += [{"name": "top_k", "k": int(taken.top_k)}, {"name": "top_p", "p": float(taken.top_p)}]
+        cuts += [{"name": "min_p", "p": float(taken.min_p)}]
+        final_V = process_logits(edited_V[None], cuts)[0]
+        strategy = int(taken.strategy)
+        if STRATEGIES[strategy] == "adaptive":
+            final_V = _best(final_V, logits_V, config.candidates)
+        token = int(builder._draw(final_V, seed, 0, n))
+        if STRATEGIES[strategy] == "greedy":
+            token = int(np.argmax(edited_V))
+        recent = text[len(text) - cooldown :] if cooldown else []
+        forced = strategy == CLARIFY and clarify >= 0 and edited_V[clarify] > -np.inf and clarify not in recent
+        token = clarify if forced else token
+        rank = int((logits_V > logits_V[token]).sum())
+        told.append((strategy, forced, H, varentropy, attention, lnp[token], rank, int((np.asarray(final_V) > -np.inf).sum())))
+        text.append(token)
+    return text[len(prompt) :], told
+
+
+def decoded(model, rows, prompts, steps, **options):
+    """The continuations of one batch [B, steps], and the report."""
+    tokens, lengths = builder.padded(prompts)
+    params = SamplingParams.build(rows, vocab_size=model.config.vocab_size)
+    limits = options.pop("limits", np.full(len(rows), steps))
+    session = Session(model, tokens, lengths, params, limits_B=limits, eos_ids=[[]] * len(rows), report=3, **options)
+    chunks = [session.start()]
+    while sum(chunk.tokens.shape[1] for chunk in chunks) < steps:
+        chunks.append(session.advance(steps - sum(chunk.tokens.shape[1] for chunk in chunks)))
+    infos = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *[chunk.info for chunk in chunks])
+    return np.concatenate([chunk.tokens for chunk in chunks], axis=1), infos
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_every_strategy_in_one_batch(attends):
+    """Tokens, strategies and metrics as the host has them from the whole text; no strategy is missing."""
+    model = builder.model()
+    rows = [ENTROPY | {"use_attention": attends, "seed": 40 + b} | row for b, row in enumerate(ROWS.values())]
+    prompts = builder.prompts(*(1 + 2 * b % 9 for b in range(len(rows))), seed=8)
+    tokens, info = decoded(model, rows, prompts, STEPS)
+    taken, forced = [], 0
+    for b, (name, row, prompt) in enumerate(zip(ROWS, rows, prompts, strict=True)):
+        own = {key: value for key, value in row.items() if key not in ("seed", "use_attention")}
+        text, told = slowly(model, prompt, STEPS, own, row["seed"], attends)
+        assert tokens[b].tolist() == text, name
+        strategy, was_forced, H, V, attention, lnp, rank, survivors = zip(*told, strict=True)
+        assert info.routed.route.strategy[b].tolist() == list(strategy), name
+        assert info.routed.forced[b].tolist() == list(was_forced), name
+        assert (info.rank[b].tolist(), info.survivors[b].tolist()) == (list(rank), list(survivors)), name
+        for field, expected in ((info.entropy, H), (info.varentropy, V), (info.logprob, lnp)):
+            np.testing.assert_allclose(field[b], expected, rtol=2e-5, atol=2e-5)
+        if attends:
+            for found, expected in zip(info.routed.attention, zip(*attention, strict=True), strict=True):
+                np.testing.assert_allclose(found[b], expected, rtol=2e-5, atol=2e-5)
+        taken += strategy
+        forced += sum(was_forced)
+    assert {STRATEGIES[i] for i in taken} == set(STRATEGIES)
+    assert forced > 3
+    assert (info.routed.attention is None) == (not attends)
+
+
+def test_a_wide_vocabulary_goes_through_the_windows():
+    model = builder.model(builder.config(vocab_size=5003))
+    numbers = {"low_entropy": 1.5, "clarify_entropy": 5.0, "high_entropy": 3.5, "low_varentropy": 3.0, "high_varentropy": 6.0}
+    wide = {"base_top_k": 3000, "base_top_p": 1.0, "adaptive_top_p_max": 1.0}
+    rows = [ENTROPY | numbers | {"seed": b} | (wide if b % 2 else {}) for b in range(6)]
+    prompts = builder.prompts(*range(2, 8), seed=12)
+    tokens, info = decoded(model, rows, prompts, 12)
+    for row, prompt, text in zip(rows, prompts, tokens, strict=True):
+        own = {key: value for key, value in row.items() if key != "seed"}
+        assert text.tolist() == slowly(model, prompt, 12, own, row["seed"], True)[0]
+    assert len(np.unique(info.routed.route.strategy)) > 2
+
+
+def metrics_of(info):
+    return np.stack([info.entropy, info.varentropy, *info.routed.attention])
+
+
+@pytest.mark.parametrize("windows", [(None, None), (8, 8), (None, 5)], ids=["full", "ring", "mixed"])
+def test_metrics_know_nothing_of_slots_padding_and_cache(windows):
+    """64 slots or 4,096, a short prompt beside a long one or alone, a ring or the whole text: the same to 1e-5."""
+    model = builder.model(builder.config(windows=windows, max_context=4096))
+    prompts = builder.prompts(3, 30, seed=4)
+    rows = [ENTROPY | {"seed": b} for b in range(2)]
+    tokens, small = decoded(model, rows, prompts, 14)
+    wide_tokens, wide = decoded(model, rows, prompts, 14, limits=np.full(2, 4000))
+    np.testing.assert_array_equal(tokens, wide_tokens)
+    np.testing.assert_allclose(metrics_of(small), metrics_of(wide), rtol=1e-5, atol=1e-5)
+    whole_tokens, whole = decoded(model, rows, prompts, 14, use_cache=False)
+    np.testing.assert_array_equal(tokens, whole_tokens)
+    np.testing.assert_allclose(metrics_of(small), metrics_of(whole), rtol=1e-5, atol=1e-5)
+    for b in range(2):
+        alone, solo = decoded(model, rows[b : b + 1], prompts[b : b + 1], 14)
+        np.testing.assert_array_equal(tokens[b], alone[0])
+        np.testing.assert_allclose(metrics_of(small)[:, b], metrics_of(solo)[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
+    """Bit by bit, in one program, with other prompts, other numbers and other seeds around it."""
+    model, random = builder.model(), np.random.default_rng(0)
+    mine, prompt = ENTROPY | {"seed": 5, "clarify_token": 7}, builder.prompts(6, seed=20)[0]
+    found = set()
+    for trial in range(12):
+        place = trial % 4
+        rows = [
+            ENTROPY | {"seed": int(random.integers(99)), "temperature": float(random.uniform(0.3, 2)), "clarify_token": 9}
+            for _ in range(4)
+        ]
+        prompts = builder.prompts(*random.integers(1, 16, 4), seed=trial)
+        rows[place], prompts[place] = mine, prompt
+        tokens, info = decoded(model, rows, prompts, 10)
+        leaves = [np.asarray(leaf[place]).tobytes() for leaf in jax.tree.leaves(info)]
+        found.add((tokens[place].tobytes(), *leaves))
+    assert len(found) == 1
+
+
+def test_no_number_of_the_router_compiles_anything():
+    model, prompts = builder.model(), builder.prompts(4, 5)
+    first, *names = SamplingParams.build(ENTROPY | {"seed": 0}).router.__dataclass_fields__
+    special = {"clarify_token": 4, "clarify_cooldown": 9, "candidates": 3, "base_top_k": 8, "explore_top_k_min": 2}
+    special |= {"adaptive_top_k_min": 2, "adaptive_top_k_max": 50, "temperature_max": 3.0, "adaptive_top_p_max": 0.9}
+    decoded(model, [ENTROPY | {"seed": 0}] * 2, prompts, 2)
+    programs = _generate_toks.jitted_fn._cache_size()
+    for a, b in zip([first, *names[::2]], [*names[1::2], first], strict=False):  # two rows, so two numbers at a time
+        rows = [ENTROPY | {"seed": 1, name: special.get(name, 0.4)} for name in (a, b)]
+        decoded(model, rows, prompts, 2)
+    assert _generate_toks.jitted_fn._cache_size() == programs
+
+
+def test_a_forced_token_ends_the_text_when_it_is_the_end():
+    model, prompts = builder.model(), builder.prompts(4)
+    always = {"low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6, "clarify_token": 7}
+    params = SamplingParams.build(ENTROPY | always | {"seed": 1, "min_tokens": 3, "clarify_cooldown": 0}, stop_ids=[7])
+    tokens, lengths = builder.padded(prompts)
+    session = Session(model, tokens, lengths, params, limits_B=np.array([20]), eos_ids=[[7]])
+    said = [session.start(), session.advance()]
+    text = np.concatenate([chunk.tokens[0, : chunk.counts[0]] for chunk in said])
+    assert len(text) == 4 and text[-1] == 7 and 7 not in text[:-1], "not before min_tokens, then at once"
+
+
+def test_rows_of_one_batch_have_one_kind_of_router():
+    with pytest.raises(UserError, match=r"router\.use_attention must be the same"):
+        SamplingParams.build([ENTROPY | {"seed": 1}, ENTROPY | {"seed": 1, "use_attention": False}])
+    with pytest.raises(UserError, match=r"generation\.strategy must be the same"):
+        SamplingParams.build([ENTROPY | {"seed": 1}, {"seed": 1}])
+    with pytest.raises(UserError, match=r"router.clarify_token must be a token id in \[0, 67\), got 67"):
+        SamplingParams.build(ENTROPY | {"seed": 1, "clarify_token": 67}, vocab_size=67)
+    with pytest.raises(UserError, match="needs thresholds measured on this model"):
+        SamplingParams.build({"strategy": "entropy", "router_preset": "calibrated", "seed": 1})
