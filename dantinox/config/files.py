@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from dantinox.config.base import UserError
 from dantinox.config.generation import CHAIN_KEYS, REFINES, GenerationSection, steps_on
-from dantinox.config.router import RouterSection
+from dantinox.config.router import RouterSection, idle_keys
 from dantinox.config.sections import Config
 
 MAX_FILE_BYTES = 1 << 20
@@ -187,6 +187,9 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
         for key, refined in REFINES.items():
             if key not in given and not on & set(refined):
                 tree.pop(key, None)
+        own = {key: value for key, value in given.items() if key in RouterSection.model_fields}
+        for key in set(idle_keys(RouterSection.model_validate(router | own))) - set(given):
+            router.pop(key, None)
     changed = {
         f"{'router' if key in RouterSection.model_fields else 'generation'}.{key}": value for key, value in given.items()
     }

@@ -21,6 +21,13 @@ EVERY = 2**30  # a top_k that cuts nothing
 MEASURED = (
     "low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy", "entropy_scale", "varentropy_scale",
 )  # fmt: skip
+# Coefficients of attention metrics.
+ATTENTION_TERMS = (
+    "clarify_temperature_attn_entropy", "explore_temperature_interaction", "explore_top_k_disagreement",
+    "resample_temperature_attn_varentropy", "resample_top_p_attn_entropy",
+    "adaptive_temperature_attn_uncertainty", "adaptive_temperature_agreement", "adaptive_top_p_attn_varentropy",
+    "adaptive_top_k_interaction", "adaptive_top_k_agreement",
+)  # fmt: skip
 # What a preset sets; `calibrated` takes the measured numbers from a file of the run.
 PRESET_NUMBERS: dict[str, dict[str, float]] = {
     "guide": {
@@ -166,14 +173,26 @@ def with_request(
     return {**numbers, **own}
 
 
+def idle_keys(r: RouterSection) -> dict[str, str]:
+    """The keys that change nothing beside the others, and what switches them off."""
+    idle = dict.fromkeys(() if r.use_attention else ATTENTION_TERMS, "router.use_attention is false")
+    return idle | ({"clarify_cooldown": "router.clarify_token is null"} if r.clarify_token is None else {})
+
+
 def router_conflicts(r: RouterSection) -> list[tuple[bool, str]]:
     """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
     numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
     pairs = [(f"{name}_min", f"{name}_max") for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p")]
     return [
-        (
-            numbers[low] > numbers[high],
-            f"router.{low} must be at most router.{high}, got {numbers[low]:g} and {numbers[high]:g}",
-        )
-        for low, high in pairs
+        *(
+            (
+                numbers[low] > numbers[high],
+                f"router.{low} must be at most router.{high}, got {numbers[low]:g} and {numbers[high]:g}",
+            )
+            for low, high in pairs
+        ),
+        *(
+            (getattr(r, key) != RouterSection.model_fields[key].default, f"router.{key} has no effect while {reason}")
+            for key, reason in idle_keys(r).items()
+        ),
     ]

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from dantinox.config import UserError
-from dantinox.config.router import EVERY, RouterSection, with_request
+from dantinox.config.router import ATTENTION_TERMS, EVERY, RouterSection, with_request
 from dantinox.sampling.steps import finite_max
 
 Number = Array | float
@@ -239,14 +239,6 @@ class RouterConfig:
             raise UserError(f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}")
         config = cls(**with_request(section.numbers(measured), **request), clarify_token=int(token))
         return config if section.use_attention else without_attention(config)
-
-
-ATTENTION_TERMS = (
-    "clarify_temperature_attn_entropy", "explore_temperature_interaction", "explore_top_k_disagreement",
-    "resample_temperature_attn_varentropy", "resample_top_p_attn_entropy",
-    "adaptive_temperature_attn_uncertainty", "adaptive_temperature_agreement", "adaptive_top_p_attn_varentropy",
-    "adaptive_top_k_interaction", "adaptive_top_k_agreement",
-)  # fmt: skip
 
 
 def without_attention(config: RouterConfig) -> RouterConfig:

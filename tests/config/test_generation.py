@@ -220,6 +220,10 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
     assert (routed.generation.greedy, routed.generation.top_p, routed.generation.temperature) == (False, 0.8, 0.9)
     assert routed.router == RouterSection(low_entropy=0.3)
     assert overlay(routed, {"seed": 3}).router.low_entropy == 0.3
+    own = overlay(routed, {"clarify_token": 3, "clarify_cooldown": 5, "adaptive_top_k_agreement": 1})
+    assert overlay(own, {"clarify_token": None, "use_attention": False}).router == RouterSection(
+        low_entropy=0.3, use_attention=False
+    )
     chain = overlay(routed, {"strategy": "chain"})
     assert (chain.router, chain.generation.temperature) == (RouterSection(), 0.9)
 
@@ -241,6 +245,14 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
         ({"strategy": "entropie"}, "generation.strategy must be one of chain, entropy"),
         ({"strategy": "entropy", "low_entrpy": 0.3}, "did you mean router.low_entropy?"),
         ({"strategy": "entropy", "low_entropy": -1}, "router.low_entropy must be"),
+        (
+            {"strategy": "entropy", "clarify_cooldown": 3},
+            "router.clarify_cooldown has no effect while router.clarify_token is null",
+        ),
+        (
+            {"strategy": "entropy", "use_attention": False, "adaptive_top_k_agreement": 1},
+            "router.adaptive_top_k_agreement has no effect while router.use_attention is false",
+        ),
         ({"strategy": "entropy", "candidates": 0}, "router.candidates must be an integer"),
         ({"strategy": "entropy", "adaptive_top_k_min": 200}, "router.adaptive_top_k_min must be at most"),
     ],

@@ -222,7 +222,7 @@ def test_no_number_of_the_router_compiles_anything():
     decoded(model, [ENTROPY | {"seed": 0}] * 2, prompts, 2)
     programs = _generate_toks.jitted_fn._cache_size()
     for a, b in zip([first, *names[::2]], [*names[1::2], first], strict=False):  # two rows, so two numbers at a time
-        rows = [ENTROPY | {"seed": 1, name: special.get(name, 0.4)} for name in (a, b)]
+        rows = [ENTROPY | {"seed": 1, "clarify_token": 3, name: special.get(name, 0.4)} for name in (a, b)]
         decoded(model, rows, prompts, 2)
     assert _generate_toks.jitted_fn._cache_size() == programs
 
