@@ -111,6 +111,16 @@ def _parser() -> Parser:
     explain.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(explain, ("generation", "router"))
 
+    calibrate = add("calibrate", _calibrate, "Measure on a text what a preset of this model needs, and save it in the run.")
+    calibrate.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    calibrate.add_argument(
+        "--what", choices=["router"], required=True, help="router: the thresholds of --router_preset calibrated"
+    )
+    calibrate.add_argument("--data_path", type=Path, metavar="FILE", help="the text (default: the run's validation tokens)")
+    calibrate.add_argument("--tokens", type=_whole_number, metavar="N", help="tokens to read at most (default: 32768)")
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
+    calibrate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where the text and the strategies lie")
+
     info = add("info", _info, "Describe a run: settings, size, training, and what narrow weights cost.")
     info.add_argument("run_dir", type=Path, help="the run directory")
     add("doctor", _doctor, "Show versions, devices and speed of this machine.")
@@ -283,6 +293,11 @@ def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> t
     return prompt, config.router.model_dump() | config.generation.model_dump()
 
 
+def _check_png(path: Path | None) -> None:
+    if path is not None and path.suffix != ".png":
+        raise UserError(f"--plot must name a .png file, got {path}")
+
+
 def _stdin() -> str:
     if sys.stdin is None:
         raise UserError("--prompt - reads standard input, which is closed")
@@ -293,8 +308,7 @@ def _stdin() -> str:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    if options.plot is not None and options.plot.suffix != ".png":
-        raise UserError(f"--plot must name a .png file, got {options.plot}")
+    _check_png(options.plot)
     settings = _settings(options)
     prompt = DEFAULT_PROMPT if options.prompt is None else options.prompt
     from dantinox.run import atomic_write, load_run_config, open_run
@@ -314,6 +328,25 @@ def _explain(options: argparse.Namespace) -> int:
             print(line)
     if options.plot is not None:
         plot_explanation(record, options.plot, atomic_write)
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    _check_png(options.plot)
+    _use_compilation_cache()
+    from dantinox.evaluation.calibrate import TOKENS, calibrate_router
+    from dantinox.report.calibration import calibration_lines, plot_calibration
+    from dantinox.run import atomic_write
+
+    tokens = TOKENS if options.tokens is None else options.tokens
+    record = calibrate_router(options.run_dir, tokens=tokens, data_path=options.data_path)
+    if options.json:
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        for line in calibration_lines(record, shutil.get_terminal_size((100, 24)).columns):
+            print(line)
+    if options.plot is not None:
+        plot_calibration(record, options.plot, atomic_write)
     return 0
 
 

@@ -52,7 +52,7 @@ class Result:
     stats: dict[str, Any] = field(default_factory=dict)
     steps: StepInfo | None = field(default=None, repr=False, compare=False)
     settings: dict[str, Any] = field(default_factory=dict)
-    router: dict[str, float] | None = None
+    router: dict[str, float | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.config.router import RouterSection
-from dantinox.sampling import StepInfo
+from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.router import STRATEGIES
 from dantinox.text import Detokenizer, Tokenizer
 
@@ -103,12 +103,13 @@ def trace_document(result: "Result", tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def router_numbers(params: Any, row: int) -> dict[str, float] | None:
-    """The numbers that the router of one row goes by, or None without one."""
+def router_numbers(params: SamplingParams, row: int) -> dict[str, float | None] | None:
+    """The numbers that the router of one row goes by, null where one is no bound; or None without a router."""
     if params.router is None:
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
-    return {name: float(str(np.asarray(getattr(params.router, name))[row])) for name in names}
+    numbers = {name: float(str(np.asarray(getattr(params.router, name))[row])) for name in names}  # 0.1, not 0.10000000149
+    return {name: None if number == np.inf else number for name, number in numbers.items()}
 
 
 def _routed(steps: StepInfo) -> dict[str, list[Any]]:

@@ -1,0 +1,84 @@
+"""What a sample tells of itself: records per token that agree with the arrays, the text, and the numbers of the request."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from dantinox.config import Config, TokenizerSection
+from dantinox.generation import Run
+from dantinox.generation.trace import trace_document
+from dantinox.model import Transformer
+from dantinox.sampling.router import STRATEGIES
+from dantinox.text import train_tokenizer
+
+from . import builder
+
+ROUTED = {"strategy": "entropy", "low_entropy": 1.2, "low_varentropy": 2.0, "high_entropy": 2.0, "high_varentropy": 2.6}
+
+
+@pytest.fixture(scope="module")
+def run():
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    model: Transformer = builder.model(builder.config(vocab_size=tokenizer.vocab_size))
+    return Run(Config(model={"max_context": 64}), model, tokenizer)
+
+
+@pytest.mark.parametrize("settings", [{}, ROUTED, ROUTED | {"use_attention": False}], ids=["chain", "router", "no attention"])
+def test_a_document_says_what_the_arrays_say(run, settings):
+    result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True, **settings)
+    document, steps = trace_document(result, run.tokenizer), result.steps
+    json.dumps(document, allow_nan=False)
+    tokens = document["tokens"]
+    assert [token["id"] for token in tokens] == result.tokens and len(tokens) == 12
+    assert "".join(token["text"] for token in tokens) == result.text
+    assert document["settings"] == settings | {"top_k": 9, "ignore_eos": True}
+    assert (document["seed"], document["prompt"], document["finish_reason"]) == (3, "abc", "length")
+    np.testing.assert_array_equal([token["entropy"] for token in tokens], steps.entropy)
+    logits = builder.all_logits(run.model, [*run.prompt_ids("abc"), *result.tokens]).astype(np.float64)[2:-1]
+    lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    best = np.argsort(-lnp, axis=1, kind="stable")[:, :4]
+    for n, token in enumerate(tokens):
+        assert token["entropy"] == pytest.approx(-(np.exp(lnp[n]) * lnp[n]).sum() / np.log(2), abs=1e-4)
+        assert [one["id"] for one in token["alternatives"]] == best[n].tolist()
+        assert [one["logprob"] for one in token["alternatives"]] == pytest.approx(lnp[n, best[n]].tolist(), abs=1e-4)
+        kept = [one["logprob_sampled"] for one in token["alternatives"] if one["logprob_sampled"] is not None]
+        assert np.exp(kept).sum() <= 1 + 1e-5
+        own = [one["logprob_sampled"] for one in token["alternatives"] if one["id"] == token["id"]]
+        assert own in ([], [token["logprob_sampled"]])
+        assert ("strategy" in token) == bool(settings)
+        assert ("attn_entropy" in token) == (settings == ROUTED)
+    if settings:
+        assert [token["strategy"] for token in tokens] == [STRATEGIES[i] for i in steps.routed.route.strategy]
+        assert (document["router"]["low_entropy"], document["router"]["base_top_k"]) == (1.2, 9)
+    else:
+        assert document["router"] is None and {token["survivors"] for token in tokens} == {9}
+
+
+def test_parts_of_characters_add_up(run):
+    """Bytes that are no text of their own: the pieces are still the text."""
+    result = run.generate("é", logprobs=2, seed=5, max_new_tokens=40, temperature=3.0, ignore_eos=True)
+    texts = [token["text"] for token in trace_document(result, run.tokenizer)["tokens"]]
+    assert "".join(texts) == result.text and "" in texts
+
+
+def test_the_calibration_is_read_where_it_is_asked_for(run):
+    measured = {name: 1.5 for name in ("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy")}
+    measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}
+    asked = []
+    own = Run(run.config, run.model, run.tokenizer, lambda: asked.append(1) or measured)
+    own.generate("a", max_new_tokens=2, greedy=True)
+    own.generate("a", max_new_tokens=2, strategy="entropy")
+    assert not asked
+    result = own.generate("a", max_new_tokens=2, strategy="entropy", router_preset="calibrated", low_entropy=0.25)
+    assert asked == [1]
+    assert (result.router["low_entropy"], result.router["high_entropy"], result.router["varentropy_scale"]) == (0.25, 1.5, 4.0)
+    assert (result.router["temperature_min"], result.router["temperature_max"]) == (pytest.approx(0.1), 2.0)
+
+
+def test_chain_and_router_in_one_call_are_batches_of_their_own(run):
+    requests = [("a", {"greedy": True}), ("b", ROUTED | {"seed": 1}), ("c", ROUTED | {"seed": 1, "use_attention": False})]
+    batches = run.start([(text, given | {"max_new_tokens": 3}) for text, given in requests])
+    assert [batch.numbers for batch in batches] == [[0], [1], [2]]
+    assert len(jax.tree.leaves(batches[0].session.params.router)) == 0
