@@ -1,0 +1,116 @@
+"""A generation as one HTML page: the text shaded token by token, what stood behind each choice, and all of it over position.
+
+The page is a single file that loads nothing. What the model wrote is data in it, never markup: JSON with every `<` escaped, put
+on the screen as text, under a Content-Security-Policy that runs only the script and the style of this package, by their hashes.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from string import Template
+from typing import Any
+
+Words = dict[tuple[int, str], int]  # (token id, text) → its place in the table that all samples share
+
+SCRIPTS = ("page.js", "page_plots.js", "page_token.js")
+GLYPHS = {"greedy": "▬", "clarify": "?", "explore": "▲", "resample": "↻", "adaptive": "•"}
+DIGITS = 5
+EXACT = {"entropy": 9, "varentropy": 9}  # float32 to the last bit: these are compared with thresholds
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def page(traces: Sequence[Mapping[str, Any]]) -> str:
+    """The page as text, to be written as UTF-8.
+
+    Args:
+      traces: trace documents, one per sample. Without attention metrics, strategies or router numbers the parts that show them
+        are left out. Numbers that are not finite are shown as what they stand for: no bound, no chance.
+
+    Raises:
+      ValueError: there is no sample.
+    """
+    if not traces:
+        raise ValueError("a page needs at least one sample")
+    style = _asset("page.css")
+    script = "".join(map(_asset, SCRIPTS))
+    return Template(_asset("page.html")).substitute(
+        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=_escaped(_packed(traces))
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("dantinox.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(source: str) -> str:
+    """A source expression of a Content-Security-Policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+
+
+def _escaped(value: Any) -> str:
+    """JSON that may stand inside a script element and can be written as UTF-8: without `<` and without half characters."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
+def _packed(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All samples, and what they share: the table of words, the rules and the signs of the strategies."""
+    from dantinox.sampling.router import RULES, STRATEGIES  # here, as it loads jax and this room does not
+
+    words: Words = {}
+    samples = [_sample(trace, words) for trace in traces]
+    return {
+        "strategies": STRATEGIES,
+        "glyphs": [GLYPHS[name] for name in STRATEGIES],
+        "rules": [[name, conditions] for name, conditions in RULES.items()],
+        "words": list(words),
+        "samples": samples,
+    }
+
+
+def _sample(trace: Mapping[str, Any], words: Words) -> dict[str, Any]:
+    """One document with its tokens as columns: a name is written once, not once per token."""
+    tokens = trace["tokens"]
+    names = dict.fromkeys(name for token in tokens for name in token if name not in ("id", "text", "alternatives"))
+    lists = [token.get("alternatives") or [] for token in tokens]
+    others = [other for some in lists for other in some]
+    return {
+        **{key: _finite(value) for key, value in trace.items() if key != "tokens"},
+        "columns": {
+            "word": [_word(token, words) for token in tokens],
+            **{name: [_short(token.get(name), EXACT.get(name, DIGITS)) for token in tokens] for name in names},
+        },
+        "alternatives": {
+            "count": [len(some) for some in lists],
+            "word": [_word(other, words) for other in others],
+            "logprob": [_short(other["logprob"]) for other in others],
+            "logprob_sampled": [_short(other.get("logprob_sampled")) for other in others],
+        },
+    }
+
+
+def _word(token: Mapping[str, Any], words: Words) -> int:
+    return words.setdefault((token["id"], token["text"]), len(words))
+
+
+def _short(value: Any, digits: int = DIGITS) -> Any:
+    """A number with so many significant digits, or null where it is not finite; anything else as it is."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+
+def _finite(value: Any) -> Any:
+    """A JSON value with null in place of what JSON cannot write."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

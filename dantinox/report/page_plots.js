@@ -1,0 +1,275 @@
+// The plots. Canvases hold the data and are drawn once per size and theme; what follows the pointer are elements on top.
+
+const STRIPS = ["entropy", "varentropy", "surprisal", "attn_entropy", "temperature"];
+const TICKS = [0, 0.1, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000];
+const EDGE = {left: 44, right: 14, top: 12, bottom: 36};
+const FONT = "10px system-ui, sans-serif";
+
+const colours = new Map();
+
+/** A colour of the style sheet as the canvas takes it, under the theme that is on. */
+function paint(name) {
+  if (!colours.has(name)) {
+    const {style} = byId("theme");
+    style.setProperty("outline-color", `var(--${name})`);
+    colours.set(name, getComputedStyle(byId("theme")).outlineColor);
+    style.removeProperty("outline-color");
+  }
+  return colours.get(name);
+}
+
+function surface(canvas) {
+  const scale = window.devicePixelRatio || 1;
+  const {clientWidth: width, clientHeight: height} = canvas;
+  Object.assign(canvas, {width: Math.round(width * scale), height: Math.round(height * scale)});
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  return {pen, width, height};
+}
+
+function drawPlots() {
+  if (!state.nodes.length) return;
+  colours.clear();
+  for (const canvas of byId("strips").querySelectorAll("canvas")) drawStrip(canvas, canvas.dataset.of);
+  drawMap();
+  drawMarks();
+}
+
+// Strips over position.
+
+const stripEnd = (name) => roundUp(largest(valuesOf(state.sample.tokens, name)) || 1);
+
+function buildStrips() {
+  const {tokens} = state.sample;
+  const names = STRIPS.filter((name) => valuesOf(tokens, name).length);
+  const canvas = (name) => element("canvas", {"data-of": name, "aria-hidden": "true"});
+  const rows = names.flatMap((name) => {
+    const label = element("div", {class: "name"}, METRICS[name][0], element("span", {class: "value", "data-of": name}));
+    const ends = element("span", {class: "ends"}, element("span", {}, number(stripEnd(name))), element("span", {}, "0"));
+    return [label, ends, canvas(name)];
+  });
+  if (isRouted()) rows.push(element("div", {class: "name"}, "strategy"), canvas("strategy"));
+  const axis = ["1", "position (tokens)", whole(tokens.length)].map((text) => element("span", {}, text));
+  const lines = [element("i", {id: "strip-hover", class: "faint"}), element("i", {id: "strip-at"})];
+  byId("strips").replaceChildren(...rows, element("div", {class: "axis"}, ...axis), element("div", {class: "cursor"}, ...lines));
+  byId("strips").setAttribute("aria-valuemax", tokens.length);
+  byId("strips").closest(".panel").hidden = tokens.length === 0;
+}
+
+/** The tokens bar by bar; where there are too many for that, several share a bar. */
+function barsOf(tokens, width) {
+  const count = Math.min(tokens.length, Math.max(1, Math.floor(width / 3)));
+  const edge = (bar) => Math.floor((bar * tokens.length) / count);
+  return Array.from({length: count}, (_, bar) => tokens.slice(edge(bar), edge(bar + 1)));
+}
+
+/** The mean of each bar's tokens, behind it in a lighter colour their largest value; of strategies, their shares. */
+function drawStrip(canvas, name) {
+  const {pen, width, height} = surface(canvas);
+  const bars = barsOf(state.sample.tokens, width);
+  const wide = width / bars.length;
+  const draw = (bar, colour, share) => {
+    pen.fillStyle = paint(colour);
+    pen.fillRect(bar * wide, height * (1 - share), wide >= 5 ? wide - 1 : wide + 0.25, height * share);
+  };
+  const drawShares = (names, bar) => names.sort().forEach((of, n) => draw(bar, of, 1 - n / names.length));
+  if (name === "strategy") return bars.map((tokens) => valuesOf(tokens, name)).forEach(drawShares);
+  const end = stripEnd(name);
+  bars.forEach((tokens, bar) => {
+    const values = valuesOf(tokens, name).map((value) => Math.min(value, end));
+    draw(bar, "data-light", largest(values) / end);
+    draw(bar, "data", mean(values) / end);
+  });
+}
+
+// The map of entropy and varentropy. Square-root axes: the small thresholds stay visible beside the large values.
+
+/** Whether `value relation bound` holds, and by how much. A bound of null is none. */
+function judged(value, relation, bound) {
+  const margin = relation === "<" ? (bound ?? Infinity) - value : value - (bound ?? Infinity);
+  return {holds: margin > 0, margin};
+}
+
+function ruled(metrics) {
+  const {router} = state.sample;
+  const holds = ([metric, relation, threshold]) => judged(metrics[metric], relation, router[threshold]).holds;
+  return (DATA.rules.find(([, conditions]) => conditions.every(holds)) ?? ["adaptive"])[0];
+}
+
+function axisOf(metric, from, to) {
+  const {router, tokens} = state.sample;
+  const conditions = DATA.rules.flatMap(([, both]) => both).filter(([of]) => of === metric);
+  const bounds = [...new Set(conditions.map(([, , threshold]) => router?.[threshold]))].filter(known).sort((a, b) => a - b);
+  const end = Math.max(1, 1.04 * largest(valuesOf(tokens, metric)), 1.3 * largest(bounds));
+  const at = (x) => from + (to - from) * Math.sqrt(Math.min(1, Math.max(0, x ?? 0) / end));
+  return {bounds, end, at, edges: [0, ...bounds.filter((bound) => bound > 0), end]};
+}
+
+function mapAxes() {
+  const {clientWidth: width, clientHeight: height} = byId("map");
+  return {x: axisOf("entropy", EDGE.left, width - EDGE.right), y: axisOf("varentropy", height - EDGE.bottom, EDGE.top)};
+}
+
+function drawMap() {
+  const {pen, width, height} = surface(byId("map"));
+  const axes = mapAxes();
+  const regions = isRouted() ? regionsOf(axes) : [];
+  for (const {name, left, top, wide, tall} of regions) {
+    pen.fillStyle = paint(`${name}-tint`);
+    pen.fillRect(left, top, wide, tall);
+  }
+  drawAxes(pen, axes, width, height);
+  drawPoints(pen, axes);
+  STRATEGIES.forEach((name) => nameRegion(pen, name, regions.filter((region) => region.name === name)));
+}
+
+function regionsOf({x, y}) {
+  return x.edges.slice(1).flatMap((right, i) =>
+    y.edges.slice(1).map((top, j) => {
+      const [left, bottom] = [x.edges[i], y.edges[j]];
+      const name = ruled({entropy: (left + right) / 2, varentropy: (bottom + top) / 2});
+      return {name, left: x.at(left), top: y.at(top), wide: x.at(right) - x.at(left), tall: y.at(bottom) - y.at(top)};
+    }),
+  );
+}
+
+function nameRegion(pen, name, regions) {
+  if (!regions.length) return;
+  const {left, top, wide, tall} = regions.reduce((best, one) => (one.wide * one.tall > best.wide * best.tall ? one : best));
+  Object.assign(pen, {font: `600 ${FONT}`, textAlign: "left", lineWidth: 3, lineJoin: "round", strokeStyle: paint("panel")});
+  const long = `${GLYPH[name]} ${name}`;
+  const label = pen.measureText(long).width + 8 < wide ? long : GLYPH[name];
+  const y = top + Math.min(15, tall / 2 + 4);
+  pen.strokeText(label, left + 5, y);
+  pen.fillStyle = paint(`${name}-ink`);
+  pen.fillText(label, left + 5, y);
+}
+
+/** Ticks that stand apart, thresholds before round numbers. */
+function ticksOf({bounds, end, at}, apart) {
+  const kept = [];
+  for (const value of [...bounds, ...TICKS]) {
+    if (value <= end && kept.every((other) => Math.abs(at(other) - at(value)) >= apart)) kept.push(value);
+  }
+  return kept;
+}
+
+function drawAxes(pen, {x, y}, width, height) {
+  const {left, top} = EDGE;
+  const [right, bottom] = [width - EDGE.right, height - EDGE.bottom];
+  const [line, muted, ink] = ["line", "muted", "ink"].map(paint);
+  const rule = (colour, ...box) => Object.assign(pen, {fillStyle: colour}).fillRect(...box);
+  const write = (text, px, py, isBold) =>
+    Object.assign(pen, {fillStyle: isBold ? ink : muted, font: isBold ? `600 ${FONT}` : FONT}).fillText(text, px, py);
+  x.bounds.forEach((bound) => rule(muted, x.at(bound), top, 0.75, bottom - top));
+  y.bounds.forEach((bound) => rule(muted, left, y.at(bound), right - left, 0.75));
+  rule(line, left, bottom, right - left, 1);
+  rule(line, left, top, 1, bottom - top);
+  pen.textAlign = "right";
+  ticksOf(y, 13).forEach((value) => write(number(value), left - 5, y.at(value) + 3, y.bounds.includes(value)));
+  pen.textAlign = "center";
+  ticksOf(x, 24).forEach((value) => write(number(value), x.at(value), bottom + 13, x.bounds.includes(value)));
+  write("entropy H (bits, square-root scale)", (left + right) / 2, height - 6);
+  pen.save();
+  pen.translate(10, (top + bottom) / 2);
+  pen.rotate(-Math.PI / 2);
+  write("varentropy V (bits²)", 0, 0);
+  pen.restore();
+}
+
+function drawPoints(pen, {x, y}) {
+  pen.save();
+  Object.assign(pen, {font: FONT, textAlign: "center", textBaseline: "middle", globalAlpha: 0.65});
+  for (const strategy of isRouted() ? STRATEGIES : [undefined]) {
+    pen.fillStyle = paint(strategy ?? "data");
+    const mine = state.sample.tokens.filter((token) => token.strategy === strategy);
+    mine.forEach((token) => pen.fillText(GLYPH[strategy] ?? "•", x.at(token.entropy), y.at(token.varentropy)));
+  }
+  pen.restore();
+}
+
+function nearestPoint({offsetX, offsetY}) {
+  const {x, y} = mapAxes();
+  const away = (token) => Math.hypot(x.at(token.entropy) - offsetX, y.at(token.varentropy) - offsetY);
+  const far = state.sample.tokens.map(away);
+  const best = far.reduce((least, distance, i) => (distance < far[least] ? i : least), 0);
+  return far[best] < 24 ? best : null;
+}
+
+// What follows the selection and the pointer.
+
+function drawMarks() {
+  const {tokens} = state.sample;
+  if (!tokens.length) return;
+  const i = state.pointed ?? state.at;
+  byId("strips").querySelectorAll(".value").forEach((node) => {
+    node.textContent = measured(node.dataset.of, tokens[i][node.dataset.of]);
+  });
+  byId("reading").replaceChildren(`token ${whole(i + 1)} `, element("b", {}, visible(tokens[i].text)));
+  byId("strips").setAttribute("aria-valuenow", state.at + 1);
+  byId("strips").setAttribute("aria-valuetext", `token ${state.at + 1}, ${state.nodes[state.at].getAttribute("aria-label")}`);
+  const {x, y} = mapAxes();
+  for (const [name, token] of [["at", state.at], ["hover", state.pointed]]) {
+    const [line, ring] = [byId(`strip-${name}`), byId(`map-${name}`)];
+    line.hidden = ring.hidden = token === null;
+    if (token === null) continue;
+    line.style.left = `${(100 * (token + 0.5)) / tokens.length}%`;
+    ring.style.transform = `translate(${x.at(tokens[token].entropy)}px, ${y.at(tokens[token].varentropy)}px)`;
+  }
+}
+
+function positionAt(event) {
+  const {tokens} = state.sample;
+  const box = byId("strips").querySelector(".cursor").getBoundingClientRect();
+  const i = Math.floor((tokens.length * (event.clientX - box.left)) / box.width);
+  return i < 0 ? null : Math.min(i, tokens.length - 1);
+}
+
+function listenToPlots() {
+  const listenTo = (plot, found) => {
+    plot.addEventListener("pointermove", (event) => point(found(event)));
+    plot.addEventListener("pointerleave", () => point(null));
+    plot.addEventListener("click", (event) => found(event) !== null && select(found(event)));
+  };
+  listenTo(byId("strips"), positionAt);
+  listenTo(byId("map"), nearestPoint);
+  byId("strips").addEventListener("keydown", (event) => onKey(event, false));
+  new ResizeObserver(drawPlots).observe(byId("map").parentElement);
+}
+
+// How often each strategy was taken, and what followed it.
+
+function drawStrategies() {
+  const {tokens} = state.sample;
+  byId("strategies").hidden = !isRouted();
+  if (!isRouted()) return;
+  const count = (name) => tokens.filter((token) => token.strategy === name).length;
+  const parts = STRATEGIES.filter(count).map((name) => {
+    const part = element("span", {class: name}, GLYPH[name]);
+    part.style.flexGrow = count(name);
+    return part;
+  });
+  const head = ["strategy", "tokens", "share", ...STRATEGIES.map((name) => `→ ${GLYPH[name]}`)];
+  const rows = STRATEGIES.map((name) => strategyRow(name, count(name)));
+  const caption = "→ counts what came next, shaded by its share of the row. A name selects its next token.";
+  byId("shares").replaceChildren(...parts);
+  byId("transitions").replaceChildren(tableOf("strategy-table", caption, head, rows));
+}
+
+function strategyRow(name, count) {
+  const {tokens} = state.sample;
+  const jump = element("button", {type: "button", class: "plain"}, strategyLabel(name));
+  jump.disabled = count === 0;
+  jump.addEventListener("click", () => {
+    const after = tokens.findIndex((token, i) => i > state.at && token.strategy === name);
+    select(after < 0 ? tokens.findIndex((token) => token.strategy === name) : after);
+  });
+  const row = rowOf(jump, whole(count), percent(tokens.length ? count / tokens.length : 0));
+  for (const other of STRATEGIES) {
+    const times = tokens.filter((token, i) => token.strategy === other && tokens[i - 1]?.strategy === name).length;
+    const cell = element("td", {class: "shaded", "aria-label": `${times} followed by ${other}`}, whole(times));
+    cell.style.setProperty("--share", `${Math.round((100 * times) / Math.max(1, count))}%`);
+    row.append(cell);
+  }
+  return row;
+}

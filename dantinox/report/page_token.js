@@ -1,0 +1,125 @@
+// The selected token: its chances, what else could have stood there, the rules that chose the strategy, the numbers behind it.
+
+function drawToken(token) {
+  const views = [headOf, chances, alternatives, ...(isRouted() ? [reasons, parameters] : []), metrics];
+  const nothing = element("p", {class: "note"}, "Nothing was generated.");
+  byId("token").replaceChildren(...(token ? views.map((view) => view(token)) : [nothing]));
+}
+
+function headOf(token) {
+  const place = `token ${whole(state.at + 1)} of ${whole(state.nodes.length)}, id ${token.id}`;
+  const head = element("div", {class: "head"}, element("span", {class: "big"}, visible(token.text)));
+  if (token.strategy) head.append(strategyLabel(token.strategy));
+  head.append(element("span", {class: "place"}, place));
+  return head;
+}
+
+function chances(token) {
+  const fact = (value, told) => element("div", {}, element("b", {}, value), element("span", {}, told));
+  const left = `${whole(token.survivors)} ${token.survivors === 1 ? "token" : "tokens"} left`;
+  const facts = element("div", {class: "chances"},
+    fact(percent(chance(token.logprob)), `under the model, rank ${whole(token.rank + 1)} of ${whole(state.sample.vocab_size)}`),
+    fact(known(token.logprob_sampled) ? percent(chance(token.logprob_sampled)) : "no chance", `after the chain, ${left}`),
+  );
+  if (token.forced) facts.append(element("p", {class: "note"}, "Forced: it was put here without a draw."));
+  return facts;
+}
+
+// Alternatives.
+
+function alternatives(token) {
+  const chosen = {id: token.id, text: token.text, before: chance(token.logprob), after: chance(token.logprob_sampled)};
+  const all = [...token.alternatives];
+  if (!all.some(({id}) => id === token.id)) all.push(chosen);
+  const end = Math.min(1, roundUp(Math.max(1e-6, ...all.flatMap(({before, after}) => [before, after]))));
+  const rows = all.map((one) => alternativeRow(one, end, one.id === token.id));
+  const others = state.sample.vocab_size - all.length;
+  if (others > 0) rows.push(restRow(others, all));
+  const head = ["token", `0 to ${number(100 * end)} %`, "before", "after"];
+  return tableOf("alternatives", "Alternatives under the model and after the chain", head, rows);
+}
+
+function alternativeRow({text, before, after}, end, isChosen) {
+  const [light, strong] = [element("i", {class: "before"}), element("i", {class: "after"})];
+  const bars = element("div", {class: "bars", "aria-hidden": "true"}, light, strong);
+  [before, after].forEach((p, b) => (bars.children[b].style.width = `${Math.min(100, (100 * p) / end)}%`));
+  const removed = element("span", {class: "muted", role: "img", "aria-label": "removed"}, "×");
+  const row = rowOf(visible(text), bars, percent(before), after > 0 ? percent(after) : removed);
+  if (isChosen) row.className = "is-chosen";
+  if (isChosen) row.firstElementChild.append(element("span", {class: "note"}, " chosen"));
+  return row;
+}
+
+/** What the tokens that are not listed have together; nothing where the rounding of the listed ones could be all of it. */
+function restRow(count, listed) {
+  const shares = ["before", "after"].map((key) => 1 - listed.reduce((sum, one) => sum + one[key], 0));
+  const row = rowOf(`${whole(count)} others`, "", ...shares.map((share) => (share < 5e-4 ? "" : percent(share))));
+  row.className = "muted";
+  return row;
+}
+
+// The strategy: every rule with its margins.
+
+function reasons(token) {
+  const taken = STRATEGIES.indexOf(token.strategy);
+  const rows = DATA.rules.flatMap(([name, conditions], r) =>
+    conditions.map((condition, c) => {
+      const row = element("tr", {class: r === taken ? "taken" : r > taken ? "late" : ""}, ...conditionCells(token, condition));
+      if (c === 0) row.prepend(element("th", {scope: "rowgroup", rowspan: conditions.length}, strategyLabel(name)));
+      return row;
+    }),
+  );
+  const last = rowOf(strategyLabel("adaptive"), "where none of these holds");
+  last.className = taken === DATA.rules.length ? "taken" : "late";
+  last.lastElementChild.setAttribute("colspan", 3);
+  last.lastElementChild.className = "left";
+  const head = ["strategy", "condition", "", "margin"];
+  const all = element("div", {}, tableOf("reasons", "Rules in order: the first that holds is taken", head, [...rows, last]));
+  const named = ruled(token);
+  const odd = `By these rules it would be ${named}; the trace says ${token.strategy}.`;
+  if (named !== token.strategy) all.append(element("p", {class: "note"}, odd));
+  return all;
+}
+
+function conditionCells(token, [metric, relation, threshold]) {
+  const bound = state.sample.router[threshold];
+  const {holds, margin} = judged(token[metric], relation, bound);
+  const [kind, word, tick] = holds ? ["yes", "holds", "✓"] : ["no", "fails", "✗"];
+  const told = ` ${metric === "entropy" ? "H" : "V"} ${number(token[metric])} ${relation} ${number(bound ?? Infinity)}`;
+  return [
+    element("td", {class: "left"}, element("span", {class: kind, role: "img", "aria-label": word}, tick), told),
+    element("td", {"aria-hidden": "true"}, gauge(metric, relation, bound, token[metric])),
+    element("td", {}, `${margin > 0 ? "+" : ""}${measured(metric, margin)}`),
+  ];
+}
+
+/** The axis of the map as a line: where the condition holds, shaded, and where the value is. */
+function gauge(metric, relation, bound, value) {
+  const {at} = axisOf(metric, 0, 100);
+  const place = known(bound) ? at(bound) : 100;
+  const [zone, dot] = [element("i", {class: "zone"}), element("i", {class: "dot"})];
+  Object.assign(zone.style, relation === "<" ? {left: 0, width: `${place}%`} : {left: `${place}%`, right: 0});
+  dot.style.left = `${at(value)}%`;
+  return element("span", {class: "track"}, zone, dot);
+}
+
+// Numbers.
+
+function parameters(token) {
+  const {router} = state.sample;
+  const k = (value) => (value >= EVERY ? "no cut" : whole(value));
+  return tableOf("numbers", "Sampling parameters", ["", "used", "base"], [
+    rowOf("temperature", token.temperature === 0 ? "0: argmax" : number(token.temperature), number(router.base_temperature)),
+    rowOf("top_p", number(token.top_p), number(router.base_top_p)),
+    rowOf("top_k", k(token.top_k), k(router.base_top_k)),
+    rowOf("min_p", token.min_p === 0 ? "off" : number(token.min_p), number(router.base_min_p)),
+  ]);
+}
+
+function metrics(token) {
+  const most = {entropy: token.entropy / Math.log2(state.sample.vocab_size), attn_entropy: token.attn_entropy_norm};
+  const names = Object.keys(METRICS).filter((name) => name !== "temperature" && known(token[name]));
+  const share = (name) => (known(most[name]) ? percent(most[name]) : "");
+  const rows = names.map((name) => rowOf(METRICS[name][0], measured(name, token[name]), share(name)));
+  return tableOf("numbers", "Metrics", ["", "value", "of max"], rows);
+}
