@@ -1,0 +1,195 @@
+"""What the entropy router adds to a decoding step of a 100M-parameter model, and that without it nothing is added.
+
+Cases: greedy; a plain chain with the router's own base values; the router without attention metrics; with them. All sessions
+stand side by side and take their chunks of 32 tokens in turn, in another order each round, so that every ratio compares
+neighbours in time at the same length of context. A JSON line per batch and case: milliseconds per step, the median over the
+rounds, and the medians of the ratios within a round to `greedy` and to `chain`; `first_s` is compilation with the first tokens.
+The weights are random and give a flat distribution: the output layer is scaled until logits spread like those of a language
+model, and `strategies` tells what the router then chose.
+
+Then a line on the program of the plain chain: whether anything of the router is in its compiled HLO (it is in the router's),
+and with `--before` whether its lowered text equals that of an older checkout, from before there was a router.
+
+    python benchmarks/router.py --batch 1 8 --before /path/to/older/checkout
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"greedy": True},
+    "chain": {"temperature": 0.666, "top_k": 27, "top_p": 0.9, "min_p": 0.03, "seed": 0},
+    "router": {"strategy": "entropy", "use_attention": False, "seed": 0},
+    "router, attention": {"strategy": "entropy", "use_attention": True, "seed": 0},
+}
+
+
+def parse() -> argparse.Namespace:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--dim", type=int, default=768)
+    a.add_argument("--layers", type=int, default=12)
+    a.add_argument("--heads", type=int, default=12)
+    a.add_argument("--kv_heads", type=int, default=4)
+    a.add_argument("--head_size", type=int, default=64)
+    a.add_argument("--hidden", type=int, default=2048)
+    a.add_argument("--vocab", type=int, default=32000)
+    a.add_argument("--prompt", type=int, default=64)
+    a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens that each case is measured for")
+    a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    a.add_argument("--threads", type=int, default=2)
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    a.add_argument("--spread", type=float, default=6.0, help="standard deviation of the logits")
+    a.add_argument("--before", help="the root of an older checkout")
+    a.add_argument("--lowered", action="store_true", help=argparse.SUPPRESS)
+    return a.parse_args()
+
+
+def main() -> None:
+    o = parse()
+    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    model = build(o)
+    if o.lowered:
+        import dantinox
+
+        found = {str(batch): digest(program(o, model, batch, "chain").as_text()) for batch in o.batch}
+        print(json.dumps(found | {"package": dantinox.__file__}))
+        return
+    for batch in o.batch:
+        for told in measure(o, model, batch):
+            print(json.dumps({"batch": batch} | told), flush=True)
+        print(json.dumps({"batch": batch} | compare(o, model, batch)), flush=True)
+
+
+def build(o: argparse.Namespace) -> Any:
+    """A Llama-shaped model, prepared for decoding, its logits spread by `o.spread`."""
+    import jax
+    from flax import nnx
+
+    from dantinox.config import ModelConfig
+    from dantinox.generation import prepare
+    from dantinox.model import Transformer
+
+    config = ModelConfig(
+        vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size, num_blocks=o.layers,
+        hidden_dim=o.hidden, max_context=max(2048, length(o)), windows=(None,) * o.layers, weight_tying=False,
+    )  # fmt: skip
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    plain = nnx.merge(graph, jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))())
+    kernel_DV = plain.head.kernel[...]
+    # The last norm makes rows of mean square 1, so this is the deviation of the logits.
+    plain.head.kernel = nnx.Param(kernel_DV * (o.spread / (kernel_DV.std() * o.dim**0.5)))
+    return prepare(plain, o.weights)
+
+
+def length(o: argparse.Namespace) -> int:
+    """Tokens in all: the prompt, the first one, a chunk to compile with, and the rounds."""
+    return o.prompt + 1 + 32 * (o.rounds + 1)
+
+
+def session(o: argparse.Namespace, model: Any, batch: int, case: str, report: int | None = None) -> Any:
+    from dantinox.generation.engine import Session
+    from dantinox.sampling import SamplingParams
+
+    ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
+    limits = np.full(batch, length(o) - o.prompt)
+    return Session(
+        model, ids, np.full(batch, o.prompt), SamplingParams.build(CASES[case], batch=batch), limits_B=limits,
+        eos_ids=[[]] * batch, report=report,
+    )  # fmt: skip
+
+
+def measure(o: argparse.Namespace, model: Any, batch: int) -> list[dict[str, Any]]:
+    sessions = {case: session(o, model, batch, case) for case in CASES}
+    compiled = {case: timed(lambda s=s: (s.start(), s.advance())) for case, s in sessions.items()}
+    rounds: list[dict[str, float]] = []
+    for number in range(o.rounds):
+        order = [*CASES][number % len(CASES) :] + [*CASES][: number % len(CASES)]
+        rounds.append({case: timed(sessions[case].advance) / 32 for case in order})
+
+    def over(case: str, other: str) -> float:
+        return round(statistics.median(times[case] / times[other] for times in rounds), 4)
+
+    return [
+        {
+            "case": case, "ms_per_step": round(1e3 * statistics.median(times[case] for times in rounds), 3),
+            "tok_per_s": round(batch / statistics.median(times[case] for times in rounds), 1),
+            "over_greedy": over(case, "greedy"), "over_chain": over(case, "chain"), "first_s": round(compiled[case], 2),
+            **({"strategies": strategies(o, model, batch, case)} if "router" in case else {}),
+        }
+        for case in CASES
+    ]  # fmt: skip
+
+
+def timed(call: Any) -> float:
+    start = time.perf_counter()
+    call()  # waits for its tokens
+    return time.perf_counter() - start
+
+
+def strategies(o: argparse.Namespace, model: Any, batch: int, case: str) -> dict[str, float]:
+    """The share of each strategy in the first tokens."""
+    from dantinox.sampling.router import STRATEGIES
+
+    told = session(o, model, batch, case, report=0)
+    told.start()
+    found = Counter(told.advance().info.routed.route.strategy.ravel().tolist())
+    return {STRATEGIES[strategy]: round(count / found.total(), 3) for strategy, count in found.most_common()}
+
+
+def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
+    """The lowered decoding program of a case."""
+    import jax.numpy as jnp
+
+    from dantinox.generation.engine import _generate_toks, bucket
+    from dantinox.model import make_cache
+    from dantinox.sampling import SamplingParams
+
+    state, params = session(o, model, batch, case).state, SamplingParams.build(CASES[case], batch=batch)
+    cache = make_cache(model.config, batch, bucket(length(o)), model.dtype)
+    return _generate_toks.lower(model, cache, state, params, jnp.int32(32), use_cache=True, report=None)
+
+
+def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:
+    """Whether the router has left traces in the chain's program, and whether the program is what it was before."""
+    lowered = program(o, model, batch, "chain")
+    file = "sampling/router.py"  # instructions name the source line they come from
+    told = {
+        "router_in_chain": file in lowered.compile().as_text(),
+        "router_in_router": file in program(o, model, batch, "router").compile().as_text(),
+        "chain": digest(lowered.as_text()),
+    }
+    if o.before:
+        told["chain_before"] = before(o)[str(batch)]
+        told["identical"] = told["chain"] == told["chain_before"]
+    return told
+
+
+def before(o: argparse.Namespace) -> dict[str, str]:
+    """What `--lowered` prints with the package of the older checkout."""
+    command = [sys.executable, __file__, "--lowered", *sys.argv[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": o.before})
+    if done.returncode:
+        sys.exit(f"the older checkout failed:\n{done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not os.path.realpath(found["package"]).startswith(os.path.realpath(o.before) + os.sep):
+        sys.exit(f"{o.before} holds no package: {found['package']} was imported instead")
+    return found
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main()
