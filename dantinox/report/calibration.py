@@ -20,7 +20,7 @@ INK = "#333333"
 
 
 def calibration_lines(record: Record, width: int = 100) -> Iterator[str]:
-    """The percentiles, the thresholds and strategies of both presets, and what that means."""
+    """The percentiles, the thresholds and strategies of both presets, what that means, and what it is for."""
     yield f"entropy H and varentropy V of the model at {record['tokens']:,} positions of the text"
     yield f"({record['skipped']:,} more have too little context, or follow the end of a document, and are not counted)"
     yield ""
@@ -34,6 +34,10 @@ def calibration_lines(record: Record, width: int = 100) -> Iterator[str]:
     yield from _columns("strategy", {name: [percent(record["shares"][preset][name]) for preset in PRESETS] for name in names})
     yield ""
     yield from textwrap.wrap(meaning(record), max(width, 40))
+    yield ""
+    yield from textwrap.wrap(
+        "saved in the run directory: --strategy entropy --router_preset calibrated uses it", max(width, 40)
+    )
 
 
 def meaning(record: Record) -> str:
