@@ -192,15 +192,8 @@ def _generate(options: argparse.Namespace) -> int:
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("--prompt and --prompt_file both give prompts: use one of them")
     as_json = options.json or options.prompt_file is not None
-    if options.logprobs is not None and not as_json:
-        raise UserError("--logprobs needs --json to print them")
-    if options.show_entropy and (as_json or options.stream):
-        raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
-    if options.report is not None and options.report.suffix != ".html":
-        raise UserError(f"--report must name a .html file, got {options.report}")
+    _check_outputs(options, as_json)
     traced = options.show_entropy or options.trace is not None or options.report is not None
-    if options.stream and as_json:
-        raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
     from dantinox.run import load_run_config, open_run
 
     # What is wrong with the settings is told before anything large is loaded.
@@ -241,6 +234,23 @@ def _generate(options: argparse.Namespace) -> int:
     for batch in batches:
         print(batch.summary(), file=sys.stderr)
     return 0
+
+
+def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
+    """Refuses outputs that exclude each other or cannot be written, before anything is generated."""
+    if options.logprobs is not None and not as_json:
+        raise UserError("--logprobs needs --json to print them")
+    if options.echo and options.logprobs is None:
+        raise UserError("--echo reports log-probabilities of the prompt: give --logprobs too")
+    if options.stream and as_json:
+        raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
+    if options.show_entropy and (as_json or options.stream):
+        raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
+    if options.report is not None and options.report.suffix != ".html":
+        raise UserError(f"--report must name a .html file, got {options.report}")
+    for flag, path in (("--trace", options.trace), ("--report", options.report)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"{flag} cannot write {path}: there is no directory {path.parent}")
 
 
 def _show(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -136,6 +136,42 @@ def test_log_probabilities(generate):
     assert told["prompt_tokens"] == ["a", "b"] and told["prompt_logprobs"][0] is None
 
 
+def test_what_the_router_did_goes_to_three_places(generate, tmp_path):
+    lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
+    flags = [
+        "--strategy",
+        "entropy",
+        "--low_entropy",
+        "0.2",
+        "--max_new_tokens",
+        "6",
+        "--seed",
+        "3",
+        "--n",
+        "2",
+        "--ignore_eos",
+    ]
+    code, out, _ = generate("--prompt", "a", *flags, "--show_entropy", "--trace", lines, "--report", page)
+    assert code == 0 and "sample 2 of 2, seed 3" in out and "mean entropy" in out
+    records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    assert [record["kind"] for record in records] == (["sample"] + ["token"] * 6) * 2
+    assert records[0]["router"]["low_entropy"] == 0.2 and records[0]["prompt"] == "a"
+    assert all(
+        len(record["alternatives"]) == 10 and "attn_entropy" in record for record in records if record["kind"] == "token"
+    )
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    plain = generate("--prompt", "a", *flags)[1]
+    assert plain == "".join("a" + record["text"] + "\n" for record in records if record["kind"] == "sample")
+
+
+def test_a_chain_can_be_traced_as_well(generate, tmp_path):
+    lines = tmp_path / "out.jsonl"
+    code, out, _ = generate("--prompt", "a", "--greedy", "--max_new_tokens", "3", "--trace", lines, "--json")
+    assert code == 0 and "logprobs" not in json.loads(out), "what was not asked for is not printed"
+    tokens = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()][1:]
+    assert [token["rank"] for token in tokens] == [0, 0, 0] and "strategy" not in tokens[0]
+
+
 def test_prompts_from_a_file(generate, tmp_path):
     """Text and JSON lines, each with its own settings; line breaks of Unicode are no ends of lines, blank lines no prompts."""
     path = tmp_path / "prompts.txt"
@@ -246,6 +282,17 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--prompt", "a" * 128], ["128", "context", "shorten"]),
         (["--prompt", "\udcff"], ["lone surrogate"]),
         (["--training.lr", "1"], ["unknown flag --training.lr"]),
+        (["--low_entropy", "1"], ["router.low_entropy has no effect", "generation.strategy"]),
+        (["--strategy", "entropy", "--typical", "0.5"], ["generation.typical cannot be used with generation.strategy entropy"]),
+        (["--strategy", "entropy", "--greedy"], ["generation.greedy", "nothing to choose"]),
+        (["--strategy", "entropy", "--router_preset", "calibrated"], ["measured on this model", "dantinox calibrate"]),
+        (["--strategy", "entropy", "--clarify_token", "ab"], ["router.clarify_token", "one token", "2 tokens"]),
+        (["--strategy", "entropy", "--clarify_token", "999"], ["router.clarify_token", "[0, 259)", "999"]),
+        (["--strategy", "entropy", "--candidates", "0"], ["router.candidates", "0"]),
+        (["--strategy", "random"], ["generation.strategy", "chain, entropy", "'random'"]),
+        (["--show_entropy", "--json"], ["--show_entropy", "--json"]),
+        (["--report", "page.pdf"], ["--report", ".html", "page.pdf"]),
+        (["--trace", "nowhere/out.jsonl"], ["--trace", "nowhere", "no directory"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(generate, argv, parts):

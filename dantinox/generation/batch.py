@@ -128,21 +128,22 @@ class Batch:
         self.results: list[Result] = []
         self._tokenizer, self._requests, self._logprobs, self._echo = tokenizer, requests, logprobs, echo
         self._samples = samples = sections[0].n
+        self._configs = [config for config in configs for _ in range(samples)]
+        rows = [config.generation for config in self._configs]
+        sampling = params(self._configs, [*range(samples)] * len(requests))
         lengths_P = np.array([len(request.ids) for request in requests], np.int32)
         wanted_P = np.array([section.max_new_tokens for section in sections])
         limits_P = clamp_to_context(lengths_P, wanted_P, model.config.max_context)
         prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
-        self._configs = [config for config in configs for _ in range(samples)]
-        rows = [config.generation for config in self._configs]
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         self._needed = bool((limits_P > 0).any()) or echo
         self.session = Session(
             model,
             prompt_PT,
             lengths_P,
-            params(self._configs, [*range(samples)] * len(requests)),
+            sampling,
             limits_B=np.repeat(limits_P, samples),
             eos_ids=[[] if section.ignore_eos else eos for section in rows],
             samples=samples,
