@@ -45,9 +45,10 @@ function number(x) {
 
 function percent(p) {
   if (p === 0 || p === 1) return `${100 * p} %`;
-  if (p < 1e-6) return "<0.0001 %";
+  if (p < 1e-5) return "<0.001 %";
   if (p > 0.9999) return ">99.99 %";
-  return `${p > 0.99 ? Math.floor(1e4 * p) / 100 : p < 0.01 ? (100 * p).toPrecision(2) : (100 * p).toFixed(1)} %`;
+  const decimals = p < 1e-3 ? 3 : p < 0.01 || p > 0.99 ? 2 : 1;
+  return `${(100 * p).toFixed(decimals)} %`;
 }
 
 function measured(name, x) {

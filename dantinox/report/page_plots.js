@@ -245,7 +245,7 @@ function drawStrategies() {
   if (!isRouted()) return;
   const count = (name) => tokens.filter((token) => token.strategy === name).length;
   const parts = STRATEGIES.filter(count).map((name) => {
-    const part = element("span", {class: name}, GLYPH[name]);
+    const part = element("span", {class: name}, count(name) > 0.03 * tokens.length ? GLYPH[name] : "");
     part.style.flexGrow = count(name);
     return part;
   });

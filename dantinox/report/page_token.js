@@ -113,6 +113,7 @@ function parameters(token) {
     rowOf("top_p", number(token.top_p), number(router.base_top_p)),
     rowOf("top_k", k(token.top_k), k(router.base_top_k)),
     rowOf("min_p", token.min_p === 0 ? "off" : number(token.min_p), number(router.base_min_p)),
+    rowOf("candidates", token.strategy === "adaptive" ? `best of ${whole(router.candidates)}` : "1", whole(router.candidates)),
   ]);
 }
 

@@ -255,3 +255,30 @@ def test_without_matplotlib_the_extra_is_named(long_record, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
         plot_explanation(long_record, tmp_path / "a.png")
+
+
+def test_the_router_is_explained(run):
+    """Its strategy, the numbers it set in the place of the section's, and the best of n as a step of its own."""
+    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every row is adaptive
+    settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}
+    told = explain(run, PROMPT, settings)
+    assert told.strategy == "adaptive" and told.steps[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+    result = run.generate(PROMPT, max_new_tokens=1, logprobs=5, **settings)
+    assert told.drawn == result.tokens
+    route = result.steps.routed.route
+    numbers = {name: value for step in told.numbers for name, value in step.items()}
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        assert numbers[name] == pytest.approx(float(getattr(route, name)[0]))
+    assert numbers["candidates"] == 4
+    kept, best = told.probabilities[-2], told.probabilities[-1]
+    order = np.argsort(-logits_after(run, PROMPT)[told.ids], kind="stable")
+    tail = told.others[-2] + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and those behind it
+    np.testing.assert_allclose(best[order], tail**4 - np.append(tail[1:], told.others[-2]) ** 4, rtol=1e-4, atol=1e-7)
+    lines = "\n".join(explanation_lines(told.to_dict(), 120))
+    assert "the entropy router chose: adaptive" in lines
+    certain = explain(run, PROMPT, settings | {"low_entropy": 1e6, "low_varentropy": 1e6})
+    assert (certain.strategy, certain.greedy, certain.steps[-1]) == ("greedy", True, "min_p")
+    asked = {"low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6, "clarify_token": 65}
+    forced = explain(run, PROMPT, settings | asked)
+    assert (forced.strategy, forced.forced, forced.drawn) == ("clarify", True, [65])
+    assert "emitted by the router" in "\n".join(explanation_lines(forced.to_dict(), 120))
