@@ -165,7 +165,8 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
     """A config with other values of its `generation` and `router` sections laid over it, keys by their name alone.
 
     Another preset leaves the base's own order behind, an order of names its preset; a step that is switched off takes its
-    refinements along, another strategy all that only the base's own reads.
+    refinements along, another strategy all that only the base's own reads. With the router a temperature of 1 and a min_p of 0
+    that are given are its base values, while left out they ask for nothing.
 
     Args:
       origin: tells in errors where the values were written.
@@ -190,6 +191,9 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
         own = {key: value for key, value in given.items() if key in RouterSection.model_fields}
         for key in set(idle_keys(RouterSection.model_validate(router | own))) - set(given):
             router.pop(key, None)
+    if given.get("strategy", base.generation.strategy) == "entropy":  # a default that is spelt out is no default
+        bases = {f"base_{key}": value for key, value in (("temperature", 1), ("min_p", 0)) if given.get(key) == value}
+        given = bases | dict(given)
     changed = {
         f"{'router' if key in RouterSection.model_fields else 'generation'}.{key}": value for key, value in given.items()
     }

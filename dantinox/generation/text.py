@@ -16,6 +16,7 @@ from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, flattened, nested
 from dantinox.run import load_router_calibration, load_run_config, load_weights, open_run
 from dantinox.sampling import SamplingParams
+from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
 # The same for all rows of a batch, with router.use_attention.
@@ -40,12 +41,22 @@ class Run:
         self.config, self.model, self.tokenizer, self.calibration = config, model, tokenizer, calibration
         self._prepared: dict[str, Transformer] = {}
 
-    def generate(self, prompt: str | Sequence[str], *, logprobs: int | None = None, echo: bool = False, **settings: Any) -> Any:
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        score_fn: ScoreFn | None = None,
+        **settings: Any,
+    ) -> Any:
         """Continues a prompt, or several in one batch.
 
         Args:
           logprobs: report log-probabilities and this many alternatives per token.
           echo: with `logprobs`, report the prompt's tokens too.
+          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`: the entropy router's candidates are really drawn, and
+            the one that scores highest is taken (`dantinox.sampling.candidates.guide_score` is the guide's own score).
           settings: keys of the sections `generation` and `router`; they win over the run's own.
 
         Returns:
@@ -53,7 +64,7 @@ class Run:
           of a prompt together.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        batches = self.start([(text, settings) for text in prompts], logprobs=logprobs, echo=echo)
+        batches = self.start([(text, settings) for text in prompts], logprobs=logprobs, echo=echo, score_fn=score_fn)
         for batch in batches:
             for _ in batch.pieces():
                 pass
@@ -69,10 +80,12 @@ class Run:
         """The run's settings with keys of `generation` and `router` laid over them, validated."""
         return overlay(self.config, given)
 
-    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0) -> SamplingParams:
+    def params(
+        self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, score_fn: ScoreFn | None = None
+    ) -> SamplingParams:
         """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it."""
         asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
-        return sampling_params(self.tokenizer, configs, sample_index, self.calibration() if asked else None)
+        return sampling_params(self.tokenizer, configs, sample_index, self.calibration() if asked else None, score_fn)
 
     def start(
         self,
@@ -80,6 +93,7 @@ class Run:
         *,
         logprobs: int | None = None,
         echo: bool = False,
+        score_fn: ScoreFn | None = None,
     ) -> list[Batch]:
         """Requests (prompt, settings), each with its own numbers, in batches ready to be decoded.
 
@@ -103,7 +117,7 @@ class Run:
                 self.tokenizer,
                 [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
                 [configs[number] for number in numbers],
-                self.params,
+                partial(self.params, score_fn=score_fn),
                 logprobs,
                 echo,
             )

@@ -13,6 +13,7 @@ from dantinox.config import UserError
 from dantinox.generation.engine import Session, StepInfo
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams
+from dantinox.sampling.params import ScoreFn
 
 
 def generate(
@@ -35,6 +36,7 @@ def generate(
     n: int = 1,
     logprobs: int | None = None,
     return_info: bool = False,
+    score_fn: ScoreFn | None = None,
     **settings: Any,
 ) -> Any:
     """Continues token sequences.
@@ -48,7 +50,8 @@ def generate(
       n: samples per prompt; their rows follow each other.
       logprobs: alternatives to report per token with `return_info`; None reports none.
       temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
-      settings: any other key of it that says how a token is chosen; tokens are named by id.
+      score_fn: chooses among the entropy router's candidates, as of `Run.generate`.
+      settings: any other key of it or of `router` that says how a token is chosen; tokens are named by id.
 
     Returns:
       int32 `[B · n, T + max_generations]`, or as many new tokens as the context has room for: each row's prompt, its
@@ -71,7 +74,9 @@ def generate(
         repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
     )  # fmt: skip
     order = [*range(n)] * B
-    params = SamplingParams.build(row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=order, vocab_size=V)
+    params = SamplingParams.build(
+        row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=order, vocab_size=V, score_fn=score_fn
+    )
     limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
     lengths_N = np.repeat(lengths_B, n)
     new = int(limits_B.max())

@@ -116,7 +116,7 @@ def _routed(steps: StepInfo) -> dict[str, list[Any]]:
     """The router's part of a report, a list per quantity; nothing without a router."""
     if steps.routed is None:
         return {}
-    attention, route, forced = steps.routed
+    attention, route, forced, _ = steps.routed
     read = {} if attention is None else {name: values.tolist() for name, values in attention._asdict().items()}
     numbers = {name: values.tolist() for name, values in route._asdict().items()}
     return {**read, **numbers, "strategy": [STRATEGIES[i] for i in numbers["strategy"]], "forced": forced.tolist()}

@@ -7,6 +7,7 @@ from typing import Any
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation import is_digits, steps_on
 from dantinox.sampling import SamplingParams
+from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
 
@@ -15,11 +16,12 @@ def sampling_params(
     configs: Sequence[Config],
     sample_index: Sequence[int] | int = 0,
     measured: Mapping[str, float] | None = None,
+    score_fn: ScoreFn | None = None,
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
 
     Args:
-      measured: the calibration of the model, for rows with `router_preset: calibrated`.
+      measured, score_fn: as of `SamplingParams.build`.
 
     Raises:
       UserError: a text is not one token, or an id is none of the vocabulary.
@@ -33,6 +35,7 @@ def sampling_params(
         sample_index=sample_index,
         vocab_size=tokenizer.vocab_size,
         measured=measured,
+        score_fn=score_fn,
     )
 
 

@@ -4,7 +4,6 @@ The guide scores a candidate by ln p under the model plus a confidence made of t
 for all candidates of a row, so what is taken is the likeliest of n draws, and its distribution has a closed form.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.sampling.draw import pick
+from dantinox.sampling.params import ScoreFn
 from dantinox.sampling.router import TINY, Metrics, Number
 from dantinox.sampling.steps import finite_max, log_mass
 from dantinox.sampling.window import WINDOW
-
-# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the largest wins, the first of equal ones
-ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 
 class Candidates(NamedTuple):

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from dantinox.config.generation import EDITS, MIROSTAT, PENALTIES, ROUTED
 from dantinox.sampling import history, steps
-from dantinox.sampling.candidates import best_of_n
+from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.params import ARGUMENTS, SamplingParams
 from dantinox.sampling.report import Routed, StepInfo, step_info
@@ -23,7 +23,7 @@ from dantinox.sampling.window import CLOSING, Context, run_cuts
 
 READING = frozenset((*EDITS, *PENALTIES))
 READ_REST = CLOSING - {"top_k", "min_p", "mirostat_v1"}
-XTC_KEY = 1  # folded into the row's key for the step's own draw
+XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
 
 
 class SampleInfo(NamedTuple):
@@ -66,9 +66,9 @@ def sample(
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
     keys_B = _keys(params, state) if keys_B is None and params.draws else keys_B
     raw_BV, repaired_B = jax.vmap(steps.sanitise)(logits_BV)
-    routes = None
+    routes = metrics = found = None
     if params.router is not None:
-        params, routes = _routed(params, raw_BV, attention)
+        params, metrics, routes = _routed(params, raw_BV, attention)
     context = Context(params, state, keys_B)
     leading, late, others = _split(params.plan)
     edited_BV, _ = _run(leading, raw_BV, context)
@@ -78,15 +78,19 @@ def sample(
     log_mass_B = None
     if params.draws and keys_B is not None:
         final_BV, log_mass_B = _chain(others, edited_BV, context, active_B)
-        if routes is not None:
+        if routes is not None and params.score_fn is None:
             final_BV = _sharpened(final_BV, raw_BV, params, routes)
-        token_B = jnp.where(greedy_B, token_B, jax.vmap(draw)(final_BV, keys_B))
+        drawn_B = jax.vmap(draw)(final_BV, keys_B)
+        if params.score_fn is not None and routes is not None:
+            found = _scored(final_BV, raw_BV, keys_B, metrics, params)
+            drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
+        token_B = jnp.where(greedy_B, token_B, drawn_B)
     surprise_B = None if log_mass_B is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
     routed = None
     if routes is not None and params.router is not None:
         forced_B = _forced(routes, edited_BV, params, state)
         token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
-        routed = Routed(attention if params.attends else None, routes, forced_B)
+        routed = Routed(attention if params.attends else None, routes, forced_B, found)
     empty_B = jnp.max(raw_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     told = None
@@ -106,22 +110,22 @@ def trace(
     told = [("model", jax.vmap(steps.sanitise)(logits_BV)[0])]
     routes = None
     if params.router is not None:
-        params, routes = _routed(params, told[0][1], attention)
+        params, _, routes = _routed(params, told[0][1], attention)
     context = Context(params, state, _keys(params, state))
     for name in params.plan:
         told.append((name, _run([name], told[-1][1], context)[0]))
-    if routes is not None:
+    if routes is not None and params.score_fn is None:
         told.append(("candidates", _sharpened(told[-1][1], told[0][1], params, routes)))
     return told, routes
 
 
-def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None) -> tuple[SamplingParams, Route]:
-    """The parameters with the numbers that the router sets for this token."""
+def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None) -> tuple[SamplingParams, Metrics, Route]:
+    """The parameters with the numbers that the router sets for this token, what it read, and what it chose."""
     assert params.router is not None
     if params.attends and attention is None:
         raise ValueError("this router reads attention metrics: give them, or build it with use_attention false")
-    entropy_B, varentropy_B = jax.vmap(logit_metrics)(raw_BV)
-    routes = jax.vmap(route)(Metrics(entropy_B, varentropy_B, attention if params.attends else None), params.router)
+    metrics = Metrics(*jax.vmap(logit_metrics)(raw_BV), attention if params.attends else None)
+    routes = jax.vmap(route)(metrics, params.router)
     numbers = {name: getattr(routes, name) for name in ROUTED}
     on = {
         "temperature": routes.temperature != 1,
@@ -129,13 +133,21 @@ def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics |
         "top_p": routes.top_p < 1,
         "min_p": routes.min_p > 0,
     }
-    return replace(params, numbers=params.numbers | numbers, on=params.on | on), routes
+    return replace(params, numbers=params.numbers | numbers, on=params.on | on), metrics, routes
 
 
 def _sharpened(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
     """The distribution of the best of n candidates in adaptive rows; the others stay."""
     assert params.router is not None
     return jax.vmap(best_of_n)(final_BV, raw_BV, jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1))
+
+
+def _scored(final_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams) -> Candidates:
+    """The candidates of every row and the one that the score function of the parameters takes."""
+    assert params.router is not None and params.score_fn is not None
+    best = partial(best_candidate, score_fn=params.score_fn, draws=params.candidates)
+    own_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, CANDIDATES_KEY)
+    return jax.vmap(best)(final_BV, raw_BV, own_keys_B, metrics, params.router.candidates)
 
 
 def _forced(routes: Route, edited_BV: Array, params: SamplingParams, state: SamplerState) -> Array:

@@ -1,6 +1,6 @@
 """What every row of a batch asks for, as arrays, with the static plan: which steps run, in which order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from dantinox.config import Config, GenerationSection, UserError, build_config
 from dantinox.config.generation import EDITS, PENALTIES, ROUTED, is_digits, order_of, steps_on
 from dantinox.config.router import RouterSection
 from dantinox.sampling.history import word_arrays
-from dantinox.sampling.router import RouterConfig
+from dantinox.sampling.router import Metrics, RouterConfig
 from dantinox.sampling.steps import GREEDY_BELOW
 
 # Each step's settings, in the order its function takes them.
@@ -52,12 +52,14 @@ LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
 Row = Mapping[str, Any]
+# (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the largest wins, the first of equal ones
+ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("numbers", "on", "tables", "seed", "sample_index", "router"),
-    meta_fields=("plan", "draws", "ties", "rule", "attends"),
+    meta_fields=("plan", "draws", "ties", "rule", "attends", "score_fn", "candidates"),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -76,6 +78,8 @@ class SamplingParams:
       router: the entropy router's numbers, [B] each; it sets the numbers of the `ROUTED` steps anew for every token. None: no
         router, and nothing of it is compiled.
       attends: whether the router reads attention metrics, which the model then has to report.
+      score_fn: chooses among candidates that are really drawn, `candidates` of them at most; None: the likeliest is taken,
+        whose distribution needs no draws.
     """
 
     numbers: dict[str, Array]
@@ -89,6 +93,8 @@ class SamplingParams:
     rule: str = "inclusive"
     router: RouterConfig | None = None
     attends: bool = False
+    score_fn: ScoreFn | None = None
+    candidates: int = 0
 
     @classmethod
     def build(
@@ -101,6 +107,7 @@ class SamplingParams:
         sample_index: Sequence[int] | int = 0,
         vocab_size: int | None = None,
         measured: Mapping[str, float] | None = None,
+        score_fn: ScoreFn | None = None,
     ) -> "SamplingParams":
         """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
 
@@ -111,6 +118,7 @@ class SamplingParams:
           sample_index: which sample of its prompt a row is; part of the random key, as the seed is.
           vocab_size: if given, ids outside of it are refused.
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
+          score_fn: the router's candidates are drawn, and the one that scores highest is taken; part of the program.
 
         Raises:
           UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
@@ -130,6 +138,8 @@ class SamplingParams:
         attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(attends) > 1:
             raise UserError("router.use_attention must be the same for all rows of a batch")
+        if score_fn is not None and first.strategy != "entropy":
+            raise UserError("score_fn chooses among the candidates of the entropy router: set generation.strategy to entropy")
         on_rows = [_steps_of(section, bool(len(stop_ids))) for section in sections]
         plan = tuple(name for name in (*EDITS, *order_of(first)) if any(name in on for on in on_rows))
         settings = {"temperature", *(key for name in plan for key in ARGUMENTS.get(name, ()))}
@@ -145,6 +155,8 @@ class SamplingParams:
             rule=first.top_p_rule,
             router=_routers(configs, measured) if first.strategy == "entropy" else None,
             attends=True in attends,
+            score_fn=score_fn,
+            candidates=0 if score_fn is None else max(config.router.candidates for config in configs),
         )
 
     @property

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.sampling import steps
+from dantinox.sampling.candidates import Candidates
 from dantinox.sampling.router import AttentionMetrics, Route, logit_metrics
 
 
@@ -15,11 +16,13 @@ class Routed(NamedTuple):
     Attributes:
       attention: the metrics it read, None where it reads none.
       forced: the clarify token was emitted, and nothing was drawn.
+      candidates: those of an adaptive row, where they are drawn for a score function: ids, ln p and scores, [B, N] each.
     """
 
     attention: AttentionMetrics | None
     route: Route
     forced: Array
+    candidates: Candidates | None = None
 
 
 class StepInfo(NamedTuple):

@@ -224,6 +224,8 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
     assert overlay(own, {"clarify_token": None, "use_attention": False}).router == RouterSection(
         low_entropy=0.3, use_attention=False
     )
+    spelt = overlay(routed, {"temperature": 1, "min_p": 0})
+    assert (spelt.router.base_temperature, spelt.router.base_min_p) == (1.0, 0.0)
     chain = overlay(routed, {"strategy": "chain"})
     assert (chain.router, chain.generation.temperature) == (RouterSection(), 0.9)
 

@@ -10,9 +10,10 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.config.generation import ROUTED
+from dantinox.generation import generate
 from dantinox.generation.engine import Session, _generate_toks
 from dantinox.sampling import SamplingParams, process_logits
-from dantinox.sampling.candidates import best_of_n
+from dantinox.sampling.candidates import best_of_n, guide_score
 from dantinox.sampling.router import CLARIFY, STRATEGIES, AttentionMetrics, Metrics, RouterConfig, route
 
 from . import builder
@@ -247,3 +248,24 @@ def test_rows_of_one_batch_have_one_kind_of_router():
         SamplingParams.build(ENTROPY | {"seed": 1, "clarify_token": 67}, vocab_size=67)
     with pytest.raises(UserError, match="needs thresholds measured on this model"):
         SamplingParams.build({"strategy": "entropy", "router_preset": "calibrated", "seed": 1})
+
+
+def test_a_users_score_chooses_among_drawn_candidates():
+    """Explicit candidates: the guide's score takes the likeliest of what was drawn, another score another one."""
+    model, prompt = builder.model(), builder.prompts(6)[0]
+    rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every token is adaptive
+    settings = ENTROPY | rules | {"seed": 4, "candidates": 5, "top_p": 1.0, "top_k": 60, "logprobs": 3, "return_info": True}
+    chosen = {}
+    for name, score in {"guide": guide_score, "least": lambda ids, logprobs, metrics: -logprobs}.items():
+        out, told = generate(model, [prompt], 12, score_fn=score, **settings)
+        found, token = told["info"].routed.candidates, out[0, 6:]
+        assert found.ids.shape == (1, 12, 5) and (found.token[0] == token).all()
+        pick = np.argmax(found.logprobs, axis=2) if name == "guide" else np.argmin(found.logprobs, axis=2)
+        np.testing.assert_array_equal(np.take_along_axis(found.ids, pick[..., None], axis=2)[0, :, 0], token)
+        logits = builder.all_logits(model, out[0].tolist())[5:-1].astype(np.float64)
+        lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(found.logprobs[0], np.take_along_axis(lnp, found.ids[0], axis=1), rtol=0, atol=1e-4)
+        chosen[name] = told["info"].logprob.mean()
+    assert chosen["guide"] > chosen["least"]
+    with pytest.raises(UserError, match="score_fn chooses among the candidates of the entropy router"):
+        generate(model, [prompt], 2, seed=1, score_fn=guide_score)
