@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,9 +13,19 @@ from dantinox.config import UserError
 from dantinox.config.generation import ROUTED
 from dantinox.generation import generate
 from dantinox.generation.engine import Session, _generate_toks
+from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
 from dantinox.sampling.candidates import best_of_n, guide_score
-from dantinox.sampling.router import CLARIFY, STRATEGIES, AttentionMetrics, Metrics, RouterConfig, route
+from dantinox.sampling.router import (
+    CLARIFY,
+    STRATEGIES,
+    AttentionMetrics,
+    Metrics,
+    RouterConfig,
+    combine,
+    layer_attention,
+    route,
+)
 
 from . import builder
 
@@ -31,7 +42,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "one candidate": {"candidates": 1},
     "three candidates": {"candidates": 3, "adaptive_top_k_max": 256, "base_top_k": 60, "adaptive_min_p_min": 0.0},
     "greedy always": {"low_entropy": 100.0, "low_varentropy": 100.0, "repetition_penalty": 1.3},
-    "coefficients": {"adaptive_temperature_agreement": -1.0, "explore_temperature_interaction": 0.0, "base_temperature": 0.4},
+    "coefficients": {"adaptive_temperature_uncertainty": -0.1, "explore_temperature_factor": 0.8, "base_temperature": 0.4},
 }
 STEPS = 22
 
@@ -119,17 +130,17 @@ def slowly(model, prompt, steps, settings, seed, attends):
     return text[len(prompt) :], told
 
 
-def decoded(model, rows, prompts, steps, **options):
-    """The continuations of one batch [B, steps], and the report."""
+def decoded(model, rows, prompts, steps):
+    """The continuations [B, steps] and the report of some rows, decoded in a batch as large as `ROWS` by the same programs."""
+    B = len(rows)
+    rows, prompts = [*rows, *rows[:1] * (len(ROWS) - B)], [*prompts, *prompts[:1] * (len(ROWS) - B)]
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(rows, vocab_size=model.config.vocab_size)
-    limits = options.pop("limits", np.full(len(rows), steps))
-    session = Session(model, tokens, lengths, params, limits_B=limits, eos_ids=[[]] * len(rows), report=3, **options)
-    chunks = [session.start()]
-    while sum(chunk.tokens.shape[1] for chunk in chunks) < steps:
-        chunks.append(session.advance(steps - sum(chunk.tokens.shape[1] for chunk in chunks)))
-    infos = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *[chunk.info for chunk in chunks])
-    return np.concatenate([chunk.tokens for chunk in chunks], axis=1), infos
+    limits = np.full(len(rows), STEPS)
+    session = Session(model, tokens, lengths, params, limits_B=limits, eos_ids=[[]] * len(rows), report=3)
+    chunks = [session.start(), session.advance(steps - 1)]
+    infos = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:B], *[chunk.info for chunk in chunks])
+    return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:B], infos
 
 
 @pytest.mark.parametrize("attends", [True, False])
@@ -173,27 +184,43 @@ def test_a_wide_vocabulary_goes_through_the_windows():
     assert len(np.unique(info.routed.route.strategy)) > 2
 
 
-def metrics_of(info):
-    return np.stack([info.entropy, info.varentropy, *info.routed.attention])
+@nnx.jit(graph_updates=False)
+def _attended(model, tokens_BT, positions_BT, cache):
+    _, cache, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=jax.vmap(layer_attention))
+    return jnp.stack(jax.vmap(combine)(aux["probe"]), axis=1), cache
+
+
+def attended(model, texts, prompt_lengths, slots):
+    """The attention metrics [B, steps, 6] of texts read as a prompt and then token by token; without slots, all at once."""
+    B, steps = len(texts), min(len(t) - n for t, n in zip(texts, prompt_lengths, strict=True))
+    found, cache = [], None
+    if slots:
+        cache = make_cache(model.config, B, slots, model.dtype)
+        tokens, lengths = builder.padded([t[:n] for t, n in zip(texts, prompt_lengths, strict=True)])
+        places = np.arange(tokens.shape[1])
+        _, cache = _attended(model, tokens, np.where(places < lengths[:, None], places, -1), cache)
+    for step in range(steps):
+        last = np.array(prompt_lengths)[:, None] + step
+        if slots:
+            metrics, cache = _attended(model, np.array([[t[n[0]]] for t, n in zip(texts, last, strict=True)]), last, cache)
+        else:
+            tokens, _ = builder.padded(texts)
+            places = np.arange(tokens.shape[1])
+            metrics, _ = _attended(model, tokens, np.where(places <= last, places, -1), None)
+        found.append(metrics)
+    return np.stack(found, axis=1)
 
 
 @pytest.mark.parametrize("windows", [(None, None), (8, 8), (None, 5)], ids=["full", "ring", "mixed"])
 def test_metrics_know_nothing_of_slots_padding_and_cache(windows):
     """64 slots or 4,096, a short prompt beside a long one or alone, a ring or the whole text: the same to 1e-5."""
     model = builder.model(builder.config(windows=windows, max_context=4096))
-    prompts = builder.prompts(3, 30, seed=4)
-    rows = [ENTROPY | {"seed": b} for b in range(2)]
-    tokens, small = decoded(model, rows, prompts, 14)
-    wide_tokens, wide = decoded(model, rows, prompts, 14, limits=np.full(2, 4000))
-    np.testing.assert_array_equal(tokens, wide_tokens)
-    np.testing.assert_allclose(metrics_of(small), metrics_of(wide), rtol=1e-5, atol=1e-5)
-    whole_tokens, whole = decoded(model, rows, prompts, 14, use_cache=False)
-    np.testing.assert_array_equal(tokens, whole_tokens)
-    np.testing.assert_allclose(metrics_of(small), metrics_of(whole), rtol=1e-5, atol=1e-5)
-    for b in range(2):
-        alone, solo = decoded(model, rows[b : b + 1], prompts[b : b + 1], 14)
-        np.testing.assert_array_equal(tokens[b], alone[0])
-        np.testing.assert_allclose(metrics_of(small)[:, b], metrics_of(solo)[:, 0], rtol=1e-5, atol=1e-5)
+    texts, lengths = builder.prompts(15, 42, seed=4), [3, 30]
+    expected = attended(model, texts, lengths, None)
+    for slots in (64, 4096):
+        np.testing.assert_allclose(attended(model, texts, lengths, slots), expected, rtol=1e-5, atol=1e-5)
+    alone = attended(model, texts[:1], lengths[:1], 64)
+    np.testing.assert_allclose(alone, expected[:1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
@@ -202,13 +229,14 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
     mine, prompt = ENTROPY | {"seed": 5, "clarify_token": 7}, builder.prompts(6, seed=20)[0]
     found = set()
     for trial in range(12):
-        place = trial % 4
+        place = trial % 5
         rows = [
             ENTROPY | {"seed": int(random.integers(99)), "temperature": float(random.uniform(0.3, 2)), "clarify_token": 9}
             for _ in range(4)
         ]
-        prompts = builder.prompts(*random.integers(1, 16, 4), seed=trial)
-        rows[place], prompts[place] = mine, prompt
+        prompts = builder.prompts(*random.integers(1, 15, 3), 15, seed=trial)  # the last one decides on the slots
+        rows.insert(place, mine)
+        prompts.insert(place, prompt)
         tokens, info = decoded(model, rows, prompts, 10)
         leaves = [np.asarray(leaf[place]).tobytes() for leaf in jax.tree.leaves(info)]
         found.add((tokens[place].tobytes(), *leaves))
@@ -251,21 +279,17 @@ def test_rows_of_one_batch_have_one_kind_of_router():
 
 
 def test_a_users_score_chooses_among_drawn_candidates():
-    """Explicit candidates: the guide's score takes the likeliest of what was drawn, another score another one."""
     model, prompt = builder.model(), builder.prompts(6)[0]
     rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every token is adaptive
     settings = ENTROPY | rules | {"seed": 4, "candidates": 5, "top_p": 1.0, "top_k": 60, "logprobs": 3, "return_info": True}
-    chosen = {}
-    for name, score in {"guide": guide_score, "least": lambda ids, logprobs, metrics: -logprobs}.items():
-        out, told = generate(model, [prompt], 12, score_fn=score, **settings)
-        found, token = told["info"].routed.candidates, out[0, 6:]
-        assert found.ids.shape == (1, 12, 5) and (found.token[0] == token).all()
-        pick = np.argmax(found.logprobs, axis=2) if name == "guide" else np.argmin(found.logprobs, axis=2)
-        np.testing.assert_array_equal(np.take_along_axis(found.ids, pick[..., None], axis=2)[0, :, 0], token)
-        logits = builder.all_logits(model, out[0].tolist())[5:-1].astype(np.float64)
-        lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        np.testing.assert_allclose(found.logprobs[0], np.take_along_axis(lnp, found.ids[0], axis=1), rtol=0, atol=1e-4)
-        chosen[name] = told["info"].logprob.mean()
-    assert chosen["guide"] > chosen["least"]
+    out, told = generate(model, [prompt], 12, score_fn=lambda ids, logprobs, metrics: -logprobs, **settings)
+    found, token = told["info"].routed.candidates, out[0, 6:]
+    assert found.ids.shape == (1, 12, 5) and (found.token[0] == token).all()
+    least = np.argmin(found.logprobs, axis=2)[..., None]
+    np.testing.assert_array_equal(np.take_along_axis(found.ids, least, axis=2)[0, :, 0], token)
+    assert len(np.unique(found.ids[0, 0])) > 1
+    logits = builder.all_logits(model, out[0].tolist())[5:-1].astype(np.float64)
+    lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(found.logprobs[0], np.take_along_axis(lnp, found.ids[0], axis=1), rtol=0, atol=1e-4)
     with pytest.raises(UserError, match="score_fn chooses among the candidates of the entropy router"):
         generate(model, [prompt], 2, seed=1, score_fn=guide_score)
