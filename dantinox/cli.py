@@ -121,6 +121,18 @@ def _parser() -> Parser:
     calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     calibrate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where the text and the strategies lie")
 
+    evaluate = add("eval", _eval, "Compare ways of choosing tokens on a run's own validation text.")
+    evaluate.add_argument("what", choices=["sampling"], help="sampling: samplers and the entropy router, equally tuned")
+    evaluate.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    evaluate.add_argument("--reference", type=Path, metavar="RUN", help="the run that judges (default: the same)")
+    evaluate.add_argument("--quick", action="store_true", help="fewer prompts, seeds, tokens and trials")
+    evaluate.add_argument("--methods", nargs="+", metavar="NAME", help="some of them (default: all)")
+    evaluate.add_argument("--prompts", type=_whole_number, metavar="N", help="to test on, and as many to tune on")
+    evaluate.add_argument("--seeds", type=_whole_number, metavar="N", help="continuations of each prompt")
+    evaluate.add_argument("--tokens", type=_whole_number, metavar="N", help="of each continuation")
+    evaluate.add_argument("--trials", type=_whole_number, metavar="N", help="settings tried for each method")
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="where CSV, Markdown and plot go (default: RUN/evaluation)")
+
     info = add("info", _info, "Describe a run: settings, size, training, and what narrow weights cost.")
     info.add_argument("run_dir", type=Path, help="the run directory")
     add("doctor", _doctor, "Show versions, devices and speed of this machine.")
@@ -281,26 +293,9 @@ def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Confi
     if options.prompt_file is None:
         prompt = DEFAULT_PROMPT if options.prompt is None else options.prompt
         return [(_stdin() if prompt == "-" else prompt, settings)]
-    path = options.prompt_file
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at the other line breaks of Unicode
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    from dantinox.generation.requests import read_requests
 
-
-def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> tuple[str, dict[str, Any]]:
-    if not line.lstrip().startswith("{"):
-        return line, settings
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"a line that begins with {{ must be a JSON object: {error} ({where})") from None
-    prompt = record.pop("prompt", None)
-    if not isinstance(prompt, str):
-        raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
-    config = overlay(overlay(base, settings), record, where)
-    return prompt, config.router.model_dump() | config.generation.model_dump()
+    return read_requests(options.prompt_file, settings, base)
 
 
 def _check_png(path: Path | None) -> None:
@@ -357,6 +352,29 @@ def _calibrate(options: argparse.Namespace) -> int:
             print(line)
     if options.plot is not None:
         plot_calibration(record, options.plot, atomic_write)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    _use_compilation_cache()
+    from dantinox.evaluation.sampling import evaluate_sampling
+    from dantinox.report.sampling import sampling_lines, write_sampling
+    from dantinox.run import atomic_write
+
+    record = evaluate_sampling(
+        options.run_dir,
+        options.reference,
+        quick=options.quick,
+        methods=options.methods,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        prompts=options.prompts,
+        seeds=options.seeds,
+        tokens=options.tokens,
+        trials=options.trials,
+    )
+    for line in sampling_lines(record, shutil.get_terminal_size((100, 24)).columns):
+        print(line)
+    write_sampling(record, options.out or options.run_dir / "evaluation", atomic_write)
     return 0
 
 

@@ -1,0 +1,41 @@
+"""Prompts from a file: a line each, as text or as a JSON object with settings of its own."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dantinox.config import Config, UserError, overlay
+
+Requests = list[tuple[str, Mapping[str, Any]]]  # (prompt, settings), as `Run.start` takes them
+
+
+def read_requests(path: Path, settings: Mapping[str, Any], base: Config) -> Requests:
+    """The requests of a file's lines; empty lines are none. What a JSON object has under `prompt` is the text.
+
+    Args:
+      settings: of all lines; those that an object has beside its prompt win over them.
+      base: the run's own settings, for checking.
+
+    Raises:
+      UserError: the file cannot be read, or a line is wrong: it is named.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at the other line breaks of Unicode
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompts {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _request(line: str, settings: Mapping[str, Any], base: Config, where: str) -> tuple[str, Mapping[str, Any]]:
+    if not line.lstrip().startswith("{"):
+        return line, settings
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"a line that begins with {{ must be a JSON object: {error} ({where})") from None
+    prompt = record.pop("prompt", None)
+    if not isinstance(prompt, str):
+        raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
+    config = overlay(overlay(base, settings), record, where)
+    return prompt, config.router.model_dump() | config.generation.model_dump()
