@@ -1,16 +1,15 @@
 """Prompts from a file: a line each, as text or as a JSON object with settings of its own."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dantinox.config import Config, UserError, overlay
 
-Requests = list[tuple[str, Mapping[str, Any]]]  # (prompt, settings), as `Run.start` takes them
+Requests = list[tuple[str, dict[str, Any]]]  # (prompt, settings), as `Run.start` takes them
 
 
-def read_requests(path: Path, settings: Mapping[str, Any], base: Config) -> Requests:
+def read_requests(path: Path, settings: dict[str, Any], base: Config) -> Requests:
     """The requests of a file's lines; empty lines are none. What a JSON object has under `prompt` is the text.
 
     Args:
@@ -27,7 +26,7 @@ def read_requests(path: Path, settings: Mapping[str, Any], base: Config) -> Requ
     return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(line: str, settings: Mapping[str, Any], base: Config, where: str) -> tuple[str, Mapping[str, Any]]:
+def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> tuple[str, dict[str, Any]]:
     if not line.lstrip().startswith("{"):
         return line, settings
     try:
