@@ -1,0 +1,265 @@
+"""Prompts with their real continuations, continuations by a model, and how likely a reference model finds them."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import GenerationSection, UserError
+from dantinox.config.router import RouterSection
+from dantinox.generation import Run
+from dantinox.generation.batch import CompileTimer
+from dantinox.generation.engine import CHUNK, Session
+from dantinox.generation.text import load_model
+from dantinox.model import Transformer
+from dantinox.run import load_run_config, open_run
+from dantinox.sampling.router import STRATEGIES
+from dantinox.text import Detokenizer, Tokenizer, TokenStore
+
+PROMPT_TOKENS, LEAST_PROMPT = 64, 8
+STREAM_TOKENS = 1 << 22  # windows are taken from so many first tokens of the validation text
+ROWS = 32  # continued together
+SCORED = 1 << 27  # logits of the reference held at once
+# The run's own defaults must not colour a method: everything that is not the method's is switched off.
+NEUTRAL = {**RouterSection().model_dump(), **GenerationSection().model_dump(), "ignore_eos": True}
+
+
+def evenly(count: int, most: int) -> int:
+    """The size of batches of at most `most` that hold `count` things with the fewest empty places."""
+    return -(-count // -(-count // most))
+
+
+class Windows(NamedTuple):
+    """Prompts, and how the text they were taken from goes on: as text, and as tokens `[P, T]`."""
+
+    prompts: list[str]
+    texts: list[str]
+    ids: np.ndarray
+
+
+def prompt_tokens(max_context: int, tokens: int) -> int:
+    """Tokens of a prompt: 64, or what `tokens` new ones leave of the context.
+
+    Raises:
+      UserError: that is fewer than 8.
+    """
+    room = min(PROMPT_TOKENS, max_context - tokens)
+    if room < LEAST_PROMPT:
+        raise UserError(
+            f"--tokens must leave room for a prompt of {LEAST_PROMPT} in the model's context of {max_context}: "
+            f"at most {max_context - LEAST_PROMPT}, got {tokens}"
+        )
+    return room
+
+
+def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: int, tokens: int) -> tuple[Windows, Windows]:
+    """Two disjoint sets of `count` windows of the validation text, drawn without replacement and each within one document.
+
+    Raises:
+      UserError: the validation text has fewer.
+    """
+    length = prompt + tokens
+    parts = [batch.tokens_BT.ravel() for batch in store.validation(8, STREAM_TOKENS)]
+    stream_S = np.concatenate(parts)[: store.val_tokens - 1]
+    ids_WT = stream_S[: len(stream_S) // length * length].reshape(-1, length)
+    ids_WT = ids_WT[~np.isin(ids_WT, list(tokenizer.special_ids)).any(axis=1)]
+    found = list(_spelt(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt, 2 * count))
+    if len(found) < 2 * count:
+        raise UserError(
+            f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
+            f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give the run more validation text"
+        )
+    prompts, texts, ids = zip(*found, strict=True)
+    tuning, test = slice(count), slice(count, None)
+    return tuple(Windows(list(prompts[part]), list(texts[part]), np.stack(ids[part])) for part in (tuning, test))  # type: ignore[return-value]
+
+
+def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int, count: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """(prompt, continuation, tokens of the continuation); a character cut by an edge goes to the text it ends in."""
+    for ids_T in ids_WT:
+        if count == 0:
+            return
+        spell = Detokenizer(tokenizer)
+        before = spell.push(ids_T[:prompt]).lstrip("\ufffd")
+        if before and len(tokenizer.encode(before)) <= prompt:
+            count -= 1
+            yield before, spell.push(ids_T[prompt:]), ids_T[prompt:]
+
+
+class Written(NamedTuple):
+    """Continuations of P prompts: tokens `[P, T]`, texts, tokens per second of every batch, and with a report the share of
+    tokens per strategy of the router."""
+
+    ids: np.ndarray
+    texts: list[str]
+    rates: list[float]
+    shares: dict[str, float] | None
+
+
+def write(
+    run: Run,
+    prompts: Sequence[str],
+    settings: Mapping[str, Any],
+    tokens: int,
+    seed: int,
+    *,
+    shares: Mapping[str, float] | None = None,
+    report: bool = False,
+) -> Written:
+    """Continues every prompt by exactly `tokens` tokens, none of them special.
+
+    Args:
+      settings: keys of the sections `generation` and `router`; all others have their defaults, whatever the run says.
+      seed: every prompt has draws of its own, which depend on the seed and the prompt's number alone.
+      shares: draw the router's strategy of every token at random with these probabilities, whatever the model thinks.
+      report: count the strategies.
+    """
+    special = sorted(run.tokenizer.special_ids)
+    fixed = {**NEUTRAL, "max_new_tokens": tokens, "banned_tokens": special, **settings}
+    rows = evenly(len(prompts), ROWS)
+    ids, rates, strategies = [], [], []
+    for first in range(0, len(prompts), rows):
+        # The last batch is filled up with other prompts: all batches are one program, and take equally long.
+        numbers = [number % len(prompts) for number in range(first, first + rows)]
+        requests = [(prompts[number], {**fixed, "seed": (seed << 20) + number}) for number in numbers]
+        (batch,) = run.start(requests, logprobs=0 if report else None)
+        dice = None if shares is None else Dice(shares, (seed, first))
+        ids_BT, seconds, reported = _decode(batch.session, tokens, dice)
+        kept = min(rows, len(prompts) - first)
+        ids.append(ids_BT[:kept])
+        rates.append(rows * (tokens - 1) / seconds)
+        strategies += [strategy_BT[:kept].ravel() for strategy_BT in reported]
+    ids_PT = np.concatenate(ids)
+    told = np.bincount(np.concatenate(strategies), minlength=len(STRATEGIES)) if strategies else None
+    return Written(
+        ids_PT,
+        [_continued(run.tokenizer, prompt, ids_T) for prompt, ids_T in zip(prompts, ids_PT, strict=True)],
+        rates,
+        None if told is None else dict(zip(STRATEGIES, (told / told.sum()).tolist(), strict=True)),
+    )
+
+
+def _continued(tokenizer: Tokenizer, prompt: str, ids_T: np.ndarray) -> str:
+    spell = Detokenizer(tokenizer)
+    spell.push(tokenizer.encode(prompt))
+    return spell.push(ids_T) + spell.flush()
+
+
+def _decode(session: Session, tokens: int, dice: "Dice | None") -> tuple[np.ndarray, float, list[np.ndarray]]:
+    """Tokens `[B, T]`, the seconds that all but the first took without compiling, and the reported strategies."""
+    if dice is not None:
+        dice.throw(session)
+    chunks = [session.start()]
+    with CompileTimer() as compiling:
+        start = time.perf_counter()
+        while not chunks[-1].done.all():
+            if dice is not None:
+                dice.throw(session)
+            chunks.append(session.advance(CHUNK if dice is None else 1))
+        seconds = time.perf_counter() - start - compiling.seconds
+    ids_BT = np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :tokens]
+    routes = [chunk.info.routed for chunk in chunks if chunk.info is not None]
+    return ids_BT, max(seconds, 1e-9), [np.asarray(routed.route.strategy) for routed in routes if routed is not None]
+
+
+NEVER, ALWAYS = -1.0, float("inf")  # bounds that no metric is below, and that every metric is below
+# The five thresholds that make the router take a strategy whatever it measures; conditions stand in `sampling.router.RULES`.
+FORCED = {
+    "greedy": (ALWAYS, ALWAYS, ALWAYS, ALWAYS, ALWAYS),
+    "clarify": (NEVER, ALWAYS, NEVER, ALWAYS, ALWAYS),
+    "explore": (NEVER, NEVER, ALWAYS, ALWAYS, NEVER),
+    "resample": (NEVER, NEVER, ALWAYS, NEVER, NEVER),
+    "adaptive": (NEVER, NEVER, ALWAYS, ALWAYS, ALWAYS),
+}
+THRESHOLDS = ("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy")
+
+
+class Dice:
+    """The control: the router's strategies drawn at random, independent of the metrics, its formulas as they are."""
+
+    def __init__(self, shares: Mapping[str, float], seed: tuple[int, int]):
+        self._chances = [shares[name] for name in STRATEGIES]
+        self._random = np.random.default_rng(seed)
+        self._bounds = np.array([FORCED[name] for name in STRATEGIES], np.float32)
+
+    def throw(self, session: Session) -> None:
+        """Draws the strategy of every row's next token."""
+        params = session.params
+        assert params.router is not None
+        strategy_B = self._random.choice(len(STRATEGIES), params.batch, p=self._chances)
+        bounds = dict(zip(THRESHOLDS, jnp.asarray(self._bounds[strategy_B].T), strict=True))
+        session.params = replace(params, router=replace(params.router, **bounds))
+
+
+class Judge:
+    """A reference model in float32, and the likelihood it gives a text."""
+
+    def __init__(self, run_dir: str | Path):
+        """Loads the weights of a run.
+
+        Raises:
+          UserError: the run cannot be loaded.
+        """
+        run = open_run(run_dir)
+        config = load_run_config(run)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+        self.tokenizer = Tokenizer.load(run.tokenizer)
+        self.model = load_model(config, self.tokenizer.vocab_size, run.weights)
+
+    def bits_per_byte(self, prompts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
+        """−log2 p(text | prompt) per UTF-8 byte of each text, spelt by the judge's own tokenizer: `[N]` float64.
+
+        Of a prompt that is too long the beginning is left out.
+
+        Raises:
+          UserError: the judge cannot spell a text, or a text does not fit its context.
+        """
+        spelt = [self._spelt(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        # Programs for every 32nd length, and batches of one size.
+        T = min(-(-max(len(ids) for ids, _ in spelt) // 32) * 32, self.model.config.max_context)
+        most = int(np.clip(SCORED // (T * self.model.config.vocab_size), 1, 64))
+        rows = evenly(len(spelt), most)
+        nats = []
+        for first in range(0, len(spelt), rows):
+            tokens_BT, weight_BT = np.zeros((rows, T), np.int32), np.zeros((rows, T), np.float32)
+            for b, (ids, new) in enumerate(spelt[first : first + rows]):
+                tokens_BT[b, : len(ids)] = ids
+                weight_BT[b, len(ids) - new : len(ids)] = 1
+            lengths_B = [len(ids) for ids, _ in spelt[first : first + rows]]
+            lengths_B += [1] * (rows - len(lengths_B))
+            batch = (jnp.asarray(x) for x in (tokens_BT, np.array(lengths_B, np.int32), weight_BT))
+            with jax.default_matmul_precision("highest"):
+                nats.append(np.asarray(_nats(self.model, *batch), np.float64))
+        sizes = [max(1, len(text.encode())) for text in texts]
+        bits_N = np.concatenate(nats)[: len(spelt)] / np.log(2) / sizes
+        if not np.isfinite(bits_N).all():
+            raise UserError("the reference gives a text no likelihood that is a number: its weights are damaged")
+        return bits_N
+
+    def _spelt(self, prompt: str, text: str) -> tuple[list[int], int]:
+        """The tokens of prompt and text, at most a context of them, and how many are the text's."""
+        try:
+            before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(text)
+        except UserError as error:
+            raise UserError(f"the reference cannot read a text that it is to judge: {error}") from None
+        context = self.model.config.max_context
+        if len(ids) >= context:
+            raise UserError(
+                f"a continuation is {len(ids)} tokens for the reference, whose context holds {context}: lower --tokens"
+            )
+        return (before + ids)[-context:], len(ids)
+
+
+@nnx.jit(graph_updates=False)
+def _nats(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, weight_BT: jax.Array) -> jax.Array:
+    """Weighted sum of −ln p over the tokens of each row, each given those before it."""
+    places_T = jnp.arange(tokens_BT.shape[1])
+    logits_BTV, _, _ = model(tokens_BT, jnp.where(places_T < lengths_B[:, None], places_T, -1))
+    said_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], axis=2)[..., 0]
+    return -jnp.sum(weight_BT[:, 1:] * said_BT, axis=1)

@@ -1,0 +1,68 @@
+"""How varied texts are, measured on their tokens.
+
+An n-gram is n tokens in a row: characters where the vocabulary is one of characters. All measures of a single text depend on
+its length: compare texts of equal length.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+BLEU_ORDERS = (1, 2, 3, 4)
+SMOOTHING = 0.1  # what counts as matched where nothing of an order did
+
+Tokens = Sequence[int]
+
+
+def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
+    """Every run of n tokens, in order; none in a shorter text."""
+    return list(zip(*(tokens[i:] for i in range(n)), strict=False))
+
+
+def distinct(tokens: Tokens, n: int) -> float:
+    """Distinct n-grams over all n-grams of one text; 1 where it has none (Li et al. 2016, over one sample)."""
+    grams = ngrams(tokens, n)
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def repetition(tokens: Tokens, n: int) -> float:
+    """The share of n-grams that occurred before in the same text: 1 − distinct-n (seq-rep-n of Welleck et al. 2020)."""
+    return 1.0 - distinct(tokens, n)
+
+
+def diversity(tokens: Tokens) -> float:
+    """distinct-2 · distinct-3 · distinct-4 of one text, in (0, 1] (Su et al. 2022)."""
+    return math.prod(distinct(tokens, n) for n in (2, 3, 4))
+
+
+def self_bleu(samples: Sequence[Tokens]) -> float:
+    """The mean BLEU-4 of every sample with all the others as its references; 1 where all are the same (Zhu et al. 2018).
+
+    Clipped matches over all references, equal weights, the brevity penalty of the reference nearest in length; an order
+    without a match counts 0.1 of one (method 1 of Chen and Cherry 2014), and without a common token BLEU is 0.
+
+    Args:
+      samples: at least two texts of the same prompt.
+    """
+    counts = [[Counter(ngrams(sample, n)) for n in BLEU_ORDERS] for sample in samples]
+    lengths = [len(sample) for sample in samples]
+    scores = []
+    for i, own in enumerate(counts):
+        others, other_lengths = counts[:i] + counts[i + 1 :], lengths[:i] + lengths[i + 1 :]
+        scores.append(_bleu(own, others) * _brevity(lengths[i], other_lengths))
+    return sum(scores) / len(scores)
+
+
+def _bleu(own: Sequence[Counter], others: Sequence[Sequence[Counter]]) -> float:
+    logs = []
+    for order, grams in enumerate(own):
+        matched = sum(min(count, max(other[order][gram] for other in others)) for gram, count in grams.items())
+        if order == 0 and matched == 0:
+            return 0.0
+        logs.append(math.log((matched or SMOOTHING) / max(1, grams.total())))
+    return math.exp(sum(logs) / len(logs))
+
+
+def _brevity(length: int, others: Sequence[int]) -> float:
+    nearest = min(others, key=lambda other: (abs(other - length), other))
+    return 1.0 if length >= nearest else math.exp(1 - nearest / length) if length else 0.0

@@ -1,0 +1,550 @@
+"""The comparison of sampling methods: measures against closed forms and NLTK, the judge against NumPy, the whole on a toy."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.config.router import MEASURED
+from dantinox.evaluation import intervals
+from dantinox.evaluation.continuations import (
+    FORCED,
+    THRESHOLDS,
+    Dice,
+    Judge,
+    Windows,
+    Written,
+    draw_windows,
+    evenly,
+    prompt_tokens,
+    write,
+)
+from dantinox.evaluation.diversity import distinct, diversity, ngrams, repetition, self_bleu
+from dantinox.evaluation.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
+from dantinox.evaluation.methods import FULL, METHODS, QUICK, Effort, Knob, chosen_methods
+from dantinox.evaluation.sampling import MEASURES, _compared, _tune_all, evaluate_sampling, halve
+from dantinox.generation import load
+from dantinox.model.parameters import blueprint, nested
+from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
+from dantinox.sampling import SamplingParams
+from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
+from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+# --- how varied a text is -----------------------------------------------------------------------------------------------
+
+
+def test_ngrams_are_runs_in_order():
+    assert ngrams([1, 2, 3, 4], 2) == [(1, 2), (2, 3), (3, 4)]
+    assert ngrams([1, 2], 3) == [] and ngrams([7], 1) == [(7,)]
+
+
+def test_a_text_without_repetition_and_one_of_a_single_token():
+    assert diversity(range(50)) == 1 and all(distinct(range(50), n) == 1 for n in (1, 2, 3))
+    T = 40
+    same = [5] * T  # one n-gram, T − n + 1 times
+    assert distinct(same, 3) == 1 / (T - 2) and repetition(same, 4) == pytest.approx(1 - 1 / (T - 3))
+    assert diversity(same) == pytest.approx(1 / (T - 1) / (T - 2) / (T - 3))
+
+
+def test_a_text_that_goes_round_repeats_all_but_its_first_lap():
+    lap, T = 7, 60
+    text = [i % lap for i in range(T)]
+    for n in (1, 2, 3):
+        assert distinct(text, n) == pytest.approx(lap / (T - n + 1))
+    assert repetition(text, 4) == pytest.approx(1 - lap / (T - 3))
+
+
+def test_a_text_shorter_than_an_ngram_repeats_nothing():
+    assert distinct([1, 1], 3) == 1 and repetition([], 4) == 0 and diversity([3]) == 1
+
+
+WORDS = [
+    "the cat sat on the mat and looked at the dog",
+    "the cat sat on the sofa and looked at the bird",
+    "a dog sat near the mat and the cat slept",
+]
+# nltk 3.10.4: the mean over i of sentence_bleu(all others, sample i, (.25,) * 4, SmoothingFunction(epsilon=0.1).method1).
+NLTK = [
+    ([text.split() for text in WORDS], [0.6887246539984299, 0.587728372510532, 0.12927595103001124]),
+    ([["in", "my", "end", "is"], ["my", "end", "is", "in", "the", "beginning"]], [0.2591626698761441, 0.21711852081087685]),
+    (
+        [[1, 2, 3, 1, 2, 3, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [3, 1, 2, 4, 4, 4, 2, 1, 3, 9]],
+        [0.35930411196308415, 0.2777619034011791, 0.13348189438082966],
+    ),
+    ([[1, 2, 3], [1, 2, 4]], [0.24028114141347542] * 2),
+    ([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11], [1, 8, 3]], [0.048549177170732344, 0.0439891724758422, 0.07677376632034968]),
+]
+
+
+@pytest.mark.parametrize(("samples", "scores"), NLTK)
+def test_self_bleu_is_that_of_nltk(samples, scores):
+    assert self_bleu(samples) == pytest.approx(np.mean(scores), rel=1e-12)
+
+
+def test_self_bleu_of_equal_and_of_foreign_texts():
+    assert self_bleu([list(range(20))] * 3) == pytest.approx(1)
+    assert self_bleu([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]) == 0
+    assert self_bleu([[], [1, 2, 3]]) == 0
+
+
+# --- how sure a number is -----------------------------------------------------------------------------------------------
+
+
+def test_an_interval_has_the_width_of_the_normal_one():
+    values = np.random.default_rng(3).normal(5, 2, 400)
+    found = mean_interval(values)
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.value == pytest.approx(half, rel=0.1) and found.value - found.low == pytest.approx(half, rel=0.1)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
+    monkeypatch.setattr(intervals, "RESAMPLINGS", 200)
+    random = np.random.default_rng(0)
+    for draw, truth in ((lambda: random.normal(1, 1, 40), 1), (lambda: random.exponential(2, 40), 2)):
+        found = [mean_interval(draw()) for _ in range(200)]
+        # The percentile method is a little short with 40 values, and more so where they are skewed.
+        assert 0.88 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.98
+
+
+def test_a_difference_of_pairs_is_surer_than_the_values():
+    random = np.random.default_rng(1)
+    hardness = random.normal(0, 5, 60)
+    a, b = hardness + 0.3 + random.normal(0, 0.1, 60), hardness + random.normal(0, 0.1, 60)
+    paired, alone = mean_interval(a - b), mean_interval(a)
+    assert 0.2 < paired.low < 0.3 < paired.high < 0.4 and alone.high - alone.low > 1
+
+
+def test_equal_values_have_no_interval_and_the_same_values_the_same_one():
+    assert mean_interval(np.full(7, 2.5)) == (2.5, 2.5, 2.5)
+    values = np.random.default_rng(2).normal(size=30)
+    assert mean_interval(values) == mean_interval(values)
+    assert percentiles([3.0, *range(1001)]) == pytest.approx((3, 25, 975))
+
+
+def line(diversities, P, noise=0.0, above=0.0):
+    """Outcomes on bits = 1 + 4 · diversity + above, prompts scattered along that line."""
+    random = np.random.default_rng(8)
+    at = [d + random.normal(0, noise, P) for d in diversities]
+    return [Outcome(d_P, 1 + 4 * d_P + above) for d_P in at]
+
+
+def test_excess_is_the_distance_from_the_ruler_at_equal_diversity():
+    ruler = line([0.2, 0.4, 0.6, 0.8], 50, 0.03)
+    (method,) = line([0.55], 50, 0.03, above=0.25)
+    found = excess(method, ruler)
+    # Straight pieces of one line: the distance is the same in every resample, wherever it falls.
+    np.testing.assert_allclose(found, 0.25, atol=1e-9)
+    assert len(found) == 1 + intervals.RESAMPLINGS
+    np.testing.assert_allclose(excess(ruler[2], ruler), 0, atol=1e-9)
+
+
+def test_excess_is_read_between_the_rulers_points():
+    flat = [Outcome(np.full(4, d), np.full(4, b)) for d, b in ((0.6, 3.0), (0.2, 1.0), (0.4, 1.5))]  # in any order
+    assert excess(Outcome(np.full(4, 0.5), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 2.25)
+    assert excess(Outcome(np.full(4, 0.3), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 1.25)
+    for outside in (0.19, 0.61):
+        assert excess(Outcome(np.full(4, outside), np.full(4, 2.0)), flat) is None
+
+
+def test_a_verdict_needs_an_interval_without_zero():
+    assert verdict(Interval(-0.2, -0.3, -0.1)) == "better"
+    assert verdict(Interval(0.2, 0.1, 0.3)) == "worse"
+    assert verdict(Interval(0.2, -0.1, 0.5)) == verdict(Interval(0, 0, 0)) == "same"
+
+
+# --- methods and their tuning -------------------------------------------------------------------------------------------
+
+
+def test_a_knob_goes_from_the_least_to_the_most_in_equal_ratios():
+    assert [Knob("temperature", 0.25, 4).at(x) for x in (0, 0.5, 0.75, 1)] == [0.25, 1, 2, 4]
+    assert [Knob("top_p", 0.5, 0.995, of_rest=True).at(x) for x in (0, 0.5, 1)] == [0.5, 0.95, 0.995]
+    assert [Knob("candidates", 16, 1, whole=True).at(x) for x in (0, 0.25, 0.3, 0.5, 1)] == [16, 8, 7, 4, 1]
+
+
+def test_the_routers_scale_goes_on_with_the_temperature_behind_the_last_candidate():
+    guide = METHODS["router_guide"]
+    assert guide.tuned(0) == {"candidates": 12} and guide.tuned(0.49) == {"candidates": 1}
+    assert guide.tuned(0.5) == {"candidates": 1, "base_temperature": 0.666}
+    assert guide.tuned(1) == {"candidates": 1, "base_temperature": 4.0}
+    assert METHODS["greedy"].tuned(0.5) == {}
+
+
+@pytest.mark.parametrize("target", [0.02, 0.31, 0.5, 0.77, 0.99])
+@pytest.mark.parametrize("trials", [1, 3, 6])
+def test_halving_ends_near_the_target(target, trials):
+    asked = []
+
+    def square(position):
+        asked.append(position)
+        return position**2
+
+    best, at_edge = halve(square, target, trials)
+    assert len(asked) == trials and abs(best - math.sqrt(target)) <= 2**-trials
+    assert abs(best**2 - target) == min(abs(x**2 - target) for x in asked)
+    assert at_edge == (all(x**2 < target for x in asked) or all(x**2 >= target for x in asked))
+
+
+def test_halving_takes_the_first_of_equal_trials():
+    assert halve(lambda position: 0.3, 0.5, 4) == (0.5, True)
+    assert halve({0.5: 0.6, 0.25: 0.4, 0.375: 0.6}.get, 0.5, 3) == (0.5, False)
+
+
+def test_methods_are_chosen_by_name():
+    assert chosen_methods(None) == list(METHODS)
+    assert chosen_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
+    with pytest.raises(UserError, match=r"^no sampling method is called minp, did you mean min_p\?$"):
+        chosen_methods(["minp"])
+    with pytest.raises(UserError, match="called Router-Guide, did you mean router_guide"):
+        chosen_methods(["Router-Guide"])
+    with pytest.raises(UserError, match=r"called beam: they are greedy, temperature, .*router_random$"):
+        chosen_methods(["beam"])
+    with pytest.raises(UserError, match="router_random draws strategies as often as router_calibrated takes them: name both"):
+        chosen_methods(["router_random", "min_p"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [({"prompts": 1}, r"--prompts must be in \[2"), ({"seeds": 1}, "--seeds"), ({"tokens": 4}, "--tokens")]
+)
+def test_too_little_effort_is_told(wrong, told):
+    with pytest.raises(UserError, match=told):
+        Effort(**wrong)
+    assert QUICK.prompts < FULL.prompts and QUICK.trials < FULL.trials
+
+
+# --- the control --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_forced_thresholds_take_their_strategy_whatever_is_measured(name):
+    random = np.random.default_rng(0)
+    forced = replace(RouterConfig(), **dict(zip(THRESHOLDS, FORCED[name], strict=True)))
+    H, V = random.exponential(3, 500), random.exponential(4, 500)
+    H[:5], V[5:10] = 0, 0
+    taken = jax.vmap(lambda h, v: strategy_of(Metrics(h, v), forced))(H, V)
+    assert {STRATEGIES[i] for i in np.asarray(taken).tolist()} == {name}
+
+
+def test_dice_fall_as_often_as_the_shares_say():
+    shares = dict(zip(STRATEGIES, (0.1, 0.05, 0.25, 0.0, 0.6), strict=True))
+    params = SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=100)
+    session, dice, counted = SimpleNamespace(params=params), Dice(shares, (1, 2)), Counter()
+    taking = jax.jit(jax.vmap(lambda config: strategy_of(Metrics(2.0, 3.0), config)))
+    for _ in range(40):
+        dice.throw(session)
+        counted.update(STRATEGIES[i] for i in np.asarray(taking(session.params.router)).tolist())
+    for name, share in shares.items():
+        assert abs(counted[name] / 4000 - share) <= 4 * math.sqrt(share * (1 - share) / 4000)
+    changed = {name for name, value in vars(session.params.router).items() if value is not getattr(params.router, name)}
+    assert changed == set(THRESHOLDS)
+
+
+def test_dice_of_the_same_seed_fall_alike():
+    shares = dict.fromkeys(STRATEGIES, 0.2)
+    thrown = []
+    for seed in ((1, 0), (1, 0), (2, 0)):
+        session = SimpleNamespace(params=SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=30))
+        Dice(shares, seed).throw(session)
+        thrown.append([np.asarray(getattr(session.params.router, name)).tolist() for name in THRESHOLDS])
+    assert thrown[0] == thrown[1] != thrown[2]
+
+
+# --- a toy run ----------------------------------------------------------------------------------------------------------
+
+CONTEXT = 128
+SIZE = (3, 64, 16)  # prompts, their tokens, new tokens
+LITTLE = {"prompts": 3, "seeds": 2, "tokens": 16, "trials": 2}
+
+
+def sentences(count, seed):
+    """Text with structure: words of two letters in random order."""
+    random = np.random.default_rng(seed)
+    return " ".join(random.choice(["ab", "cd", "ef", "gh", "ij"], count))
+
+
+def make_run(path, tokenizer, draw, **sections):
+    """A run with weights drawn by shape; normalisations keep their scale of 1."""
+    size = {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": CONTEXT, "weight_tying": False, "dtype": "float32"}
+    config, run = build_config({"model": size, **sections}), create_run(path)
+    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    weights = {name: (draw if len(x.shape) > 1 else np.ones)(x.shape).astype(np.float32) for name, x in shapes.items()}
+    save_config(run, config)
+    save_weights(run.weights, nested(weights))
+    tokenizer.save(run.tokenizer)
+    return config, run
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A run of characters whose model is sure of nothing much, with validation text and a calibration."""
+    path = tmp_path_factory.mktemp("runs") / "toy"
+    documents = ["xyz € — ü 0123456789", *(sentences(n, n) for n in (400, 10, 700, 90, 300, 30, 500, 60, 900))]
+    corpus = path.parent / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(documents))
+    random = np.random.default_rng(1)
+    config, run = make_run(
+        path,
+        tokenizer,
+        lambda shape: 0.7 * random.standard_normal(shape),
+        data={"path": str(corpus), "val_fraction": 0.4},
+        generation={"temperature": 0.1, "top_k": 1, "stop": ["a"], "max_new_tokens": 3},  # of no effect on a comparison
+    )
+    prepare_data(config, run.data, tokenizer)
+    calibrated = dict(zip(MEASURED, (1.0, 0.5, 5.0, 6.0, 3.0, 8.0, 4.0), strict=True))
+    save_router_calibration(run, {"weights": weights_digest(run), "measured": calibrated})
+    return path
+
+
+@pytest.fixture
+def store(toy):
+    run = load(toy)
+    return open_store(run.config, open_run(toy).data, run.tokenizer)
+
+
+def test_windows_are_what_stands_in_the_text(toy, store):
+    run = load(toy)
+    tuning, test = draw_windows(run.tokenizer, store, 9, 12, 20)
+    stream = "".join(run.tokenizer.decode(batch.tokens_BT.ravel()) for batch in store.validation(1))
+    seen = []
+    for windows in (tuning, test):
+        assert len(windows.prompts) == len(windows.texts) == 9 and windows.ids.shape == (9, 20)
+        for prompt, text, ids in zip(*windows, strict=True):
+            assert (len(prompt), len(text)) == (12, 20) and prompt + text in stream
+            assert run.tokenizer.encode(text) == ids.tolist()
+            seen.append(prompt + text)
+    assert len(set(seen)) == 18
+    again, _ = draw_windows(run.tokenizer, store, 9, 12, 20)
+    assert again.prompts == tuning.prompts
+
+
+def test_no_window_crosses_a_document(toy, store):
+    tokenizer = load(toy).tokenizer
+    for windows in draw_windows(tokenizer, store, 10, 12, 20):
+        assert not np.isin(windows.ids, list(tokenizer.special_ids)).any()
+    with pytest.raises(UserError, match=r"has \d+ windows of 32 tokens within a document, and 20000 are needed, 10000 to tune"):
+        draw_windows(tokenizer, store, 10000, 12, 20)
+
+
+def test_a_character_cut_by_an_edge_goes_where_it_ends():
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    ids = np.array(tokenizer.encode("€" * 400), np.int32)  # three bytes each
+    store = TokenStore(ids, ids, batch_size=1, sequence_length=64, seed=0)
+    for windows in draw_windows(tokenizer, store, 8, 10, 20):
+        for prompt, text, ids in zip(*windows, strict=True):
+            assert set(prompt + text) == {"€"} and len(ids) == 20
+            assert 29 - 2 - 3 < 3 * len(prompt + text) <= 30
+
+
+def test_prompts_leave_room_for_the_continuation():
+    assert prompt_tokens(256, 192) == 64 and prompt_tokens(256, 128) == 64 and prompt_tokens(128, 96) == 32
+    with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
+        prompt_tokens(128, 121)
+
+
+@pytest.mark.parametrize(("count", "most", "size"), [(40, 32, 20), (96, 32, 32), (33, 32, 17), (5, 32, 5), (65, 64, 33)])
+def test_batches_are_filled_evenly(count, most, size):
+    assert evenly(count, most) == size
+
+
+forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positions_BT)[0], graph_updates=False)
+
+
+def bits_by_hand(run, prompt, text):
+    """−log2 p per byte in float64, token by token."""
+    ids, new = run.prompt_ids(prompt) + run.tokenizer.encode(text), len(run.tokenizer.encode(text))
+    tokens = np.zeros((1, CONTEXT), np.int32)
+    tokens[0, : len(ids)] = ids
+    logits_TV = np.asarray(forward(run.model, jnp.asarray(tokens), jnp.arange(CONTEXT)[None])[0], np.float64)
+    bits = 0.0
+    for t in range(len(ids) - new, len(ids)):
+        x_V = logits_TV[t - 1]
+        bits += (np.log(np.exp(x_V - x_V.max()).sum()) + x_V.max() - x_V[ids[t]]) / math.log(2)
+    return bits / len(text.encode())
+
+
+def test_the_judge_agrees_with_numpy(toy):
+    run, judge = load(toy), Judge(toy)
+    prompts = ["ab cd", "x", "gh gh gh gh gh"] * 30  # several batches
+    texts = ["ef gh ij", "€ — ü", "a", "zzzz yz z", "0123456789"] * 18
+    found = judge.bits_per_byte(prompts, texts)
+    assert found.shape == (90,)
+    for i in (0, 1, 2, 3, 4, 50, 88, 89):
+        assert found[i] == pytest.approx(bits_by_hand(run, prompts[i], texts[i]), rel=1e-5)
+
+
+def test_bits_per_byte_mean_the_same_for_every_vocabulary(tmp_path):
+    corpus = "aè€😀 the quick brown fox"
+    chars = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([corpus]))
+    make_run(tmp_path / "chars", chars, np.zeros)
+    letters = Judge(tmp_path / "chars")
+    # All tokens are equally likely and cost log2 V: one token is four bytes, or one.
+    V = chars.vocab_size
+    np.testing.assert_allclose(letters.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), [math.log2(V) / 4, math.log2(V)], rtol=1e-6)
+    plain = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    make_run(tmp_path / "bytes", plain, np.zeros)
+    bytewise = Judge(tmp_path / "bytes")
+    V = bytewise.tokenizer.vocab_size
+    np.testing.assert_allclose(bytewise.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), math.log2(V), rtol=1e-6)
+    with pytest.raises(UserError, match=r"the reference cannot read a text that it is to judge: the character 'z'"):
+        letters.bits_per_byte(["the"], ["z"])
+
+
+def test_a_prompt_is_cut_to_the_judges_context_and_a_text_is_not(toy):
+    run, judge = load(toy), Judge(toy)
+    text = "ab cd ef"
+    (found,) = judge.bits_per_byte(["x" * 500], [text])
+    assert found == pytest.approx(bits_by_hand(run, "x" * (CONTEXT - len(text)), text), rel=1e-5)
+    with pytest.raises(UserError, match="a continuation is 128 tokens for the reference, whose context holds 128"):
+        judge.bits_per_byte(["ab"], ["y" * CONTEXT])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_accepted_all_along_its_scale(toy, name):
+    run, method = load(toy), METHODS[name]
+    for position in (0.0, 0.3, 0.5, 0.8, 1.0):
+        run.params([run.settings({**method.settings, **method.tuned(position), "seed": 0})])
+
+
+@pytest.fixture(scope="module")
+def evaluation(toy):
+    said = []
+    names = ["greedy", "temperature", "router_no_attention"]  # each further one is some seconds of compiling
+    return evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE), said
+
+
+def test_the_record_of_an_evaluation(toy, evaluation):
+    record, said = evaluation
+    json.dumps(record, allow_nan=False)
+    assert record["run"] == str(toy) and record["reference"] is None and record["unit"] == "characters"
+    assert [method["name"] for method in record["methods"]] == ["human", "greedy", "temperature", "router_no_attention"]
+    for method in record["methods"]:
+        measures = dict(method["measures"])
+        measures.pop("excess", None)
+        assert list(measures) == [name for name in MEASURES if name != "self_bleu" or method["name"] != "human"]
+        assert all(low <= value <= high for value, low, high in method["measures"].values())
+        assert (method["tok_per_s"] is None) == (method["name"] == "human")
+        assert len(method["trials"]) <= 2 and (method["tuned"] == {}) == (method["name"] in ("human", "greedy"))
+    assert record["shares"] is None and record["comparisons"] == []
+    assert len(record["ruler"]) == 7
+    assert sum("round 1 of 2" in line for line in said) == 3 + 7 and "tuning temperature, trial 1 of 2: temperature 0.8" in said
+
+
+def test_the_real_text_is_measured_by_itself(toy, store, evaluation):
+    run = load(toy)
+    _, test = draw_windows(run.tokenizer, store, *SIZE)
+    human = evaluation[0]["methods"][0]["measures"]
+    by_hand = [bits_by_hand(run, prompt, text) for prompt, text in zip(test.prompts, test.texts, strict=True)]
+    assert human["bits_per_byte"][0] == pytest.approx(np.mean(by_hand), rel=1e-5)
+    assert human["distinct_1"][0] == pytest.approx(np.mean([len(set(text)) / 16 for text in test.texts]))
+
+
+def test_greedy_samples_are_all_the_same_and_the_likeliest(evaluation):
+    by_name = {method["name"]: method["measures"] for method in evaluation[0]["methods"]}
+    assert by_name["greedy"]["self_bleu"] == [1, 1, 1]
+    assert by_name["greedy"]["bits_per_byte"][0] < min(by_name[name]["bits_per_byte"][0] for name in ("temperature", "human"))
+
+
+def test_differences_are_paired_and_the_verdict_is_that_of_excess():
+    random = np.random.default_rng(4)
+    measured = {name: {measure: random.normal(size=30) for measure in MEASURES} for name in ("a", "b")}
+    noise = random.normal(0, 0.1, 2001)
+    pair = _compared("a", "b", {"a": 1.3 + noise, "b": 1.1 + noise}, measured)
+    assert pair["verdict"] == "worse" and pair["differences"]["excess"] == pytest.approx([0.2, 0.2, 0.2])
+    for measure in MEASURES:
+        assert tuple(pair["differences"][measure]) == mean_interval(measured["a"][measure] - measured["b"][measure])
+    alone = _compared("b", "a", {"a": 1.3 + noise, "b": None}, measured)
+    assert alone["verdict"] is None and "excess" not in alone["differences"]
+
+
+# The programs of these tests are those of the evaluation above: as many prompts and tokens.
+
+
+@pytest.fixture
+def prompts(toy, store):
+    return draw_windows(load(toy).tokenizer, store, *SIZE)[1].prompts
+
+
+def test_what_is_written_is_what_generation_writes(toy, prompts):
+    run, settings = load(toy), {"temperature": 0.8}
+    found = write(run, prompts, settings, 16, seed=3)
+    assert found.ids.shape == (3, 16) and found.shares is None and all(rate > 0 for rate in found.rates)
+    special = sorted(run.tokenizer.special_ids)
+    neutral = {"top_k": None, "stop": (), "ignore_eos": True, "banned_tokens": special, "max_new_tokens": 16}
+    (batch,) = run.start([(text, {**neutral, **settings, "seed": (3 << 20) + i}) for i, text in enumerate(prompts)])
+    assert list(batch.pieces())
+    assert [result.tokens for result in batch.results] == found.ids.tolist()
+    assert [result.text for result in batch.results] == found.texts
+
+
+def test_draws_depend_on_the_seed_and_the_prompts_number(toy, prompts):
+    run, same = load(toy), [prompts[0]] * 3
+    first, again, other = (write(run, same, {"temperature": 0.8}, 16, seed=seed).ids for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first[0] != first[1]).any() and (first != other).any()
+
+
+def test_the_control_draws_its_strategies_whatever_the_model_thinks(toy, prompts):
+    run, settings = load(toy), {**METHODS["router_no_attention"].settings, "candidates": 1}
+    routed = write(run, prompts, settings, 16, seed=1)
+    forced = {name: float(name == "greedy") for name in STRATEGIES}
+    greedy = write(run, prompts, {"greedy": True}, 16, seed=1)
+    control = write(run, prompts, settings, 16, seed=1, shares=forced)
+    np.testing.assert_array_equal(control.ids, greedy.ids)
+    assert (routed.ids != greedy.ids).any()
+
+
+def test_the_control_has_the_shares_that_its_pattern_showed():
+    """Tuning with a bench that writes nothing: the share of adaptive stands for the number of candidates."""
+    written = []
+
+    def write(windows, method, seed, report=False):
+        written.append((dict(method.values), method.shares, report))
+        shares = {"adaptive": method.values["candidates"]} if report else None
+        return Written(np.arange(60).reshape(2, 30) % (12 // method.values["candidates"]), [], [], shares)
+
+    bench = SimpleNamespace(effort=Effort(trials=3), progress=lambda _: None, write=write)
+    tuning = Windows(["a", "b"], ["c", "d"], np.arange(60).reshape(2, 30) % 4)
+    tuned = _tune_all(bench, ["router_calibrated", "router_random"], tuning)
+    # 1, 3 and 6 candidates are tried, which write texts of period 12, 4 and 2; wanted are texts of period 4.
+    assert tuned["router_calibrated"].values == tuned["router_random"].values == {"candidates": 3}
+    assert tuned["router_calibrated"].shares is None and tuned["router_random"].shares == {"adaptive": 3}
+    assert [report for *_, report in written].count(True) == 1
+    assert all(shares == {"adaptive": 3} for _, shares, _ in written[-3:])
+    assert all(shares is None for _, shares, _ in written[:-3])
+
+
+@pytest.mark.slow
+def test_all_methods_together(toy):
+    record = evaluate_sampling(toy, **LITTLE)
+    assert [method["name"] for method in record["methods"]] == ["human", *METHODS]
+    assert sum(record["shares"].values()) == pytest.approx(1) and list(record["shares"]) == list(STRATEGIES)
+    assert len(record["comparisons"]) == 6
+    assert {method["name"] for method in record["methods"] if method["tok_per_s"] is None} == {"human", "router_random"}
+    run, forced = load(toy), {name: float(name == "explore") for name in STRATEGIES}
+    prompts = ["ab cd ef gh"] * 3
+    assert write(run, prompts, METHODS["router_random"].settings, 16, seed=1, shares=forced, report=True).shares == forced
+
+
+def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
+    with pytest.raises(UserError, match=r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox"):
+        evaluate_sampling(run_dir)
+    with pytest.raises(UserError, match="data holds no validation text of this run"):
+        evaluate_sampling(run_dir, methods=["min_p"])
+    with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
+        evaluate_sampling(toy, methods=["min_p"], tokens=128)
+    with pytest.raises(UserError, match="windows of 88 tokens within a document, and 2000 are needed"):
+        evaluate_sampling(toy, methods=["min_p"], tokens=24, prompts=1000)
+    with pytest.raises(UserError, match="nowhere"):
+        evaluate_sampling(toy, tmp_path / "nowhere", methods=["min_p"], tokens=24, prompts=2)
