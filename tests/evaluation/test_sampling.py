@@ -14,7 +14,7 @@ from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router import MEASURED
-from dantinox.evaluation import intervals
+from dantinox.evaluation import continuations, intervals
 from dantinox.evaluation.continuations import (
     FORCED,
     THRESHOLDS,
@@ -335,6 +335,19 @@ def test_no_window_crosses_a_document(toy, store):
         assert not np.isin(windows.ids, list(tokenizer.special_ids)).any()
     with pytest.raises(UserError, match=r"has \d+ windows of 32 tokens within a document, and 20000 are needed, 10000 to tune"):
         draw_windows(tokenizer, store, 10000, 12, 20)
+
+
+def test_the_padding_of_the_last_batch_is_no_text(monkeypatch):
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
+    ids = np.full(5000, 1, np.int32)
+    store = TokenStore(ids, ids, batch_size=1, sequence_length=96, seed=0)
+    for most in (5000, 2000):  # tokens, of which not all fill batches of 8 · 96
+        monkeypatch.setattr(continuations, "STREAM_TOKENS", most)
+        count = (min(most, 4999) // 32) // 2
+        for windows in draw_windows(tokenizer, store, count, 12, 20):
+            assert set("".join(windows.prompts + windows.texts)) == {"b"}
+        with pytest.raises(UserError, match="are needed"):
+            draw_windows(tokenizer, store, count + 1, 12, 20)
 
 
 def test_a_character_cut_by_an_edge_goes_where_it_ends():
