@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dantinox.config.base import UserError
-from dantinox.config.generation import CHAIN_KEYS, REFINES, GenerationSection, steps_on
+from dantinox.config.generation import CHAIN_KEYS, REFINES, ROUTED, GenerationSection, steps_on
 from dantinox.config.router import RouterSection, idle_keys
 from dantinox.config.sections import Config
 
@@ -166,7 +166,8 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
 
     Another preset leaves the base's own order behind, an order of names its preset; a step that is switched off takes its
     refinements along, another strategy all that only the base's own reads. With the router a temperature of 1 and a min_p of 0
-    that are given are its base values, while left out they ask for nothing.
+    that are given are its base values, while left out they ask for nothing; and `base_temperature` takes the place of the base's
+    own temperature, as the other base values do.
 
     Args:
       origin: tells in errors where the values were written.
@@ -191,7 +192,13 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
         own = {key: value for key, value in given.items() if key in RouterSection.model_fields}
         for key in set(idle_keys(RouterSection.model_validate(router | own))) - set(given):
             router.pop(key, None)
-    if given.get("strategy", base.generation.strategy) == "entropy":  # a default that is spelt out is no default
+    if given.get("strategy", base.generation.strategy) == "entropy":
+        for key in ROUTED:  # of a number of a request and the base value that it would hide, the newer one holds
+            if f"base_{key}" in given and key not in given:
+                tree.pop(key, None)
+            if key in given and f"base_{key}" not in given:
+                router.pop(f"base_{key}", None)
+        # A default that is spelt out is no default.
         bases = {f"base_{key}": value for key, value in (("temperature", 1), ("min_p", 0)) if given.get(key) == value}
         given = bases | dict(given)
     changed = {

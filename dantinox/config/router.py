@@ -6,7 +6,7 @@ entropix guide.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -149,14 +149,15 @@ class RouterSection(Section):
         return {name: float(value) for name, value in (preset | own).items()}
 
 
-def with_request(
-    numbers: Mapping[str, float],
-    temperature: float = 1.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float = 0.0,
+def with_request(numbers: Mapping[str, float], **request: Any) -> dict[str, float]:
+    """The router's numbers with T₀, p₀, k₀ and m₀ of a request, see `bases_of`."""
+    return {**numbers, **bases_of(**request)}
+
+
+def bases_of(
+    temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, min_p: float = 0.0
 ) -> dict[str, float]:
-    """The router's numbers with T₀, p₀, k₀ and m₀ of a request.
+    """The base values that a request sets, by the keys whose place they take.
 
     A value that the `generation` section has by default (temperature 1, top_p and top_k null, min_p 0) asks for nothing: the
     router's own base stands. A top_k of 0 or less is no cut.
@@ -170,7 +171,7 @@ def with_request(
         own["base_top_k"] = min(top_k, EVERY) if top_k > 0 else EVERY
     if min_p > 0:
         own["base_min_p"] = min_p
-    return {**numbers, **own}
+    return own
 
 
 def idle_keys(r: RouterSection) -> dict[str, str]:

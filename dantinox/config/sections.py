@@ -21,8 +21,8 @@ from dantinox.config.base import (
     Seed,
     as_tuple,
 )
-from dantinox.config.generation import GenerationSection, generation_conflicts
-from dantinox.config.router import RouterSection, router_conflicts
+from dantinox.config.generation import ROUTED, GenerationSection, generation_conflicts
+from dantinox.config.router import RouterSection, bases_of, router_conflicts
 
 # Names in a run directory that its own files bear.
 RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json")
@@ -267,6 +267,14 @@ class Config(Section):
             ),
             *generation_conflicts(self.generation),
             *router_conflicts(self.router),
+            *(
+                (
+                    getattr(self.router, key) != RouterSection.model_fields[key].default,
+                    f"router.{key} has no effect while generation.{key.removeprefix('base_')} is set: leave one of them out",
+                )
+                for key in bases_of(**{name: getattr(self.generation, name) for name in ROUTED})
+                if self.generation.strategy == "entropy"
+            ),
             *(
                 (True, f"router.{key} has no effect while generation.strategy is chain: set that to entropy")
                 for key in sorted(self.router.model_fields_set)

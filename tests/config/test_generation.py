@@ -4,8 +4,8 @@ import pytest
 
 from dantinox.config import Config, GenerationSection, UserError, build_config, dump_config, load_config, overlay
 from dantinox.config.flags import Parser, add_config_flags, overrides
-from dantinox.config.generation import PRESETS, REFINES, kobold_order, step_order, steps_on
-from dantinox.config.router import RouterSection
+from dantinox.config.generation import PRESETS, REFINES, ROUTED, kobold_order, step_order, steps_on
+from dantinox.config.router import RouterSection, bases_of
 
 BAN = -float("inf")
 
@@ -226,6 +226,13 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
     )
     spelt = overlay(routed, {"temperature": 1, "min_p": 0})
     assert (spelt.router.base_temperature, spelt.router.base_min_p) == (1.0, 0.0)
+    for key, own, new in (("temperature", 0.9, 0.5), ("top_p", 0.8, 0.5), ("top_k", 7, 9), ("min_p", 0.2, 0.1)):
+        asked = overlay(routed, {key: own})
+        rebased = overlay(asked, {f"base_{key}": new})
+        assert bases_of(**{name: getattr(asked.generation, name) for name in ROUTED})[f"base_{key}"] == own
+        assert f"base_{key}" not in bases_of(**{name: getattr(rebased.generation, name) for name in ROUTED})
+        assert getattr(rebased.router, f"base_{key}") == new, "what is given is not hidden by the run's own"
+        assert overlay(rebased, {key: own}).router == routed.router
     chain = overlay(routed, {"strategy": "chain"})
     assert (chain.router, chain.generation.temperature) == (RouterSection(), 0.9)
 
@@ -256,6 +263,10 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
             "router.adaptive_top_k_agreement has no effect while router.use_attention is false",
         ),
         ({"strategy": "entropy", "candidates": 0}, "router.candidates must be an integer"),
+        (
+            {"strategy": "entropy", "temperature": 0.7, "base_temperature": 0.5},
+            "router.base_temperature has no effect while generation.temperature is set: leave one of them out",
+        ),
         ({"strategy": "entropy", "adaptive_top_k_min": 200}, "router.adaptive_top_k_min must be at most"),
     ],
 )
