@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from dantinox.config import UserError
 from dantinox.config.router import ATTENTION_TERMS, EVERY, RouterSection, with_request
-from dantinox.sampling.steps import finite_max
+from dantinox.sampling.steps import LARGEST, finite_max
 
 Number = Array | float
 LN2 = float(np.log(2))
@@ -216,7 +216,7 @@ class RouterConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float | np.generic):  # else an array, or what stands for one while it is traced
-                kind = np.int32 if field.name in INTEGERS else np.float32
+                kind = np.int32 if field.name in INTEGERS else _float32
                 object.__setattr__(self, field.name, kind(value))
 
     @classmethod
@@ -239,6 +239,11 @@ class RouterConfig:
             raise UserError(f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}")
         config = cls(**with_request(section.numbers(measured), **request), clarify_token=int(token))
         return config if section.use_attention else without_attention(config)
+
+
+def _float32(value: Number) -> np.float32:
+    """The nearest float32; infinite only if the value is."""
+    return np.float32(value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST))
 
 
 def without_attention(config: RouterConfig) -> RouterConfig:
@@ -314,7 +319,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
         lax.select_n(strategy, *[jnp.asarray(number, jnp.float32) for number in choices])
         for choices in zip(*numbers, strict=True)
     )
-    T = jnp.where(strategy == GREEDY, 0, jnp.clip(T, c.temperature_min, c.temperature_max))
+    T = jnp.where(strategy == GREEDY, 0, jnp.clip(T, c.temperature_min, jnp.minimum(c.temperature_max, LARGEST)))
     return Route(strategy, T, p, jnp.minimum(k, EVERY).astype(jnp.int32), m)
 
 

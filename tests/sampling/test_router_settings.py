@@ -5,6 +5,7 @@ import math
 from dataclasses import fields
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -38,6 +39,14 @@ def test_settings_and_numbers_have_the_same_names():
     own |= {name: 0.7 for name in names - set(own)}
     config = RouterConfig.build(RouterSection.model_validate(own))
     assert {name: float(getattr(config, name)) for name in names} == {name: float(np.float32(x)) for name, x in own.items()}
+
+
+def test_numbers_beyond_float32_become_its_largest():
+    config = RouterConfig.build(RouterSection(high_entropy=1e300, temperature_min=1e300, base_temperature=1e300))
+    assert config.high_entropy == config.temperature_min == config.base_temperature == np.finfo(np.float32).max
+    assert config.temperature_max == np.inf
+    for metrics in (Metrics(1.0, 1.0), Metrics(1.0, 6.0), Metrics(4.0, 0.0)):
+        assert np.isfinite(jax.jit(route)(metrics, config).temperature)
 
 
 def test_the_calibrated_preset_takes_thresholds_from_the_measurement():
