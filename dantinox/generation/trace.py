@@ -31,7 +31,7 @@ def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[s
     """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
 
     def spelled(some: Sequence[int]) -> list[str]:
-        return [tokenizer.decode([token]) for token in some]
+        return [_spelt(tokenizer, token) for token in some]
 
     top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
     found = {
@@ -57,30 +57,6 @@ def trace_document(result: "Result", tokenizer: Tokenizer) -> dict[str, Any]:
     Args:
       result: a sample that was generated with `logprobs`.
     """
-    steps = result.steps
-    if steps is None:
-        raise ValueError("only a sample with log-probabilities can be traced")
-    detokenizer = Detokenizer(tokenizer)
-    texts = [detokenizer.push([token]) for token in result.tokens]
-    if texts:
-        texts[-1] += detokenizer.flush()
-    own = {
-        "entropy": steps.entropy.tolist(),
-        "varentropy": steps.varentropy.tolist(),
-        **_routed(steps),
-        "survivors": steps.survivors.tolist(),
-        "rank": steps.rank.tolist(),
-        "logprob": steps.logprob.tolist(),
-        "logprob_sampled": _finite(steps.logprob_sampled),
-    }
-    spelt = {int(token): tokenizer.decode([int(token)]) for token in np.unique(steps.top_ids)}
-    names = ("id", "text", "logprob", "logprob_sampled")
-    alternatives = [
-        [dict(zip(names, (i, spelt[i], p, q), strict=True)) for i, p, q in zip(ids, before, after, strict=True)]
-        for ids, before, after in zip(
-            steps.top_ids.tolist(), steps.top_logprobs.tolist(), map(_finite, steps.top_logprobs_sampled), strict=True
-        )
-    ]
     return {
         "prompt": result.prompt,
         "text": result.text,
@@ -91,16 +67,46 @@ def trace_document(result: "Result", tokenizer: Tokenizer) -> dict[str, Any]:
         "router": result.router,
         "stats": {name: value for name, value in result.stats.items() if name != "cache"},
         "vocab_size": tokenizer.vocab_size,
-        "tokens": [
-            {
-                "id": token,
-                "text": texts[n],
-                **{name: values[n] for name, values in own.items()},
-                "alternatives": alternatives[n],
-            }
-            for n, token in enumerate(result.tokens)
-        ],
+        "tokens": _records(result, tokenizer) if result.tokens else [],
     }
+
+
+def _records(result: "Result", tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """What is told of each token of a sample."""
+    steps = result.steps
+    if steps is None:
+        raise ValueError("only a sample with log-probabilities can be traced")
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.push(tokenizer.encode(result.prompt))  # the first new token is no beginning
+    texts = [detokenizer.push([token]) for token in result.tokens]
+    texts[-1] += detokenizer.flush()
+    own = {
+        "entropy": steps.entropy.tolist(),
+        "varentropy": steps.varentropy.tolist(),
+        **_routed(steps),
+        "survivors": steps.survivors.tolist(),
+        "rank": steps.rank.tolist(),
+        "logprob": steps.logprob.tolist(),
+        "logprob_sampled": _finite(steps.logprob_sampled),
+    }
+    spelt = {token: _spelt(tokenizer, token) for token in np.unique(steps.top_ids).tolist()}
+    names = ("id", "text", "logprob", "logprob_sampled")
+    alternatives = [
+        [dict(zip(names, (i, spelt[i], p, q), strict=True)) for i, p, q in zip(ids, before, after, strict=True)]
+        for ids, before, after in zip(
+            steps.top_ids.tolist(), steps.top_logprobs.tolist(), map(_finite, steps.top_logprobs_sampled), strict=True
+        )
+    ]
+    return [
+        {"id": token, "text": texts[n], **{name: values[n] for name, values in own.items()}, "alternatives": alternatives[n]}
+        for n, token in enumerate(result.tokens)
+    ]
+
+
+def _spelt(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token inside of a text: some vocabularies drop a space at the beginning of one."""
+    pieces = tokenizer.pieces
+    return tokenizer.decode([token]) if pieces is None else pieces.inner[token].decode("utf-8", "replace")
 
 
 def router_numbers(params: SamplingParams, row: int) -> dict[str, float | None] | None:

@@ -5,13 +5,17 @@ import json
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from dantinox.config import Config, TokenizerSection
 from dantinox.generation import Run
 from dantinox.generation.trace import trace_document
 from dantinox.model import Transformer
+from dantinox.report.entropy_view import show_entropy
+from dantinox.report.page import page
+from dantinox.report.trace import trace_lines
 from dantinox.sampling.router import STRATEGIES
-from dantinox.text import train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 
 from . import builder
 
@@ -61,6 +65,28 @@ def test_parts_of_characters_add_up(run):
     result = run.generate("é", logprobs=2, seed=5, max_new_tokens=40, temperature=3.0, ignore_eos=True)
     texts = [token["text"] for token in trace_document(result, run.tokenizer)["tokens"]]
     assert "".join(texts) == result.text and "" in texts
+
+
+def test_the_first_token_is_no_beginning(run):
+    """Where a vocabulary drops the space at the beginning of a text, the one behind the prompt is kept."""
+    result = run.generate("abc", logprobs=4, seed=3, max_new_tokens=12, top_k=9, ignore_eos=True)
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{n}": n for n in range(259)}, unk_token="▁0"))
+    core.decoder = tokenizers.decoders.Metaspace()
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    for token in trace_document(result, Tokenizer(core.to_str()))["tokens"]:
+        assert token["text"] == f" {token['id']}"
+        assert all(other["text"] == f" {other['id']}" for other in token["alternatives"])
+
+
+def test_nothing_generated_has_nothing_to_tell(run):
+    for settings in ({}, ROUTED):
+        result = run.generate("abc", logprobs=4, max_new_tokens=0, **settings)
+        document = trace_document(result, run.tokenizer)
+        assert (document["tokens"], document["text"], document["finish_reason"]) == ([], "", "length")
+        assert '"samples":[' in page([document]) and len([*trace_lines([document])]) == 1
+        assert any(line.startswith("0 tokens") for line in show_entropy([document], 80, "none"))
+    with pytest.raises(ValueError, match="only a sample with log-probabilities"):
+        trace_document(run.generate("abc", max_new_tokens=2, greedy=True), run.tokenizer)
 
 
 def test_the_calibration_is_read_where_it_is_asked_for(run):
