@@ -231,21 +231,28 @@ def _generate(options: argparse.Namespace) -> int:
                 print(piece.text, end="", flush=True)
     if stream:
         print()
-    for result in in_order(batches):
-        if as_json:
-            told = result.to_dict()
-            if options.logprobs is None:
-                told.pop("logprobs", None)  # reported for the trace alone
-            print(json.dumps(told, ensure_ascii=False))
-        elif not stream and not options.show_entropy:
-            print(result.prompt + result.text)
+    results, documents = in_order(batches), list[dict[str, Any]]()
     if traced:
         from dantinox.generation.trace import trace_document
 
-        _show([trace_document(result, run.tokenizer) for result in in_order(batches)], options)
-    for batch in batches:
-        print(batch.summary(), file=sys.stderr)
+        documents = [trace_document(result, run.tokenizer) for result in results]
+    try:
+        if documents:
+            _write(documents, options)  # before the text: who reads that may leave early
+    finally:
+        if options.show_entropy:
+            _show(documents)
+        for result in [] if stream or options.show_entropy else results:
+            print(_json_line(result.to_dict(), options) if as_json else result.prompt + result.text)
+        for batch in batches:
+            print(batch.summary(), file=sys.stderr)
     return 0
+
+
+def _json_line(record: dict[str, Any], options: argparse.Namespace) -> str:
+    if options.logprobs is None:
+        record.pop("logprobs", None)  # reported for the trace alone
+    return json.dumps(record, ensure_ascii=False)
 
 
 def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
@@ -260,26 +267,37 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
     if options.report is not None and options.report.suffix != ".html":
         raise UserError(f"--report must name a .html file, got {options.report}")
-    for flag, path in (("--trace", options.trace), ("--report", options.report)):
-        if path is not None and not path.absolute().parent.is_dir():
+    outputs = [(flag, path) for flag, path in (("--trace", options.trace), ("--report", options.report)) if path is not None]
+    for flag, path in outputs:
+        if not path.absolute().parent.is_dir():
             raise UserError(f"{flag} cannot write {path}: there is no directory {path.parent}")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UserError(f"{flag} cannot write {path}: what is there is no file")
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise UserError(f"{flag} cannot write {path}: the directory {path.parent} is read-only")
+    if len({path.resolve() for _, path in outputs}) < len(outputs):
+        raise UserError(f"--trace and --report both write {options.report}: give each a file of its own")
 
 
-def _show(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """The reported samples at the terminal, as lines and as a page, whatever was asked for."""
+def _show(documents: list[dict[str, Any]]) -> None:
     from dantinox.report.entropy_view import show_entropy, terminal_colours
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    for line in show_entropy(documents, width, terminal_colours(sys.stdout)):
+        print(line)
+
+
+def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The reported samples as lines and as a page, whatever was asked for; both, even if one fails."""
     from dantinox.report.page import page
     from dantinox.report.trace import trace_lines
     from dantinox.run import atomic_write
 
-    if options.show_entropy:
-        width = shutil.get_terminal_size((100, 24)).columns
-        for line in show_entropy(documents, width, terminal_colours(sys.stdout)):
-            print(line)
-    if options.trace is not None:
-        atomic_write(options.trace, "".join(line + "\n" for line in trace_lines(documents)))
-    if options.report is not None:
-        atomic_write(options.report, page(documents))
+    with contextlib.ExitStack() as outputs:
+        if options.trace is not None:
+            outputs.callback(atomic_write, options.trace, "".join(line + "\n" for line in trace_lines(documents)))
+        if options.report is not None:
+            outputs.callback(atomic_write, options.report, page(documents))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

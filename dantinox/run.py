@@ -36,9 +36,11 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     """Replaces `path` by `data` (text as UTF-8): whoever reads it, after whatever crash, finds the old file or the new one.
 
     Raises:
-      UserError: the disk is full, read-only or gone; the old file is intact then.
+      UserError: the disk is full, read-only or gone, and the old file intact; or `path` is a device, a pipe or a directory.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"cannot write {path}: what is there is no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from dantinox import cli
+from dantinox import run as dantinox_run
+from dantinox.config import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
@@ -162,6 +164,56 @@ def test_what_the_router_did_goes_to_three_places(generate, tmp_path):
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     plain = generate("--prompt", "a", *flags)[1]
     assert plain == "".join("a" + record["text"] + "\n" for record in records if record["kind"] == "sample")
+
+
+def test_one_output_that_fails_keeps_no_other_away(generate, tmp_path, monkeypatch):
+    """Text, lines and page: what can be written is, and the sentence says what cannot."""
+    lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
+    flags = ["--prompt", "a", "--greedy", "--max_new_tokens", "3", "--trace", lines, "--report", page]
+    write = dantinox_run.atomic_write
+    for broken, whole in ((lines, page), (page, lines)):
+        whole.unlink(missing_ok=True)
+
+        def fails(path, data, broken=broken):
+            if path == broken:
+                raise UserError(f"cannot write {path}: No space left on device")
+            write(path, data)
+
+        monkeypatch.setattr(dantinox_run, "atomic_write", fails)
+        code, out, err = generate(*flags)
+        assert (code, out) == (2, "aè\ufffd\n")
+        assert f"error: cannot write {broken}: No space left on device\n" in err and re.search(SUMMARY, err)
+        assert whole.is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--trace", ""], ["--trace", "file"]),
+        (["--trace", "{tmp}"], ["--trace", "{tmp}", "no file"]),
+        (["--trace", "{tmp}/link.jsonl"], ["--trace", "link.jsonl", "no file"]),
+        (["--report", "{tmp}/is.html"], ["--report", "is.html", "no file"]),
+        (["--trace", "{tmp}/absent/x.jsonl"], ["--trace", "no directory"]),
+        (["--trace", "{tmp}/x.html", "--report", "{tmp}/./x.html"], ["--trace", "--report", "x.html"]),
+    ],
+)
+def test_where_a_trace_cannot_go_is_told_at_once(generate, tmp_path, flags, parts):
+    (tmp_path / "is.html").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "elsewhere")
+    outcome = generate("--prompt", "a", *(flag.format(tmp=tmp_path) for flag in flags))
+    assert_one_sentence(outcome, *(part.format(tmp=tmp_path) for part in parts))
+
+
+def test_a_reader_who_leaves_takes_no_trace_along(generate, tmp_path, monkeypatch):
+    lines = tmp_path / "out.jsonl"
+
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    monkeypatch.setattr(cli, "_discard_output", lambda: None)
+    assert generate("--prompt", "a", "--greedy", "--max_new_tokens", "3", "--json", "--trace", lines)[0] == 0
+    assert lines.is_file()
 
 
 def test_a_chain_can_be_traced_as_well(generate, tmp_path):

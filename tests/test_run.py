@@ -65,6 +65,14 @@ def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="named pipes")
+def test_atomic_write_replaces_no_pipe_and_no_device(tmp_path):
+    """Whoever may write in /dev would be left without it."""
+    os.mkfifo(tmp_path / "pipe")
+    assert sentence(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: what is there is no file"
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_atomic_write_honours_the_umask(tmp_path):
     old = os.umask(0o022)
     try:
