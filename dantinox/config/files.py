@@ -166,8 +166,8 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
 
     Another preset leaves the base's own order behind, an order of names its preset; a step that is switched off takes its
     refinements along, another strategy all that only the base's own reads. With the router a temperature of 1 and a min_p of 0
-    that are given are its base values, while left out they ask for nothing; and `base_temperature` takes the place of the base's
-    own temperature, as the other base values do.
+    that are given are its base values, while left out they ask for nothing; a base value that is given takes the place of the
+    number in the base that would hide it.
 
     Args:
       origin: tells in errors where the values were written.

@@ -241,7 +241,7 @@ class RouterConfig:
         return config if section.use_attention else without_attention(config)
 
 
-def _float32(value: Number) -> np.float32:
+def _float32(value: Any) -> np.float32:
     """The nearest float32; infinite only if the value is."""
     return np.float32(value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST))
 
