@@ -75,9 +75,12 @@ def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: in
             f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
             f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give the run more validation text"
         )
+    return _together(found[:count]), _together(found[count:])
+
+
+def _together(found: Sequence[tuple[str, str, np.ndarray]]) -> Windows:
     prompts, texts, ids = zip(*found, strict=True)
-    tuning, test = slice(count), slice(count, None)
-    return tuple(Windows(list(prompts[part]), list(texts[part]), np.stack(ids[part])) for part in (tuning, test))  # type: ignore[return-value]
+    return Windows(list(prompts), list(texts), np.stack(ids))
 
 
 def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int, count: int) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -93,8 +96,12 @@ def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int, count: int) ->
 
 
 class Written(NamedTuple):
-    """Continuations of P prompts: tokens `[P, T]`, texts, tokens per second of every batch, and with a report the share of
-    tokens per strategy of the router."""
+    """Continuations of P prompts: tokens `[P, T]` and texts.
+
+    Attributes:
+      rates: tokens per second of every batch.
+      shares: of the router's strategies among all tokens; None without a report.
+    """
 
     ids: np.ndarray
     texts: list[str]
