@@ -9,7 +9,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
 help:
 	@echo "make demo    train a small model on this machine's own Python sources, then write with it (about 3 minutes)"
-	@echo "make test    the quick tests"
+	@echo "make test    all tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make schema  rewrite configs/schema.json from the settings"
 	@echo "make clean   remove caches and build products, not runs"
@@ -19,7 +19,7 @@ demo: $(VENV)/.plot
 	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "def "
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PY) -m pytest -n 2
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

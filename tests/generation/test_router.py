@@ -29,6 +29,8 @@ from dantinox.sampling.router import (
 
 from . import builder
 
+pytestmark = pytest.mark.slow
+
 # Thresholds at which this model's text takes all five strategies.
 ENTROPY = {"strategy": "entropy", "low_entropy": 1.2, "low_varentropy": 2.0, "clarify_entropy": 1.3, "high_entropy": 2.0}
 ENTROPY |= {"high_varentropy": 2.6, "adaptive_temperature_uncertainty": 0.1}

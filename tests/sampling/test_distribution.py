@@ -9,6 +9,8 @@ import pytest
 
 from dantinox.sampling.draw import draw, row_key
 
+pytestmark = pytest.mark.slow
+
 DRAWS = 1_000_000
 CHUNK = 10_000
 LEAST = 10  # draws that a cell must expect

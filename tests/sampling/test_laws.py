@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from dantinox.sampling import process_logits, steps
 
+pytestmark = pytest.mark.slow
+
 V = 40
 laws = settings(max_examples=200, deadline=None)
 
