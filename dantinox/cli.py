@@ -192,7 +192,9 @@ def _sample(config: Any, tokenizer: Any, model: Any) -> str:
     run = Run(config, model, tokenizer)
     room = config.model.max_context - len(run.prompt_ids(prompt))
     new = min(config.generation.max_new_tokens, room)
-    return prompt + run.generate(prompt, max_new_tokens=new, seed=config.training.seed, n=1).text
+    # Nothing can have been measured on a model that is being made.
+    own = {"router_preset": "guide"} if config.router.router_preset == "calibrated" else {}
+    return prompt + run.generate(prompt, max_new_tokens=new, seed=config.training.seed, n=1, **own).text
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -13,7 +13,8 @@ import pytest
 
 from dantinox import cli
 from dantinox import run as dantinox_run
-from dantinox.config import UserError
+from dantinox.config import UserError, overlay
+from dantinox.generation import load
 
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
@@ -214,6 +215,16 @@ def test_a_reader_who_leaves_takes_no_trace_along(generate, tmp_path, monkeypatc
     monkeypatch.setattr(cli, "_discard_output", lambda: None)
     assert generate("--prompt", "a", "--greedy", "--max_new_tokens", "3", "--json", "--trace", lines)[0] == 0
     assert lines.is_file()
+
+
+def test_samples_of_a_training_need_no_calibration(run_dir):
+    """Nothing is measured before there is a model: they take the guide's numbers."""
+    run = load(run_dir)
+    settings = {"strategy": "entropy", "router_preset": "calibrated", "temperature": 5, "max_new_tokens": 6, "n": 2}
+    config = run.config.model_copy(update={"training": run.config.training.model_copy(update={"sample_prompt": "a"})})
+    sample = cli._sample(overlay(config, settings), run.tokenizer, run.model)
+    guide = run.generate("a", **settings | {"router_preset": "guide", "n": 1}, seed=config.training.seed)
+    assert sample == "a" + guide.text
 
 
 def test_a_chain_can_be_traced_as_well(generate, tmp_path):

@@ -127,6 +127,7 @@ def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: i
         raise UserError(
             f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
         )
+    room_B = np.maximum(room_B, 0)
     cut = int(np.max(wanted_B - room_B, initial=0))
     if cut > 0:
         row = int(np.argmax(wanted_B - room_B))

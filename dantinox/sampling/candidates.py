@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from dantinox.config import UserError
 from dantinox.sampling.draw import pick
 from dantinox.sampling.params import ScoreFn
 from dantinox.sampling.router import TINY, Metrics, Number
@@ -94,9 +96,14 @@ def best_candidate(
       n: how many of the draws count, 1 … `draws`.
       score_fn: traced into the program; a score that is NaN never wins over one that is a number.
       draws: how many tokens are drawn (static).
+
+    Raises:
+      UserError: there is not one score per candidate.
     """
     ids_N = jax.vmap(pick, (None, 0))(logits_V, jax.random.uniform(key, (draws, 2)))
     logprobs_N = raw_V[ids_N] - log_mass(raw_V)
     scores_N = score_fn(ids_N, logprobs_N, metrics)
+    if np.shape(scores_N) != ids_N.shape:
+        raise UserError(f"score_fn must give a score per candidate, shape {ids_N.shape}, got shape {np.shape(scores_N)}")
     scores_N = jnp.where((jnp.arange(draws) < n) & ~jnp.isnan(scores_N), scores_N, -jnp.inf)
     return Candidates(ids_N[jnp.argmax(scores_N)], ids_N, logprobs_N, scores_N)

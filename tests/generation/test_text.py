@@ -219,6 +219,7 @@ def test_a_full_context_is_announced_and_cut(run):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(greedy(run, "a" * 100, max_new_tokens=28).tokens) == 28
+        assert greedy(run, "a" * 200, max_new_tokens=0).tokens == [], "who asks for nothing has lost nothing"
     with pytest.raises(UserError, match="the prompt has 128 tokens and fills the model's context of 128"):
         greedy(run, "a" * 128)
 

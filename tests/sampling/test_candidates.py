@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dantinox.config import UserError
 from dantinox.sampling import candidates, steps
 from dantinox.sampling.router import AttentionMetrics, Metrics
 
@@ -198,3 +199,9 @@ def test_a_score_of_ones_own():
         np.testing.assert_array_equal(scores_N, np.where(counted_N, 2.0 - ids_N, -np.inf))
         np.testing.assert_allclose(logprobs_N, jax.nn.log_softmax(raw_V)[ids_N], rtol=1e-5)
     assert (x_V[ids_N] > -np.inf).all() and len(set(ids_N.tolist())) > 3
+
+
+@pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
+def test_there_is_a_score_per_candidate(score):
+    with pytest.raises(UserError, match=r"score_fn must give a score per candidate, shape \(3,\), got shape \(2?,?\)"):
+        candidates.best_candidate(jnp.zeros(5), jnp.zeros(5), jax.random.key(0), NOTHING, 3, score, draws=3)
