@@ -193,7 +193,7 @@ def _sample(config: Any, tokenizer: Any, model: Any) -> str:
     room = config.model.max_context - len(run.prompt_ids(prompt))
     new = min(config.generation.max_new_tokens, room)
     # Nothing can have been measured on a model that is being made.
-    own = {"router_preset": "guide"} if config.router.router_preset == "calibrated" else {}
+    own: dict[str, Any] = {"router_preset": "guide"} if config.router.router_preset == "calibrated" else {}
     return prompt + run.generate(prompt, max_new_tokens=new, seed=config.training.seed, n=1, **own).text
 
 
