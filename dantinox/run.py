@@ -275,8 +275,7 @@ def load_weights(
 
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights file, computed once for as long as the file stays as it is."""
-    status = run.weights.stat()
-    return _digest(run.weights, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _digest(run.weights, *(getattr(run.weights.stat(), f"st_{name}") for name in ("ino", "size", "mtime_ns")))
 
 
 @lru_cache(maxsize=16)
@@ -308,9 +307,8 @@ def load_router_calibration(run: RunDirectory) -> dict[str, float] | None:
     except OSError as error:
         raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = _short("".join(f"{part}: " for part in first["loc"]))
-        raise UserError(f"the calibration {path} is no good ({where}{first['msg']}): {again}") from None
+        where = _short("".join(f"{part}: " for part in error.errors()[0]["loc"]))
+        raise UserError(f"the calibration {path} is no good ({where}{error.errors()[0]['msg']}): {again}") from None
     return found.measured.model_dump()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from dantinox import cli
 from dantinox import run as dantinox_run
+from dantinox.cli import generate as generating
 from dantinox.config import UserError, overlay
 from dantinox.generation import load
 
@@ -428,7 +429,7 @@ def test_ctrl_c_is_one_word(generate, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_requests", interrupted)
+    monkeypatch.setattr(generating, "_requests", interrupted)
     assert generate() == (130, "", "interrupted\n")
 
 

@@ -73,16 +73,14 @@ def generate(
         greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,
         repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
     )  # fmt: skip
-    order = [*range(n)] * B
     params = SamplingParams.build(
-        row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=order, vocab_size=V, score_fn=score_fn
+        row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=[*range(n)] * B, vocab_size=V, score_fn=score_fn
     )
     limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
     lengths_N = np.repeat(lengths_B, n)
     new = int(limits_B.max())
-    out = np.full((B * n, T + new), pad_id, np.int32)
-    for b, length in enumerate(lengths_N):
-        out[b, :length] = tokens_BT[b // n, :length]
+    prompts_NT = np.where(np.arange(T) < lengths_N[:, None], np.repeat(tokens_BT, n, axis=0), pad_id)
+    out = np.pad(prompts_NT, ((0, 0), (0, new)), constant_values=pad_id).astype(np.int32)
     start, infos = time.perf_counter(), []
     if new > 0:
         session = Session(

@@ -1,0 +1,44 @@
+"""What several commands do: read flags and standard input, keep compiled programs."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dantinox.config import UserError
+from dantinox.config.flags import overrides
+
+DEFAULT_PROMPT = "Nel mezzo del cammin"
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `generation` and `router` by their names alone."""
+    return {key.partition(".")[2]: value for key, value in overrides(options).items()}
+
+
+def given_prompt(options: argparse.Namespace) -> str:
+    """The text of --prompt, or of standard input where that is -."""
+    prompt: str = DEFAULT_PROMPT if options.prompt is None else options.prompt
+    return _stdin() if prompt == "-" else prompt
+
+
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise UserError("--prompt - reads standard input, which is closed")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, so that the second start is fast."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "dantinox" / "jax"))
+    # By default jax keeps only programs that took over a second to compile.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

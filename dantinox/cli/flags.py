@@ -1,0 +1,77 @@
+"""The flags of every command; what a command does stands in `dantinox.cli`."""
+
+import argparse
+from pathlib import Path
+
+from dantinox.cli.common import DEFAULT_PROMPT
+from dantinox.config.flags import add_config_flags
+
+DEFAULT_CONFIG = Path("configs/quickstart.yaml")
+
+
+def train(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, help=f"the YAML file (default: {DEFAULT_CONFIG})")
+    command.add_argument("--run_dir", type=Path, help="where to write (default: runs/run_YYYYMMDD_HHMMSS)")
+    command.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
+    command.add_argument("--dry_run", action="store_true", help="print plan, parameters, memory and the first batch, then stop")
+    command.add_argument("--print_config", action="store_true", help="print the complete settings as YAML, then stop")
+    add_config_flags(command)
+
+
+def generate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    command.add_argument("--prompt", help=f"text to continue; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    command.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
+    command.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
+    command.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
+    command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
+    command.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    command.add_argument("--logprobs", type=_whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
+    command.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
+    command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
+    command.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
+    command.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
+    add_config_flags(command, ("generation", "router"))
+
+
+def explain(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    command.add_argument("--prompt", help=f"the text before the token; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    command.add_argument("--show", type=_whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_flags(command, ("generation", "router"))
+
+
+def calibrate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    command.add_argument(
+        "--what", choices=["router"], required=True, help="router: the thresholds of --router_preset calibrated"
+    )
+    command.add_argument("--data_path", type=Path, metavar="FILE", help="the text (default: the run's validation tokens)")
+    command.add_argument("--tokens", type=_whole_number, metavar="N", help="tokens to read at most (default: 32768)")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where the text and the strategies lie")
+
+
+def evaluate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("what", choices=["sampling"], help="sampling: samplers and the entropy router, equally tuned")
+    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    command.add_argument("--reference", type=Path, metavar="RUN", help="the run that judges (default: the same)")
+    command.add_argument("--quick", action="store_true", help="fewer prompts, seeds, tokens and trials")
+    command.add_argument("--methods", nargs="+", metavar="NAME", help="some of them (default: all)")
+    command.add_argument("--prompts", type=_whole_number, metavar="N", help="to test on, and as many to tune on")
+    command.add_argument("--seeds", type=_whole_number, metavar="N", help="continuations of each prompt")
+    command.add_argument("--tokens", type=_whole_number, metavar="N", help="of each continuation")
+    command.add_argument("--trials", type=_whole_number, metavar="N", help="settings tried for each method")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where CSV, Markdown and plot go (default: RUN/evaluation)")
+
+
+def info(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", type=Path, help="the run directory")
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {text!r}")
+    return int(text)

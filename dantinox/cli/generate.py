@@ -1,0 +1,130 @@
+"""`dantinox generate`: what may be asked for together, the decoding, and where its outcome goes."""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+from typing import Any
+
+from dantinox.cli.common import given_prompt, given_settings, use_compilation_cache
+from dantinox.config import Config, UserError, overlay
+
+ALTERNATIVES = 10  # the likeliest tokens told of in a trace
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Runs the command; the exit code."""
+    settings = given_settings(options)
+    if options.no_cache:
+        if settings.get("use_cache"):
+            raise UserError("--no_cache and --use_cache true contradict each other")
+        settings["use_cache"] = False
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("--prompt and --prompt_file both give prompts: use one of them")
+    as_json = options.json or options.prompt_file is not None
+    _check_outputs(options, as_json)
+    traced = options.show_entropy or options.trace is not None or options.report is not None
+    from dantinox.run import load_run_config, open_run
+
+    # What is wrong with the settings is told before anything large is loaded.
+    base = load_run_config(open_run(options.run_dir))
+    requests = _requests(options, settings, base)
+    alone = len(requests) == 1 and overlay(base, requests[0][1]).generation.n == 1
+    if options.stream and not alone:
+        raise UserError("--stream shows one sample: use it with one prompt and --n 1")
+    use_compilation_cache()
+    from dantinox.generation import in_order, load
+
+    run = load(options.run_dir)
+    alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
+    reported = options.logprobs if options.logprobs is not None else alternatives
+    batches = run.start(requests, logprobs=reported, echo=options.echo)
+    stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
+    stream = stream and not options.show_entropy
+    if stream:
+        print(requests[0][0], end="", flush=True)
+    for batch in batches:
+        for piece in batch.pieces(stream=stream):
+            if stream:
+                print(piece.text, end="", flush=True)
+    if stream:
+        print()
+    results, documents = in_order(batches), list[dict[str, Any]]()
+    if traced:
+        from dantinox.generation.trace import trace_document
+
+        documents = [trace_document(result, run.tokenizer) for result in results]
+    try:
+        if documents:
+            _write(documents, options)  # before the text: who reads that may leave early
+    finally:
+        if options.show_entropy:
+            _show(documents)
+        for result in [] if stream or options.show_entropy else results:
+            print(_json_line(result.to_dict(), options) if as_json else result.prompt + result.text)
+        for batch in batches:
+            print(batch.summary(), file=sys.stderr)
+    return 0
+
+
+def _json_line(record: dict[str, Any], options: argparse.Namespace) -> str:
+    if options.logprobs is None:
+        record.pop("logprobs", None)  # reported for the trace alone
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
+    """Refuses outputs that exclude each other or cannot be written, before anything is generated."""
+    if options.logprobs is not None and not as_json:
+        raise UserError("--logprobs needs --json to print them")
+    if options.echo and options.logprobs is None:
+        raise UserError("--echo reports log-probabilities of the prompt: give --logprobs too")
+    if options.stream and as_json:
+        raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
+    if options.show_entropy and (as_json or options.stream):
+        raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
+    if options.report is not None and options.report.suffix != ".html":
+        raise UserError(f"--report must name a .html file, got {options.report}")
+    outputs = [(flag, path) for flag, path in (("--trace", options.trace), ("--report", options.report)) if path is not None]
+    for flag, path in outputs:
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{flag} cannot write {path}: there is no directory {path.parent}")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UserError(f"{flag} cannot write {path}: what is there is no file")
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise UserError(f"{flag} cannot write {path}: the directory {path.parent} is read-only")
+    if len({path.resolve() for _, path in outputs}) < len(outputs):
+        raise UserError(f"--trace and --report both write {options.report}: give each a file of its own")
+
+
+def _show(documents: list[dict[str, Any]]) -> None:
+    from dantinox.report.entropy_view import show_entropy, terminal_colours
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    for line in show_entropy(documents, width, terminal_colours(sys.stdout)):
+        print(line)
+
+
+def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The reported samples as lines and as a page, whatever was asked for; both, even if one fails."""
+    from dantinox.report.page import page
+    from dantinox.report.trace import trace_lines
+    from dantinox.run import atomic_write
+
+    with contextlib.ExitStack() as outputs:
+        if options.trace is not None:
+            outputs.callback(atomic_write, options.trace, "".join(line + "\n" for line in trace_lines(documents)))
+        if options.report is not None:
+            outputs.callback(atomic_write, options.report, page(documents))
+
+
+def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, dict[str, Any]]]:
+    """(prompt, settings) for everything to be continued, checked over the run's own settings `base`."""
+    overlay(base, settings, "command line")
+    if options.prompt_file is None:
+        return [(given_prompt(options), settings)]
+    from dantinox.generation.requests import read_requests
+
+    return read_requests(options.prompt_file, settings, base)
