@@ -1,9 +1,23 @@
 """What tests of several rooms use: a run directory to generate from."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per character
+
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_let_go():
+    """Compiled programs hold memory maps, of which Linux gives a process 65,530: all tests in a row would need more."""
+    yield
+    if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")

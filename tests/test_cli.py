@@ -140,6 +140,7 @@ def test_log_probabilities(generate):
     assert told["prompt_tokens"] == ["a", "b"] and told["prompt_logprobs"][0] is None
 
 
+@pytest.mark.slow
 def test_what_the_router_did_goes_to_three_places(generate, tmp_path):
     lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
     flags = [
@@ -572,6 +573,7 @@ def test_a_token_that_is_none_is_told_before_the_training(dantinox, tmp_path, te
     assert not run.exists(), "the corrected command can be given again"
 
 
+@pytest.mark.slow
 def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     run = tmp_path / "run"
     code, out, err = dantinox(

@@ -38,7 +38,7 @@ from dantinox.sampling import SamplingParams
 from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compile_once")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
 
 
 # --- how varied a text is -----------------------------------------------------------------------------------------------

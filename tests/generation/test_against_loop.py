@@ -9,6 +9,8 @@ from dantinox.sampling import SamplingParams
 
 from . import builder
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 36  # the first token, a whole chunk, and a part of one
 END = 22
@@ -112,7 +114,6 @@ def decoded(model, rows, prompts, steps):
     return np.concatenate([chunk.tokens[:, : chunk.counts.max()] for chunk in chunks], axis=1).tolist()
 
 
-@pytest.mark.slow
 def test_every_chain_in_one_batch():
     """Token for token as steps on the host by name and the same draw; most rows in their window, some forced out of it."""
     model = builder.model(builder.config(vocab_size=WIDE))
@@ -123,7 +124,6 @@ def test_every_chain_in_one_batch():
         assert text == builder.slowly(model, prompt, 14, **row), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "order"),
     [

@@ -13,6 +13,8 @@ from dantinox.text import Tokenizer
 
 from . import builder
 
+pytestmark = pytest.mark.slow
+
 CIRCLE = "aè€😀b\nc"  # what the model of `run_dir` says, byte by byte
 AROUND = "è€😀b\nca" * 9  # its greedy text after "a"
 

@@ -7,6 +7,8 @@ import pytest
 
 from dantinox.sampling import SamplingParams, init_state, sample
 
+pytestmark = pytest.mark.slow
+
 V, B, STEPS, CAPACITY = 5000, 8, 3, 32
 ROWS = [
     {"greedy": True, "frequency_penalty": 0.4},

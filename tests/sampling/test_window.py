@@ -11,6 +11,8 @@ from dantinox.sampling import SamplingParams, init_state, process_logits, sample
 from dantinox.sampling.chain import _chain, _keys, _run
 from dantinox.sampling.window import WINDOW, Context, in_window, one_by_one, take_window, together
 
+pytestmark = pytest.mark.slow
+
 V = 6000
 
 
