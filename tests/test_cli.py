@@ -25,7 +25,7 @@ KEYS = [
     "decode_tok_per_s", "cache",
 ]  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("compile_once")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
 
 
 @pytest.fixture
@@ -140,7 +140,6 @@ def test_log_probabilities(generate):
     assert told["prompt_tokens"] == ["a", "b"] and told["prompt_logprobs"][0] is None
 
 
-@pytest.mark.slow
 def test_what_the_router_did_goes_to_three_places(generate, tmp_path):
     lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
     flags = [
@@ -573,7 +572,6 @@ def test_a_token_that_is_none_is_told_before_the_training(dantinox, tmp_path, te
     assert not run.exists(), "the corrected command can be given again"
 
 
-@pytest.mark.slow
 def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     run = tmp_path / "run"
     code, out, err = dantinox(

@@ -17,6 +17,8 @@ from dantinox.training.resume import resumed_config, total_steps
 
 from .small import small_config, small_store
 
+pytestmark = pytest.mark.slow
+
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
 
 
@@ -136,7 +138,6 @@ def process(path, *arguments, **environment):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT))]
 )
