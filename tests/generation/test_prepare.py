@@ -16,6 +16,8 @@ from dantinox.sampling import SamplingParams
 
 from . import builder
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = builder.prompts(5, 9, 2, 7, 3, 8)
 ROWS = [1, 4, 6]  # alone, the most that are multiplied row by row, and over widened weights
 TIED = builder.config(no_sink=True)
