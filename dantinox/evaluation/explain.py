@@ -14,14 +14,14 @@ from dantinox.config import GenerationSection
 from dantinox.config.generation import ROUTED
 from dantinox.config.router import EVERY
 from dantinox.generation import Run
-from dantinox.generation.engine import bucket
+from dantinox.generation.engine import attention_of, bucket, probe_of
 from dantinox.generation.prepare import widen
 from dantinox.generation.tokens import clamp_to_context
 from dantinox.generation.words import seeded
 from dantinox.model import Transformer
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.params import ARGUMENTS
-from dantinox.sampling.router import ADAPTIVE, STRATEGIES, Route, combine, layer_attention
+from dantinox.sampling.router import ADAPTIVE, STRATEGIES, Route
 from dantinox.text import Tokenizer
 
 
@@ -128,9 +128,8 @@ def _follow(
     """The logits [S, V] behind each step and the route of the first sample, every sample's token, and whether it was forced."""
     places_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(places_T < length, places_T, -1)[None]
-    probe = jax.vmap(layer_attention) if params.attends else None
-    x_1TD, _, aux = widen(model).hidden(tokens_1T, positions_1T, probe=probe)
-    seen = widen(model).logits(x_1TD[:, length - 1]), jax.vmap(combine)(aux["probe"]) if params.attends else None
+    x_1TD, _, aux = widen(model).hidden(tokens_1T, positions_1T, probe=probe_of(params))
+    seen = widen(model).logits(x_1TD[:, length - 1]), attention_of(params, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
     routed = None if drawn.token is None else drawn.token.routed

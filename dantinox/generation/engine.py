@@ -128,12 +128,13 @@ class Seen(NamedTuple):
     attention: AttentionMetrics | None
 
 
-def _probe(params):
+def probe_of(params):
     """What attention reports of itself: nothing, unless the router reads it."""
     return jax.vmap(layer_attention) if params.attends else None
 
 
-def _attention(params, aux):
+def attention_of(params, aux):
+    """The metrics `[B]` of what that probe told of every layer, or None."""
     return jax.vmap(combine)(aux["probe"]) if params.attends else None
 
 
@@ -144,8 +145,8 @@ def _prefill(model, params, prompt, use_cache, report, slots, samples):
     places_T = jnp.arange(T)
     positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
     cache = make_cache(model.config, P, slots, model.dtype) if use_cache else None
-    x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=cache, probe=_probe(params))
-    seen = Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), _attention(params, aux))
+    x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=cache, probe=probe_of(params))
+    seen = Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention_of(params, aux))
     echo_PT = None
     if report is not None:
         logprobs_PTV = jax.nn.log_softmax(model.logits(x_PTD[:, :-1]))
@@ -160,13 +161,13 @@ def _look(model, cache, state, params, use_cache):
     """What is `Seen` after the newest token of every row, and the cache with that token in it."""
     if use_cache:
         positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
-        x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=_probe(params))
-        return Seen(model.logits(x_B1D[:, 0]), _attention(params, aux)), cache
+        x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=probe_of(params))
+        return Seen(model.logits(x_B1D[:, 0]), attention_of(params, aux)), cache
     B, S = state.text_BS.shape
     places_S = jnp.arange(S)
     positions_BS = jnp.where(places_S <= state.position_B[:, None], places_S, -1)
-    x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=_probe(params))
-    return Seen(model.logits(x_BSD[jnp.arange(B), state.position_B]), _attention(params, aux)), cache
+    x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=probe_of(params))
+    return Seen(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_of(params, aux)), cache
 
 
 def _choose(seen, state, params, report):

@@ -1,6 +1,5 @@
 """A calibration of the router as lines and as a picture, from the record that `evaluation.calibrate` makes."""
 
-import io
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.config.router import MEASURED, PRESET_NUMBERS
+from dantinox.report.plots import as_png, new_figure
 
 Record = Mapping[str, Any]
 PRESETS = tuple(PRESET_NUMBERS)
@@ -67,20 +67,13 @@ def plot_calibration(record: Record, out: Path, write: Callable[[Path, bytes], A
     Raises:
       UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("plots need matplotlib: pip install 'dantinox[plot]'") from None
-    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
+    figure = new_figure(9, 4.6)
     panels = figure.subplots(1, len(PRESETS), sharex=True, sharey=True)
     for axes, preset in zip(panels, PRESETS, strict=True):
         draw_density(axes, record, preset)
     panels[-1].set_ylabel("")
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
     try:
-        write(out, picture.getvalue())
+        write(out, as_png(figure))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
 

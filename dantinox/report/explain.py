@@ -1,10 +1,8 @@
 """The chain of sampling steps as a table and as a picture, from the record that `evaluation.explain` makes."""
 
-import io
 import itertools
 import json
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from rich.cells import cell_len, set_cell_size
 
 from dantinox.config import GenerationSection, UserError
 from dantinox.report.console import printable
+from dantinox.report.plots import as_png, new_figure
 
 Record = Mapping[str, Any]
 COLUMN = 11  # the longest word of a step's name
@@ -58,15 +57,10 @@ def plot_explanation(record: Record, out: Path, write: Callable[[Path, bytes], A
     Raises:
       UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("plots need matplotlib: pip install 'dantinox[plot]'") from None
     shown = [s for s, step in enumerate(record["steps"]) if step["changed"]]
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     chances = [[token["probabilities"][s] for token in record["tokens"]] for s in range(len(record["steps"]))]
-    figure = Figure(figsize=(8, 0.9 + 1.7 * len(pairs)), dpi=150, layout="constrained")
+    figure = new_figure(8, 0.9 + 1.7 * len(pairs))
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
     labels = [_clipped(token["shown"], 12) for token in record["tokens"]]
     for axes, (before, after) in zip(panels, pairs, strict=True):
@@ -81,12 +75,8 @@ def plot_explanation(record: Record, out: Path, write: Callable[[Path, bytes], A
     drawn = [i for i, token in enumerate(record["tokens"]) if token["id"] in record["drawn"]]
     panels[-1].plot(drawn, [chances[shown[-1]][i] for i in drawn], "v", color=ACCENT, label=_how(record), clip_on=False)
     panels[-1].legend(frameon=False, fontsize=8)
-    picture = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # what the font lacks is drawn as a box
-        FigureCanvasAgg(figure).print_png(picture)
     try:
-        write(out, picture.getvalue())
+        write(out, as_png(figure))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
 

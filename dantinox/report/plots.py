@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,7 @@ def _tokens_per_step(rows: list[dict[str, Any]]) -> float | None:
 
 def _draw(train: list[tuple[float, float]], validation: list[tuple[float, float]], tokens_per_step: float | None) -> bytes:
     """The picture as PNG."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("plots need matplotlib: pip install 'dantinox[plot]'") from None
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     if train:
         axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.2, label="train")
@@ -70,8 +66,30 @@ def _draw(train: list[tuple[float, float]], validation: list[tuple[float, float]
     axes.legend(frameon=False, loc="upper right")
     if tokens_per_step:
         _add_tokens(axes, tokens_per_step)
+    return as_png(figure)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+      UserError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("plots need matplotlib: pip install 'dantinox[plot]'") from None
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def as_png(figure: Any) -> bytes:
+    """The figure as PNG; what the font lacks is drawn as a box, without a word."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        FigureCanvasAgg(figure).print_png(picture)
     return picture.getvalue()
 
 

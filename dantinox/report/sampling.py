@@ -4,12 +4,12 @@ import csv
 import io
 import json
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dantinox.config import UserError
+from dantinox.report.plots import as_png, new_figure
 
 Record = Mapping[str, Any]
 HEADINGS = {
@@ -130,12 +130,7 @@ def draw_sampling(record: Record) -> bytes:
     Raises:
       UserError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("plots need matplotlib: pip install 'dantinox[plot]'") from None
-    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    figure = new_figure(11, 5)
     panels = figure.subplots(1, 2)
     for axes in panels:
         _draw(axes, record)
@@ -146,11 +141,7 @@ def draw_sampling(record: Record) -> bytes:
         panels[1].set_title("the tuned methods", loc="left", fontsize=10)
     panels[0].set_title("all, with the temperatures of the grey line", loc="left", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
-    picture = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # what the font lacks is drawn as a box
-        FigureCanvasAgg(figure).print_png(picture)
-    return picture.getvalue()
+    return as_png(figure)
 
 
 def _draw(axes: Any, record: Record) -> None:
