@@ -1,0 +1,30 @@
+"""A run on disk: its directory, its weights, and what was measured on them. Nothing here imports jax."""
+
+from dantinox.run.calibrations import load_router_calibration, save_router_calibration
+from dantinox.run.directory import (
+    RunDirectory,
+    atomic_write,
+    create_run,
+    load_run_config,
+    new_run_directory,
+    newest_run,
+    open_run,
+    save_config,
+)
+from dantinox.run.weights import load_weights, save_weights, weights_digest
+
+__all__ = [
+    "RunDirectory",
+    "atomic_write",
+    "create_run",
+    "load_router_calibration",
+    "load_run_config",
+    "load_weights",
+    "new_run_directory",
+    "newest_run",
+    "open_run",
+    "save_config",
+    "save_router_calibration",
+    "save_weights",
+    "weights_digest",
+]

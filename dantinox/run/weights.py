@@ -1,0 +1,166 @@
+"""The weights of a run in Flax's msgpack format, read without running or holding anything that does not belong there."""
+
+import hashlib
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.run.directory import RunDirectory, atomic_write
+
+# Flax's msgpack format: an array is extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks.
+ARRAY_EXTENSION = 1
+CHUNK_BYTES = 1 << 30
+CHUNKED = "__msgpack_chunked_array__"
+
+
+def save_weights(path: str | Path, tree: dict[str, Any]) -> None:
+    """Writes a nested dict of arrays as float32 in Flax's msgpack format; equal weights give equal bytes.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    import msgpack
+
+    atomic_write(path, msgpack.packb(_packable(tree), default=_pack_array, strict_types=True))
+
+
+def load_weights(
+    path: str | Path, expected: dict[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
+) -> dict[str, Any]:
+    """Reads what `save_weights` wrote. Nothing in the file is run, and no array of a wrong size is ever held.
+
+    Args:
+      expected: nested dict whose leaves have a `shape`.
+      place: called with "blocks/0/ffn/down" and a read-only float32 array; what it returns stands in the result.
+
+    Raises:
+      UserError: the file is missing, damaged, or does not hold exactly the expected names and shapes.
+    """
+    path = Path(path)
+    shapes = {name: tuple(leaf.shape) for name, leaf in _flatten(expected)}
+    total = sum(4 * math.prod(shape) for shape in shapes.values())
+    overhead = 1024 + sum(256 + len(name) for name in shapes)
+    try:
+        size = path.stat().st_size
+        fits = total <= size <= total + overhead
+        # A file of another size is only listed, to name the parameter that differs.
+        found = dict(_flatten(_unpack(path, keep=fits)))
+    except OSError as error:
+        raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
+    _compare(path, {name: (array.shape, array.dtype) for name, array in found.items()}, shapes)
+    if not fits:
+        raise UserError(f"the weights {path} are damaged: {size} bytes, expected {total} and at most {overhead} around them")
+    result: dict[str, Any] = {}
+    for name in shapes:
+        *parents, last = name.split("/")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = place(name, found.pop(name))
+    return result
+
+
+def weights_digest(run: RunDirectory) -> str:
+    """SHA-256 (hex) of the weights file, computed once for as long as the file stays as it is."""
+    return _digest(run.weights, *(getattr(run.weights.stat(), f"st_{name}") for name in ("ino", "size", "mtime_ns")))
+
+
+@lru_cache(maxsize=16)
+def _digest(path: Path, *state: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _compare(path: Path, found: dict[str, tuple[tuple[int, ...], np.dtype]], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises on the first parameter that is missing, too many, of another shape or not float32."""
+    for name, shape in shapes.items():
+        if name not in found:
+            raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model has")
+        if found[name][0] != shape:
+            raise UserError(f"the weights {path} hold {name} with shape {found[name][0]}, this model has {shape}")
+        if found[name][1] != np.float32:
+            raise UserError(f"the weights {path} hold {name} as {found[name][1]}, expected float32")
+    for name in found:
+        if name not in shapes:
+            raise UserError(f"the weights {path} hold {short(name)} of shape {found[name][0]}, which this model has not")
+
+
+def short(name: str) -> str:
+    """A name out of a file, on one line and no longer than a sentence can bear."""
+    text = repr(name)[1:-1]
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("blocks/0/norm", leaf) for every leaf of a nested dict."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _packable(tree: Any) -> Any:
+    """The tree as it goes to the packer: sorted names, float32 arrays, large arrays in chunks."""
+    if isinstance(tree, dict):
+        return {str(key): _packable(tree[key]) for key in sorted(tree, key=str)}
+    array = np.asarray(tree, dtype=np.float32)
+    if array.nbytes <= CHUNK_BYTES:
+        return array
+    step = CHUNK_BYTES // array.itemsize
+    flat = array.reshape(-1)
+    chunks = {str(i): flat[start : start + step] for i, start in enumerate(range(0, flat.size, step))}
+    shape = {str(i): size for i, size in enumerate(array.shape)}
+    return {CHUNKED: True, "shape": shape, "chunks": chunks}
+
+
+def _pack_array(array: np.ndarray) -> Any:
+    import msgpack
+
+    packed = msgpack.packb((array.shape, array.dtype.name, array.tobytes()), use_bin_type=True)
+    return msgpack.ExtType(ARRAY_EXTENSION, packed)
+
+
+def _unpack(path: Path, keep: bool) -> dict[str, Any]:
+    """The file's tree; without `keep` its arrays have their shape and one shared zero as content."""
+    import msgpack
+
+    def array(code: int, data: bytes) -> np.ndarray:
+        if code != ARRAY_EXTENSION:
+            raise ValueError(f"extension {code}")
+        shape, name, content = msgpack.unpackb(data, raw=True, max_array_len=16, max_map_len=0)
+        kind = np.dtype(name.decode("ascii"))
+        values = np.frombuffer(content, dtype=kind).reshape(shape)
+        return values if keep else np.broadcast_to(np.zeros((), kind), values.shape)
+
+    with open(path, "rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                # The limits keep a forged header from asking for memory.
+                tree = msgpack.unpackb(content, ext_hook=array, raw=False, strict_map_key=True, max_array_len=0)
+            if not isinstance(tree, dict):
+                raise ValueError("no tree of parameters")
+            return _joined(tree)
+        except OSError:
+            raise
+        except Exception as error:  # whatever bytes from outside can cause
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"the weights {path} are damaged or no weights at all: {reason[:100]}") from None
+
+
+def _joined(tree: Any) -> Any:
+    """Puts chunked arrays together again; refuses everything that is neither a dict nor an array."""
+    if isinstance(tree, np.ndarray):
+        return tree
+    if not isinstance(tree, dict):
+        raise ValueError(f"found {type(tree).__name__} where a parameter should be")
+    if CHUNKED not in tree:
+        return {key: _joined(value) for key, value in tree.items()}
+    shape = tuple(tree["shape"][str(i)] for i in range(len(tree["shape"])))
+    return np.concatenate([tree["chunks"][str(i)] for i in range(len(tree["chunks"]))]).reshape(shape)

@@ -1,0 +1,165 @@
+"""The run directory: atomic files, paths and locks, and one sentence for whatever stands in the way."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.run import (
+    RunDirectory,
+    atomic_write,
+    create_run,
+    directory,
+    load_run_config,
+    new_run_directory,
+    newest_run,
+    open_run,
+    save_config,
+)
+
+from .small import sentence
+
+# --- atomic_write
+
+
+def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "a.txt"
+    atomic_write(path, "perché\n")
+    assert path.read_text(encoding="utf-8") == "perché\n"
+    atomic_write(path, b"\x00\x01")
+    assert path.read_bytes() == b"\x00\x01"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes")
+def test_atomic_write_replaces_no_pipe_and_no_device(tmp_path):
+    """Whoever may write in /dev would be left without it."""
+    os.mkfifo(tmp_path / "pipe")
+    assert sentence(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: what is there is no file"
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_atomic_write_honours_the_umask(tmp_path):
+    old = os.umask(0o022)
+    try:
+        atomic_write(tmp_path / "a", b"x")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    atomic_write(path, "old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(directory.os, "fsync", full)
+    assert sentence(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_vanished_directory_is_a_sentence(tmp_path):
+    assert "No such file or directory" in sentence(atomic_write, tmp_path / "gone" / "a", b"")
+
+
+# --- directories
+
+
+def test_paths_are_absolute_and_follow_the_logging_section(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = create_run("runs/x")
+    config = build_config({"logging": {"log_file": "log.csv"}})
+    assert run.path == tmp_path / "runs" / "x"
+    assert (run.log(config), run.summary(config)) == (run.path / "log.csv", run.path / "model_summary.json")
+
+
+def test_two_runs_of_one_second_get_two_directories(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory.time, "strftime", lambda _: "run_20260102_030405")
+    first, second = new_run_directory(tmp_path), new_run_directory(tmp_path)
+    assert first.path.name == "run_20260102_030405"
+    assert second.path.name == "run_20260102_030405_2"
+
+
+def test_a_used_directory_needs_resume(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    assert "--resume" in sentence(create_run, tmp_path)
+    assert create_run(tmp_path, resume=True) == RunDirectory(tmp_path)
+
+
+def test_a_directory_that_holds_only_a_lock_is_new(tmp_path):
+    (tmp_path / ".lock").touch()
+    assert create_run(tmp_path).path == tmp_path
+
+
+def test_a_file_in_the_way_is_a_sentence(tmp_path):
+    (tmp_path / "x").touch()
+    assert "a file is in its way" in sentence(create_run, tmp_path / "x")
+    assert "Not a directory" in sentence(create_run, tmp_path / "x" / "y")
+
+
+def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert newest_run() is None
+    assert sentence(open_run, "runs/x") == "no run directory at runs/x"
+    for age, name in ((100, "old"), (10, "new")):
+        config = create_run(f"runs/{name}").config
+        config.touch()
+        os.utime(config, (time.time() - age,) * 2)
+    assert newest_run() == Path("runs/new")
+    assert sentence(open_run, "runs/x") == "no run directory at runs/x (the newest run is runs/new)"
+    assert "has no weights yet: model_weights.msgpack is missing" in sentence(open_run, "runs/old")
+    (tmp_path / "runs" / "empty").mkdir()
+    assert "it has no config.yaml" in sentence(open_run, "runs/empty")
+    Path("runs/old/model_weights.msgpack").touch()
+    assert open_run("runs/old").path == tmp_path / "runs" / "old"
+
+
+def test_the_config_comes_back_equal(tmp_path):
+    config = build_config({"training": {"lr": 5e-4}, "generation": {"stop": ["\n\n", "1e5"]}})
+    save_config(RunDirectory(tmp_path), config)
+    assert load_run_config(RunDirectory(tmp_path)) == config
+
+
+# --- lock
+
+HOLDER = """
+import sys, time
+from dantinox.run import RunDirectory
+from pathlib import Path
+with RunDirectory(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_lock_refuses_a_second_process_and_dies_with_the_first(tmp_path):
+    run = RunDirectory(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="another process is working on"), run.lock():
+            pass
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    (tmp_path / ".a.txt.17.tmp").touch()
+    with run.lock():
+        assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    with run.lock():
+        pass
+
+
+def test_a_system_without_file_locks_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.warns(UserWarning, match="no file locks"), RunDirectory(tmp_path).lock():
+        pass
