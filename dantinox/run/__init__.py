@@ -1,6 +1,14 @@
 """A run on disk: its directory, its weights, and what was measured on them. Nothing here imports jax."""
 
-from dantinox.run.calibrations import load_router_calibration, save_router_calibration
+from dantinox.run.calibrations import (
+    KVCalibration,
+    head_names,
+    load_kv_calibration,
+    load_router_calibration,
+    read_kv_calibration,
+    save_kv_calibration,
+    save_router_calibration,
+)
 from dantinox.run.directory import (
     RunDirectory,
     atomic_write,
@@ -14,16 +22,21 @@ from dantinox.run.directory import (
 from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [
+    "KVCalibration",
     "RunDirectory",
     "atomic_write",
     "create_run",
+    "head_names",
+    "load_kv_calibration",
     "load_router_calibration",
     "load_run_config",
     "load_weights",
     "new_run_directory",
     "newest_run",
     "open_run",
+    "read_kv_calibration",
     "save_config",
+    "save_kv_calibration",
     "save_router_calibration",
     "save_weights",
     "weights_digest",

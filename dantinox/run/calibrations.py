@@ -1,14 +1,17 @@
-"""What was measured on a run's model, as files in its directory: the router's thresholds."""
+"""What was measured on a run's model, as files in its directory: thresholds of the router, signals of the attention heads."""
 
 import json
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, create_model
+import numpy as np
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
-from dantinox.config import UserError
-from dantinox.config.base import NonNegative, Section
+from dantinox.config import ModelConfig, UserError
+from dantinox.config.base import Count, CountOrZero, NonNegative, Section
 from dantinox.config.router import MEASURED, Scale
 from dantinox.run.directory import RunDirectory, atomic_write
 from dantinox.run.weights import short, weights_digest
@@ -17,6 +20,10 @@ MAX_ROUTER_BYTES = 1 << 20
 _NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in MEASURED}
 _Measured = create_model("_Measured", __base__=Section, **_NUMBERS)
 _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...))
+
+MAX_KV_BYTES = 16 << 20
+KV_FORMAT = 2
+PER_HEAD = {"head_entropies": "H", "coverage": "H", "loss": "K", "length_entropies": "H"}  # H: query heads, K: key heads
 
 
 def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
@@ -45,3 +52,144 @@ def load_router_calibration(run: RunDirectory) -> dict[str, float] | None:
         where = short("".join(f"{part}: " for part in error.errors()[0]["loc"]))
         raise UserError(f"the calibration {path} is no good ({where}{error.errors()[0]['msg']}): {again}") from None
     return found.measured.model_dump()
+
+
+class _Method(Section):
+    """How the heads were measured."""
+
+    model_config = ConfigDict(extra="ignore")
+    n_sequences: CountOrZero | None = None
+    n_sample_positions: CountOrZero | None = None
+    method: str | None = None
+
+
+class _KVFile(Section):
+    """What is read of a file about attention heads, whose format 1 ends with `calibration`; other keys are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+    format_version: Literal[1, 2]
+    n_layer: Count
+    n_head: Count
+    n_head_kv: Count
+    head_entropies: dict[str, NonNegative]
+    model: str | None = None
+    n_ctx: Count | None = None
+    calibration: _Method | None = None
+    lengths: list[NonNegative] | None = None
+    length_entropies: dict[str, list[NonNegative]] | None = None
+    coverage: dict[str, NonNegative] | None = None
+    loss: dict[str, NonNegative] | None = None
+    split_half_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
+    tokens: CountOrZero | None = None
+    sequences: CountOrZero | None = None
+    seed: CountOrZero | None = None
+    tokenizer: str | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class KVCalibration:
+    """What a head's share of the slots can go by, for N query heads and K key heads in each of L layers.
+
+    Attributes:
+      entropy_LN: mean entropy of a query head's attention, in bits.
+      coverage_LN: mean number of keys that hold 95 % of its mass, or None where it was not measured.
+      loss_LK: what a key head's slots are worth, or None where it was not measured.
+      path: the file, for messages.
+    """
+
+    entropy_LN: np.ndarray
+    coverage_LN: np.ndarray | None = None
+    loss_LK: np.ndarray | None = None
+    path: Path = Path("kv_entropy.json")
+
+    def signal(self, name: str) -> np.ndarray:
+        """`entropy` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K]`.
+
+        Raises:
+          UserError: it was not measured.
+        """
+        found = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LK}[name]
+        if found is None:
+            raise UserError(f"the calibration {self.path} holds no {name}: {_kv_again(self.path)}")
+        return found
+
+
+def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Writes what was measured on the attention heads, the keys of format 2."""
+    atomic_write(path, json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n")
+
+
+def load_kv_calibration(path: str | Path, config: ModelConfig, weights: str | None) -> KVCalibration:
+    """The signals in a file; arguments and errors are those of `read_kv_calibration`."""
+    found = read_kv_calibration(path, config, weights)
+
+    def grid(name: str) -> np.ndarray | None:
+        return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1) if name in found else None
+
+    entropy_LN = grid("head_entropies")
+    assert entropy_LN is not None
+    return KVCalibration(entropy_LN, grid("coverage"), grid("loss"), Path(path))
+
+
+def read_kv_calibration(path: str | Path, config: ModelConfig, weights: str | None) -> dict[str, Any]:
+    """What a file of format 1 or 2 holds, without what is derived from it; heads in their order, absent what is null.
+
+    Args:
+      config: the model that it must be of.
+      weights: SHA-256 of the weights that it must have been measured on, if it says on which; None: any.
+
+    Raises:
+      UserError: the file cannot be read, holds something else, or is of another model or other weights.
+    """
+    path = Path(path)
+    again = _kv_again(path)
+    try:
+        if path.stat().st_size > MAX_KV_BYTES:
+            raise UserError(f"the calibration {path} is larger than {MAX_KV_BYTES >> 20} MiB: {again}")
+        file = _KVFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = short(": ".join(map(str, first["loc"])))
+        told = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
+        raise UserError(f"the calibration {path} {told}: {again}") from None
+    theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
+    if theirs != ours:
+        counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]
+        raise UserError(f"the calibration {path} is of another model: it has {counted[0]}, this model has {counted[1]}")
+    if None not in (weights, file.weights) and file.weights != weights:
+        raise UserError(f"the calibration {path} was measured on other weights: {again}")
+    found = file.model_dump(exclude_none=True)
+    for name, letter in PER_HEAD.items():
+        if name in found:
+            names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
+            found[name] = _in_order(path, name, found[name], names)
+    lengths = len(found.get("lengths", ()))
+    for head, values in found.get("length_entropies", {}).items():
+        if len(values) != lengths:
+            raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in length_entropies, not {lengths}")
+    return found
+
+
+def head_names(layers: int, heads: int, letter: str) -> list[str]:
+    """`L0_H0`, `L0_H1` … for query heads, `L0_K0` … for key heads."""
+    return [f"L{layer}_{letter}{head}" for layer in range(layers) for head in range(heads)]
+
+
+def _in_order(path: Path, key: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The numbers of exactly these heads."""
+    for name in names:
+        if name not in values:
+            raise UserError(f"the calibration {path} lacks {name} in {key}, which this model has: {_kv_again(path)}")
+    if len(values) > len(names):
+        known = set(names)
+        name = short(next(name for name in values if name not in known))
+        raise UserError(f"the calibration {path} holds {name} in {key}, which this model has not: {_kv_again(path)}")
+    return {name: values[name] for name in names}
+
+
+def _kv_again(path: Path) -> str:
+    run = path.parent if path.name == RunDirectory(path.parent).kv.name else "RUN"
+    return f"run `dantinox calibrate --run_dir {run} --what kv` again"

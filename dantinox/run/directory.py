@@ -71,6 +71,11 @@ class RunDirectory:
         return self.path / "router.json"
 
     @property
+    def kv(self) -> Path:
+        """What was measured on the attention heads, for compressed caches."""
+        return self.path / "kv_entropy.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
