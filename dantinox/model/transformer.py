@@ -5,6 +5,7 @@ Shapes: B batch, T query time, S key time, D model, K key/value heads, G query h
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.cache import Fresh, Full, KVCache, Probe, Ring
+from dantinox.model.cache import Fresh, KVCache
+from dantinox.model.store import Probe
 from dantinox.model.layers import NORMS, Linear, RMSNorm, dropout, feed_forward
 from dantinox.model.positions import rotary_angles, rotate, sinusoidal
 
@@ -141,7 +143,7 @@ class Transformer(nnx.Module):
         x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
         rope = self.config.position == "rope"
         angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta) if rope else None
-        memories: list[Full | Ring] = []
+        memories: list[Any] = []
         probed = []
         for block, memory, key in zip(self.blocks, layers, keys, strict=False):
             run: Callable = partial(block, probe=probe)
@@ -152,7 +154,7 @@ class Transformer(nnx.Module):
             memories.append(memory)
             probed.append(seen)
         aux = {} if probe is None else {"probe": tuple(probed)}
-        return self.norm_f(x_BTD), None if cache is None else KVCache(tuple(memories)), aux
+        return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(memories)), aux
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Scores of the next token, float32 `[..., V]`, for any leading axes."""

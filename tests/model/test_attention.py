@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.model import make_cache
-from dantinox.model.cache import attention
+from dantinox.model.store import Store, attention
 
 from . import reference
 from .builder import PLACES, TOKENS, Built, build, config, loss_of, quick
@@ -145,7 +145,7 @@ def test_attention_and_its_gradients_are_those_of_jax(window):
     valid_BTS, newest_B = jnp.broadcast_to(seen, (2, 7, 7)), jnp.full(2, 6)
 
     def ours(q, k, v):
-        out, _ = attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), valid_BTS, newest_B, None)
+        out = attention(q, Store.of(k, v, jnp.float32), valid_BTS[:, None]).out_BTKGH
         return jnp.sum(out * weight)
 
     def theirs(q, k, v):

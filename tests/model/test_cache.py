@@ -191,14 +191,14 @@ def test_slots_hold_the_positions_they_should():
         follow(built, [ONE] * 24, make_cache(all_full(built), ROWS, 24, "float32")),
     )
     for layer, everything in zip(cache.layers, fresh.layers, strict=True):
-        slots = layer.v_BKSH.shape[2]
+        slots = layer.store.v_BKSH.shape[2]
         for row, length in enumerate(np.sum(schedule, axis=0)):
-            expected = np.zeros(layer.v_BKSH.shape[1:], np.float32), np.zeros(layer.v_BKSH.shape[1:], np.float32)
+            expected = np.zeros(layer.store.v_BKSH.shape[1:], np.float32), np.zeros(layer.store.v_BKSH.shape[1:], np.float32)
             for position in range(length):
-                for side, store in zip(expected, (everything.k_BKHS.swapaxes(2, 3), everything.v_BKSH), strict=True):
+                for side, store in zip(expected, (everything.store.k_BKHS.swapaxes(2, 3), everything.store.v_BKSH), strict=True):
                     side[:, position % slots] = store[row, :, position]
-            np.testing.assert_allclose(layer.k_BKHS[row].swapaxes(1, 2), expected[0], atol=2e-5)
-            np.testing.assert_allclose(layer.v_BKSH[row], expected[1], atol=2e-5)
+            np.testing.assert_allclose(layer.store.k_BKHS[row].swapaxes(1, 2), expected[0], atol=2e-5)
+            np.testing.assert_allclose(layer.store.v_BKSH[row], expected[1], atol=2e-5)
 
 
 def all_full(built: Built):
@@ -213,7 +213,7 @@ def test_report(dtype):
     cache = make_cache(architecture, batch=5, slots=24, dtype=dtype)
     report = cache.report()
     slots = [24, 1, 4, 23, 24, 24]
-    assert report["slots"] == slots
+    assert report["slots"] == [[[2, size]] for size in slots]
     assert [type(layer) for layer in cache.layers] == [Full, Ring, Ring, Ring, Full, Full]
     assert report["bytes"] == sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(cache))
     assert report["bytes"] == 2 * 5 * 2 * sum(slots) * 10 * jnp.dtype(dtype).itemsize

@@ -1,0 +1,209 @@
+"""The compressed cache: every key head keeps a number of slots of its own, and what stays in them is decided head by head.
+
+The numbers are known before compilation, so the memory is really saved: the heads of a layer lie in at most two groups, each
+with buffers of its own size. Positions are kept with the keys (which are rotated before they are stored) and stay true.
+
+What stays: `snapkv+ema` chooses a prompt's tokens by the attention of its last queries, smoothed over neighbours (Li et al. 2024,
+SnapKV), and goes on with a moving average of the attention each token gets. `tova` looks at the newest query alone (Oren et al.
+2024), `h2o` at the sum over all (Zhang et al. 2023), `streaming` keeps the newest (Xiao et al. 2024), `random` decides by a hash.
+All of them keep the first tokens and the most recent ones.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dantinox.model.store import Attended, Store, attention, newest_scores, visible
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What a compressed cache is made by, hashable: a compiled program is made for it.
+
+    Attributes:
+      groups: for each layer the key heads in groups, `((heads, slots), …)`, in the order of the model's heads.
+      decays: for each layer and key head the factor g by which an importance shrinks with every token.
+      window: the last queries of a prompt whose attention chooses what stays of it; None: all.
+      pool: tokens that a large importance in a prompt is spread over, an odd number.
+      fixed: importance is no attention but `position` or `hash`.
+      sinks, recent: the first and the newest tokens, which are never given up.
+      ratio: the share of all slots that was asked for.
+    """
+
+    groups: tuple[tuple[tuple[int, int], ...], ...]
+    decays: tuple[tuple[float, ...], ...]
+    window: int | None = 32
+    pool: int = 7
+    fixed: str | None = None
+    sinks: int = 4
+    recent: int = 16
+    ratio: float = 1.0
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["store", "position_BKS", "importance_BKS"],
+    meta_fields=["rule", "first", "decays"],
+)
+@dataclass(frozen=True)
+class Group:
+    """Key heads with the same number of slots; position −1 marks an empty slot.
+
+    Attributes:
+      importance_BKS: None where it is a function of the position.
+      first: the number of the first head in its layer.
+    """
+
+    store: Store
+    position_BKS: jax.Array
+    importance_BKS: jax.Array | None
+    rule: Compression
+    first: int
+    decays: tuple[float, ...]
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, head_size: int, slots: int, rule: Compression, first: int, decays: tuple[float, ...],
+        dtype: DTypeLike,
+    ) -> "Group":  # fmt: skip
+        shape = batch, heads, slots
+        importance = None if rule.fixed else jnp.zeros(shape, jnp.float32)
+        store = Store.empty(batch, heads, head_size, slots, dtype)
+        return cls(store, jnp.full(shape, -1, jnp.int32), importance, rule, first, decays)
+
+    @property
+    def _recent(self) -> int:
+        return min(self.rule.recent, self.store.slots // 2)
+
+    @property
+    def _decay_K1(self) -> jax.Array:
+        return jnp.asarray(self.decays, jnp.float32)[:, None]
+
+    def _worth(self, position_BKS: jax.Array, importance_BKS: jax.Array | None) -> jax.Array:
+        """What tokens are ranked by."""
+        if self.rule.fixed == "position":
+            return position_BKS.astype(jnp.float32)
+        if importance_BKS is None:
+            return hashed(position_BKS, self.first + jnp.arange(position_BKS.shape[1])[:, None])
+        return importance_BKS
+
+    def _protected(self, position_BKS: jax.Array, last_B11: jax.Array) -> jax.Array:
+        return (position_BKS < self.rule.sinks) | (position_BKS > last_B11 - self._recent)
+
+    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window) -> tuple["Group", Attended, jax.Array]:
+        """Takes the new token in, in place of another if there is no room; then everything held is attended to."""
+        B, K, C = self.position_BKS.shape
+        t_B11 = positions_B1[:, :, None]
+        held = self.position_BKS >= 0
+        if window is not None:
+            held &= self.position_BKS > t_B11 - window
+        worth = jnp.where(
+            self._protected(self.position_BKS, t_B11), jnp.inf, self._worth(self.position_BKS, self.importance_BKS)
+        )
+        slot_BK = jnp.argmin(jnp.where(held, worth, -jnp.inf), axis=2)
+        slot_BK = jnp.where(positions_B1 < 0, C, slot_BK)  # a finished row writes nothing
+        rows, heads = jnp.arange(B)[:, None], jnp.arange(K)
+        position_BKS = self.position_BKS.at[rows, heads, slot_BK].set(positions_B1, mode="drop")
+        store = self.store.write(k_B1KH, v_B1KH, slot_BK[:, None])
+        valid_BKTS = visible(positions_B1, position_BKS, window)
+        seen = attention(q_B1KGH, store, valid_BKTS)
+        importance_BKS = self.importance_BKS
+        if importance_BKS is not None:
+            before = importance_BKS.at[rows, heads, slot_BK].set(0, mode="drop")
+            after = self._decay_K1 * before + jnp.mean(seen.weights_BKGTS[:, :, :, 0], axis=2)
+            importance_BKS = jnp.where(t_B11 >= 0, after, before)
+        return self._with(store, position_BKS, importance_BKS), seen, valid_BKTS
+
+    def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window) -> tuple["Group", Attended, jax.Array]:
+        """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen."""
+        B, K, C = self.position_BKS.shape
+        T = positions_BT.shape[1]
+        new_BKT = jnp.broadcast_to(positions_BT[:, None], (B, K, T))
+        position_BKU = jnp.concatenate([self.position_BKS, new_BKT], axis=2)
+        union = self.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
+        valid_BKTS = visible(positions_BT, position_BKU, window)
+        seen = attention(q_BTKGH, union, valid_BKTS)
+        last_B11 = jnp.max(positions_BT, axis=1)[:, None, None]
+        importance_BKU = self._importance_of_prompt(seen, positions_BT, last_B11, position_BKU)
+        kept = position_BKU >= 0
+        if window is not None:
+            kept &= position_BKU > last_B11 + 1 - window
+        worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, self._worth(position_BKU, importance_BKU))
+        best, index_BKC = jax.lax.top_k(jnp.where(kept, worth, -jnp.inf), C)
+        order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, C + T), axis=2)  # by position, as the candidates are
+        taken_BKC = jnp.minimum(order_BKC, C + T - 1)
+        position_BKS = jnp.where(order_BKC < C + T, jnp.take_along_axis(position_BKU, taken_BKC, axis=2), -1)
+        busy_B11 = last_B11 >= 0
+        store = union.take(taken_BKC).where(jnp.broadcast_to(busy_B11, (B, 1, C)), self.store)
+        importance_BKS = self.importance_BKS
+        if importance_BKS is not None:
+            chosen = jnp.take_along_axis(importance_BKU, taken_BKC, axis=2)
+            importance_BKS = jnp.where(busy_B11, chosen, importance_BKS)
+        return self._with(store, jnp.where(busy_B11, position_BKS, self.position_BKS), importance_BKS), seen, valid_BKTS
+
+    def _importance_of_prompt(self, seen: Attended, positions_BT, last_B11, position_BKU) -> jax.Array | None:
+        """What the held tokens had, shrunk, and the attention of the last queries, spread over neighbours."""
+        if self.importance_BKS is None:
+            return None
+        counted_BT = positions_BT >= 0
+        if self.rule.window is not None:
+            counted_BT &= positions_BT > last_B11[:, 0] - self.rule.window
+        G = seen.weights_BKGTS.shape[2]
+        got_BKU = jnp.einsum("BKGTU,BT->BKU", seen.weights_BKGTS, counted_BT / G)
+        read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
+        before_BKU = jnp.pad(self.importance_BKS * self._decay_K1**read_B11, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
+        importance_BKU = jnp.where(position_BKU >= 0, before_BKU + got_BKU, 0)
+        width, side = (1, 1, self.rule.pool), self.rule.pool // 2
+        return jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), ((0, 0), (0, 0), (side, side)))
+
+    def _with(self, store: Store, position_BKS: jax.Array, importance_BKS: jax.Array | None) -> "Group":
+        return Group(store, position_BKS, importance_BKS, self.rule, self.first, self.decays)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=[])
+@dataclass(frozen=True)
+class Compressed:
+    """A layer whose key heads lie in groups, the order that of the model's heads."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def empty(cls, batch: int, head_size: int, rule: Compression, layer: int, dtype: DTypeLike) -> "Compressed":
+        groups, first = [], 0
+        for heads, slots in rule.groups[layer]:
+            decays = rule.decays[layer][first : first + heads]
+            groups.append(Group.empty(batch, heads, head_size, slots, rule, first, decays, dtype))
+            first += heads
+        return cls(tuple(groups))
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+        groups, outs, told = [], [], []
+        for group in self.groups:
+            heads = slice(group.first, group.first + group.position_BKS.shape[1])
+            step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
+            after, seen, valid_BKTS = step(q_BTKGH[:, :, heads], k_BTKH[:, :, heads], v_BTKH[:, :, heads], positions_BT, window)
+            groups.append(after)
+            outs.append(seen.out_BTKGH)
+            told.append((seen, valid_BKTS))
+        out_BTKGH = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
+        probed = None
+        if probe is not None:
+            parts = [newest_scores(seen, valid_BKTS, positions_BT) for seen, valid_BKTS in told]
+            S = max(valid_BNS.shape[2] for _, valid_BNS in parts)
+            scores_BNS, valid_BNS = (
+                jnp.concatenate([jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in column], axis=1)
+                for column in zip(*parts, strict=True)
+            )
+            probed = probe(scores_BNS, valid_BNS)
+        return out_BTKGH, Compressed(tuple(groups)), probed
+
+
+def hashed(position: jax.Array, head: jax.Array) -> jax.Array:
+    """A number in [0, 1) that depends on position and head and on nothing else (the finaliser of MurmurHash3)."""
+    x = position.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return ((x ^ (x >> 16)) >> 8).astype(jnp.float32) / 2**24
