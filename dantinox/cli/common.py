@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import UserError
+from dantinox.config.files import flat_name
 from dantinox.config.flags import overrides
 
 DEFAULT_PROMPT = "Nel mezzo del cammin"
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags of `generation` and `router` by their names alone."""
-    return {key.partition(".")[2]: value for key, value in overrides(options).items()}
+    """The flags of `generation`, `router` and `kv` by their names alone, as `overlay` takes them."""
+    return {flat_name(key): value for key, value in overrides(options).items()}
 
 
 def given_prompt(options: argparse.Namespace) -> str:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from dantinox.cli.common import DEFAULT_PROMPT
+from dantinox.config import UserError
 from dantinox.config.flags import add_config_flags
 
 DEFAULT_CONFIG = Path("configs/quickstart.yaml")
@@ -31,7 +32,7 @@ def generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
     command.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
     command.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
-    add_config_flags(command, ("generation", "router"))
+    add_config_flags(command, ("generation", "router", "kv"))
 
 
 def explain(command: argparse.ArgumentParser) -> None:
@@ -46,16 +47,51 @@ def explain(command: argparse.ArgumentParser) -> None:
 def calibrate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
     command.add_argument(
-        "--what", choices=["router"], required=True, help="router: the thresholds of --router_preset calibrated"
+        "--what",
+        choices=["router", "kv"],
+        required=True,
+        help="router: the thresholds of --router_preset calibrated; kv: the heads' entropies, for --kv_signal",
     )
     command.add_argument("--data_path", type=Path, metavar="FILE", help="the text (default: the run's validation tokens)")
-    command.add_argument("--tokens", type=_whole_number, metavar="N", help="tokens to read at most (default: 32768)")
+    command.add_argument("--tokens", type=_whole_number, metavar="N", help="router: tokens to read at most (default: 32768)")
+    command.add_argument("--sequences", type=_whole_number, metavar="N", help="kv: sequences to read (default: 20)")
+    command.add_argument("--loss", action="store_true", default=None, help="kv: measure also what each head's eviction costs")
+    command.add_argument(
+        "--from_results", type=Path, metavar="FILE", help="kv: take over what this file holds instead of measuring"
+    )
+    command.add_argument("--output", type=Path, metavar="FILE", help="kv: where to write (default: RUN/kv_entropy.json)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where the text and the strategies lie")
+    command.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="router: draw where the text and the strategies lie; kv: draw the entropy of every head",
+    )
+
+
+def check_calibrate(options: argparse.Namespace) -> None:
+    """Refuses flags of `calibrate` that --what, or --from_results, has no use for.
+
+    Raises:
+      UserError: names the flag.
+    """
+    of_one = {"router": ("tokens",), "kv": ("sequences", "loss", "from_results", "output")}
+    for what, names in of_one.items():
+        for name in names:
+            if what != options.what and getattr(options, name) is not None:
+                raise UserError(f"--{name} belongs to --what {what}: leave it out with --what {options.what}")
+    if options.from_results is not None:
+        for name in ("data_path", "sequences", "loss"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--from_results measures nothing: leave --{name} out")
 
 
 def evaluate(command: argparse.ArgumentParser) -> None:
-    command.add_argument("what", choices=["sampling"], help="sampling: samplers and the entropy router, equally tuned")
+    command.add_argument(
+        "what",
+        choices=["sampling", "kv"],
+        help="sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size",
+    )
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
     command.add_argument("--reference", type=Path, metavar="RUN", help="the run that judges (default: the same)")
     command.add_argument("--quick", action="store_true", help="fewer prompts, seeds, tokens and trials")

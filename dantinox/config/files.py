@@ -1,10 +1,8 @@
 """Settings in and out: YAML with line numbers, overrides, and one sentence for whatever is wrong."""
 
-import contextlib
 import difflib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dantinox.config.base import UserError
-from dantinox.config.generation import CHAIN_KEYS, REFINES, ROUTED, GenerationSection, steps_on
-from dantinox.config.router import RouterSection, idle_keys
 from dantinox.config.sections import Config
 
 MAX_FILE_BYTES = 1 << 20
@@ -28,6 +24,12 @@ FIELDS: dict[str, FieldInfo] = {
     for section, kind in SECTIONS.items()
     for name, field in kind.model_fields.items()  # type: ignore[union-attr]
 }
+
+
+def flat_name(key: str) -> str:
+    """What a setting is called without its section, as a flag and as an argument: `lr`, but `kv_budget`."""
+    section, _, name = key.partition(".")
+    return f"kv_{name}" if section == "kv" else name
 
 
 # What other programs call our settings, where the spelling gives no hint.
@@ -83,10 +85,10 @@ class _Loader(yaml.SafeLoader):
         except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML lets through whatever comes
             kind = node.tag.rpartition(":")[2]
             value = f"{_shown(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
-            raise _Refused(problem=f"{value}cannot be read as {_name(kind)}", problem_mark=node.start_mark) from None
+            raise _Refused(problem=f"{value}cannot be read as {on_one_line(kind)}", problem_mark=node.start_mark) from None
 
     def construct_undefined(self, node: yaml.Node) -> Any:
-        tag = _name(node.tag.replace("tag:yaml.org,2002:", "!!"))
+        tag = on_one_line(node.tag.replace("tag:yaml.org,2002:", "!!"))
         problem = f"the tag {tag} is not allowed: a config holds plain values only"
         raise _Refused(problem=problem, problem_mark=node.start_mark)
 
@@ -141,7 +143,9 @@ def build_config(
     flat: dict[str, Any] = {}
     for section, content in tree.items():
         if section not in SECTIONS:
-            raise UserError(f"unknown section {_name(section)}{_nearest_section(section)}{_place(section, where, source)}")
+            raise UserError(
+                f"unknown section {on_one_line(section)}{_nearest_section(section)}{_place(section, where, source)}"
+            )
         if content is None:
             continue
         if not isinstance(content, dict):
@@ -152,7 +156,7 @@ def build_config(
     where |= dict.fromkeys(changes, origin)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in (flat | changes).items():
-        _check_text(key, value, where, source)
+        check_text(key, value, where, source)
         section, _, name = key.partition(".")
         nested.setdefault(section, {})[name] = value
     try:
@@ -161,63 +165,16 @@ def build_config(
         raise UserError(_sentence(error, where, source)) from None
 
 
-def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
-    """A config with other values of its `generation` and `router` sections laid over it, keys by their name alone.
-
-    Another preset leaves the base's own order behind, an order of names its preset; a step that is switched off takes its
-    refinements along, another strategy all that only the base's own reads. With the router a temperature of 1 and a min_p of 0
-    that are given are its base values, while left out they ask for nothing; a base value that is given takes the place of the
-    number in the base that would hide it.
-
-    Args:
-      origin: tells in errors where the values were written.
-    """
-    for name in given:
-        _check_text("a key of generation", name, {}, origin)
-    tree, router = base.generation.model_dump(), base.router.model_dump()
-    if "preset" in given and "sampler_order" not in given:
-        del tree["sampler_order"]
-    with contextlib.suppress(ValidationError):  # told below, in words
-        known = {key: value for key, value in given.items() if key in GenerationSection.model_fields}
-        section = GenerationSection.model_validate(tree | known)
-        if "preset" not in given and "sampler_order" in given and str in map(type, section.sampler_order or ()):
-            del tree["preset"]
-        if section.strategy != base.generation.strategy:
-            router = {}
-            tree = {key: value for key, value in tree.items() if key not in CHAIN_KEYS}
-        on = steps_on(section)
-        for key, refined in REFINES.items():
-            if key not in given and not on & set(refined):
-                tree.pop(key, None)
-        own = {key: value for key, value in given.items() if key in RouterSection.model_fields}
-        for key in set(idle_keys(RouterSection.model_validate(router | own))) - set(given):
-            router.pop(key, None)
-    if given.get("strategy", base.generation.strategy) == "entropy":
-        for key in ROUTED:  # of a number of a request and the base value that it would hide, the newer one holds
-            if f"base_{key}" in given and key not in given:
-                tree.pop(key, None)
-            if key in given and f"base_{key}" not in given:
-                router.pop(f"base_{key}", None)
-        # A default that is spelt out is no default.
-        bases = {f"base_{key}": value for key, value in (("temperature", 1), ("min_p", 0)) if given.get(key) == value}
-        given = bases | dict(given)
-    changed = {
-        f"{'router' if key in RouterSection.model_fields else 'generation'}.{key}": value for key, value in given.items()
-    }
-    sections = build_config({"generation": tree, "router": router}, changed, origin=origin)
-    return base.model_copy(update={"generation": sections.generation, "router": sections.router})
-
-
-def _check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
+def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
     """Refuses text that no file system or tokenizer takes: lone surrogates, and paths that are empty or hold NUL."""
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{_name(key)} must be valid Unicode text, got {_shown(text)}{_place(key, where, source)}")
-        is_path = key.endswith("path") or key in ("data.dataset_name", "training.init_from")
+            raise UserError(f"{on_one_line(key)} must be valid Unicode text, got {_shown(text)}{_place(key, where, source)}")
+        is_path = key.endswith("path") or key in ("data.dataset_name", "training.init_from", "kv.calibration")
         if is_path and (not text or "\0" in text):
-            raise UserError(f"{_name(key)} must be a path, got {_shown(text)}{_place(key, where, source)}")
+            raise UserError(f"{on_one_line(key)} must be a path, got {_shown(text)}{_place(key, where, source)}")
 
 
 def dump_config(config: Config) -> str:
@@ -274,22 +231,27 @@ def _in_words(schema: dict[str, Any]) -> str:
 
 
 def nearest_key(name: str) -> str:
-    """`, did you mean X?` for a misspelt dotted path or key, or nothing."""
-    by_name = {key.partition(".")[2]: key for key in FIELDS}
+    """The setting that a misspelt dotted path or key is most like, as a dotted path, or nothing."""
+    by_name = {flat_name(key): key for key in FIELDS}
     section, _, last = name[:100].lower().rpartition(".")
     if last in OTHER_NAMES:
-        return f", did you mean {OTHER_NAMES[last]}?"
+        return OTHER_NAMES[last]
     same = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
     begins = [key for key in by_name if len(last) > 2 and key.startswith(last)]
     hit = difflib.get_close_matches(last, same, 1) or begins or difflib.get_close_matches(last, by_name, 1)
     if not hit:
         return ""
     key = f"{section}.{hit[0]}"
-    return f", did you mean {key if key in FIELDS else by_name[hit[0]]}?"
+    return key if key in FIELDS else by_name[hit[0]]
+
+
+def did_you_mean(key: str) -> str:
+    """`, did you mean X?`, or nothing."""
+    return f", did you mean {key}?" if key else ""
 
 
 def _nearest_section(name: str) -> str:
-    keys = [key for key in FIELDS if key.partition(".")[2] == name]
+    keys = [key for key in FIELDS if flat_name(key) == name]
     if keys or name in OTHER_NAMES:  # a key written outside of its section
         return f", did you mean {' or '.join(keys or [OTHER_NAMES[name]])}?"
     hit = difflib.get_close_matches(name[:60].lower(), list(SECTIONS), 1)
@@ -324,7 +286,7 @@ def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {_name(key)}{nearest_key(key)}{place}"
+        return f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}"
     return f"{key} must be {allowed(key)}, got {_shown(first['input'])}{place}"
 
 
@@ -333,7 +295,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _name(text: str) -> str:
+def on_one_line(text: str) -> str:
     """A name from outside on one line, without control characters."""
     return _shown(text)[1:-1]
 

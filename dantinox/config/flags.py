@@ -6,7 +6,7 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dantinox.config.base import UserError
-from dantinox.config.files import ALIASES, FIELDS, allowed, nearest_key, parse_value
+from dantinox.config.files import ALIASES, FIELDS, allowed, did_you_mean, flat_name, nearest_key, parse_value
 
 SHORT_NAMES = {"data_path": "data.path"}
 TEXTS = [
@@ -40,11 +40,11 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: tuple[str, ...] 
     keys = {name: key for name, key in keys.items() if sections is None or key.partition(".")[0] in sections}
     owners: dict[str, list[str]] = {}
     for name in keys:
-        owners.setdefault(name.partition(".")[2], []).append(name)
+        owners.setdefault(flat_name(name), []).append(name)
     taken = set(parser._option_string_actions)
     group = parser.add_argument_group("settings (each also as --section.key)")
     for name, key in keys.items():
-        flat = name.partition(".")[2]
+        flat = flat_name(name)
         names = [f"--{name}"]
         if len(owners[flat]) == 1 and f"--{flat}" not in taken:
             names.insert(0, f"--{flat}")
@@ -59,11 +59,10 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: tuple[str, ...] 
 
 def _nearest_flag(flag: str, known: list[str]) -> str:
     """`, did you mean --lr?` for a misspelt flag, if the command has one like it."""
-    key = nearest_key(flag.lstrip("-")).removeprefix(", did you mean ").rstrip("?")
-    short, long = f"--{key.partition('.')[2]}", f"--{key}"
+    key = nearest_key(flag.lstrip("-"))
+    short, long = f"--{flat_name(key)}", f"--{key}"
     likely = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
-    hit = next((name for name in likely if name in known), None)
-    return f", did you mean {hit}?" if hit else ""
+    return did_you_mean(next((name for name in likely if name in known), ""))
 
 
 def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
         if given is None or not colon or kind not in ("config", "ambiguous"):
             continue
         if kind == "ambiguous":
-            paths = [key for key in FIELDS if key.partition(".")[2] == name]
+            paths = [key for key in FIELDS if flat_name(key) == name]
             raise UserError(f"--{name} is a key of two sections: write {' or '.join('--' + path for path in paths)}")
         found[name] = _value(ALIASES.get(name, name), given)
     return found
@@ -108,7 +107,8 @@ def _value(key: str, given: str | list[str]) -> Any:
             return texts
         given = texts[0]
     optional = type(None) in get_args(FIELDS[key].annotation)
-    if str in kinds or any(isinstance(word, str) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)):
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if str in kinds or (float not in kinds and any(isinstance(word, str) for word in words)):
         return None if optional and given == "null" else given
     return parse_value(given)
 

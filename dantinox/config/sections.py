@@ -22,10 +22,11 @@ from dantinox.config.base import (
     as_tuple,
 )
 from dantinox.config.generation import ROUTED, GenerationSection, generation_conflicts
+from dantinox.config.kv import KVSection, kv_conflicts
 from dantinox.config.router import RouterSection, bases_of, router_conflicts
 
 # Names in a run directory that its own files bear.
-RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json")
+RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json")
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 
@@ -188,6 +189,7 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     generation: GenerationSection = GenerationSection()
     router: RouterSection = RouterSection()
+    kv: KVSection = KVSection()
     logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")
@@ -267,6 +269,7 @@ class Config(Section):
             ),
             *generation_conflicts(self.generation),
             *router_conflicts(self.router),
+            *kv_conflicts(self.kv, self.generation.use_cache),
             *(
                 (
                     getattr(self.router, key) != RouterSection.model_fields[key].default,

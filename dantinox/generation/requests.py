@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import Config, UserError, overlay
+from dantinox.config import Config, UserError, overlay, settings_of
 
 Requests = list[tuple[str, dict[str, Any]]]  # (prompt, settings), as `Run.start` takes them
 
@@ -36,5 +36,4 @@ def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> t
     prompt = record.pop("prompt", None)
     if not isinstance(prompt, str):
         raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
-    config = overlay(overlay(base, settings), record, where)
-    return prompt, config.router.model_dump() | config.generation.model_dump()
+    return prompt, settings_of(overlay(overlay(base, settings), record, where))

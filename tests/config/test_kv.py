@@ -1,0 +1,297 @@
+"""The settings of compressed caches: what excludes what, flags, files, and how a request's lie over those of a run."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.cli import flags
+from dantinox.cli.common import given_settings
+from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
+from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.kv import idle_keys
+from dantinox.config.sections import RUN_FILES
+
+OFF = "has no effect without kv.budget or kv.budget_tokens"
+# A value of each key that is not its default.
+OTHER = {
+    "budget": 0.2, "budget_tokens": 64, "policy": "tova", "signal": "entropy", "dtype": "int8", "sinks": 0, "recent": 8,
+    "window": 8, "pool": 5, "decay": "entropy", "scale_min": 0.5, "scale_max": 4.0, "grouping": "mean", "calibration": "k.json",
+}  # fmt: skip
+
+
+@st.composite
+def sections(draw):
+    """Any valid section: refinements only where they refine something."""
+    tree = {"dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "int8"]))}
+    budget = draw(st.sampled_from([None, "budget", "budget_tokens"]))
+    if budget is None:
+        return KVSection.model_validate(tree)
+    tree[budget] = draw(st.floats(1e-6, 1) if budget == "budget" else st.integers(1, 2**31 - 1))
+    tree["policy"] = draw(st.sampled_from(["snapkv+ema", "streaming", "tova", "h2o", "random"]))
+    tree["signal"] = draw(st.sampled_from(["uniform", "entropy", "coverage", "loss"]))
+    tree |= {"sinks": draw(st.integers(0, 99)), "recent": draw(st.integers(1, 99))}
+    if tree["policy"] == "snapkv+ema":
+        tree |= {"window": draw(st.integers(1, 99)), "pool": draw(st.integers(0, 9)) * 2 + 1}
+        tree["decay"] = draw(st.floats(0, 1) | st.just("entropy"))
+    if tree["signal"] != "uniform":
+        tree |= {"scale_min": draw(st.floats(0.01, 1)), "scale_max": draw(st.floats(1, 100))}
+        tree["grouping"] = draw(st.sampled_from(["max", "mean", "min"]))
+    if tree["signal"] != "uniform" or tree.get("decay") == "entropy":
+        tree["calibration"] = draw(st.none() | st.just("a/kv.json"))
+    return KVSection.model_validate(tree)
+
+
+def given_flags(*argv, command=None):
+    parser = Parser(prog="x")
+    (command or add_config_flags)(parser)
+    return parser.parse(list(argv))
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
+    assert OTHER.keys() == KVSection.model_fields.keys()
+    tree = {"kv": {key: OTHER[key]}}
+    if key in ("budget", "budget_tokens", "dtype"):
+        assert getattr(build_config(tree).kv, key) == OTHER[key]
+        return
+    with pytest.raises(UserError) as error:
+        build_config(tree, where={f"kv.{key}": "x.yaml, line 2"})
+    assert str(error.value) == f"kv.{key} {OFF} (x.yaml, line 2)"
+    default = KVSection.model_fields[key].default
+    assert build_config({"kv": {key: default}}).kv == KVSection(), "a default asks for nothing"
+
+
+@pytest.mark.parametrize(
+    ("kv", "sentence"),
+    [
+        (
+            {"budget": 0.2, "budget_tokens": 64},
+            "kv.budget and kv.budget_tokens both say how many slots are kept: give one of them, got 0.2 and 64",
+        ),
+        *(
+            (
+                {"budget": 0.2, "policy": policy, key: OTHER[key]},
+                f"kv.{key} has no effect while kv.policy is {policy}: it refines snapkv+ema",
+            )
+            for policy in ("streaming", "tova", "h2o", "random")
+            for key in ("window", "pool", "decay")
+        ),
+        *(
+            ({"budget_tokens": 64, key: OTHER[key]}, f"kv.{key} has no effect while kv.signal is uniform")
+            for key in ("scale_min", "scale_max", "grouping")
+        ),
+        (
+            {"budget": 0.2, "calibration": "k.json"},
+            "kv.calibration has no effect while neither kv.signal nor kv.decay asks for what was measured",
+        ),
+        ({"budget": 0.2, "pool": 4}, "kv.pool must be odd, got 4"),
+        ({"budget": 0}, "kv.budget must be a number in (0, 1], or null, got 0"),
+        ({"budget": 1.5}, "kv.budget must be a number in (0, 1], or null, got 1.5"),
+        ({"budget": float("nan")}, "kv.budget must be a number in (0, 1], or null, got nan"),
+        ({"budget": "0.2"}, "kv.budget must be a number in (0, 1], or null, got '0.2'"),
+        ({"budget_tokens": 0}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 0"),
+        ({"budget_tokens": 1.5}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 1.5"),
+        ({"policy": "snapkv"}, "kv.policy must be one of snapkv+ema, streaming, tova, h2o, random, got 'snapkv'"),
+        ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, loss, got null"),
+        ({"dtype": "int4"}, "kv.dtype must be one of auto, float32, bfloat16, int8, got 'int4'"),
+        ({"sinks": -1}, "kv.sinks must be an integer in [0, 2^31), got -1"),
+        ({"recent": 0}, "kv.recent must be an integer in [1, 2^31), got 0"),
+        ({"decay": 1.1}, "kv.decay must be a number in [0, 1], or entropy, got 1.1"),
+        ({"decay": "ema"}, "kv.decay must be a number in [0, 1], or entropy, got 'ema'"),
+        ({"scale_min": 0}, "kv.scale_min must be a number in (0, 1], got 0"),
+        ({"scale_max": 0.5}, "kv.scale_max must be a number ≥ 1, got 0.5"),
+        ({"scale_max": float("inf")}, "kv.scale_max must be a number ≥ 1, got inf"),
+        ({"grouping": "sum"}, "kv.grouping must be one of max, mean, min, got 'sum'"),
+        ({"calibration": ""}, "kv.calibration must be a path, got ''"),
+        ({"budgets": 0.2}, "unknown key kv.budgets, did you mean kv.budget?"),
+        ({"kv_policy": "tova"}, "unknown key kv.kv_policy, did you mean kv.policy?"),
+    ],
+)
+def test_what_is_refused_is_one_sentence(kv, sentence):
+    with pytest.raises(UserError) as error:
+        build_config({"kv": kv})
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("key", ["budget", "budget_tokens", "dtype"])
+def test_without_a_cache_there_is_nothing_to_compress(key):
+    with pytest.raises(UserError, match=rf"^kv\.{key} has no effect while generation\.use_cache is false$"):
+        build_config({"kv": {key: OTHER[key]}, "generation": {"use_cache": False}})
+    assert build_config({"kv": {}, "generation": {"use_cache": False}}).kv == KVSection()
+
+
+def test_a_calibration_is_read_for_a_signal_or_for_the_decay():
+    for own in ({"signal": "coverage"}, {"decay": "entropy"}):
+        kv = build_config({"kv": {"budget": 0.2, "calibration": "k.json", **own}}).kv
+        assert kv.compresses and kv.reads_calibration
+    assert not KVSection(budget=0.2).reads_calibration and not KVSection().compresses
+    assert not KVSection(decay="entropy").reads_calibration, "nothing is compressed"
+
+
+def test_the_calibration_file_of_a_run_is_no_name_for_a_log():
+    assert "kv_entropy.json" in RUN_FILES
+    with pytest.raises(UserError, match="must differ from each other"):
+        build_config({"logging": {"log_file": "kv_entropy.json"}})
+
+
+@settings(max_examples=100, deadline=None)
+@given(sections())
+def test_valid_sections_survive_the_disk_and_are_what_a_request_gives(tmp_path_factory, kv):
+    config = build_config({"kv": kv.model_dump()})
+    assert config.kv == kv
+    path = tmp_path_factory.mktemp("config") / "c.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@settings(max_examples=150, deadline=None)
+@given(sections(), sections(), st.floats(0.01, 1), st.integers(1, 4096))
+def test_laws_of_laying_over(base, other, share, tokens):
+    config = Config(kv=base)
+    assert overlay(config, {}) == config
+    assert overlay(config, settings_of(Config(kv=other))).kv == other, "all that is given is all that holds"
+    kept = {"dtype": base.dtype}
+    assert overlay(config, {"kv_budget": None}).kv == overlay(config, {"kv_budget_tokens": None}).kv == KVSection(**kept)
+    assert overlay(config, {"use_cache": False}).kv == KVSection(), "nothing of it goes without a cache"
+    for key, value in (("budget", share), ("budget_tokens", tokens)):
+        laid = overlay(config, {f"kv_{key}": value}).kv
+        assert laid == base.model_copy(update={"budget": None, "budget_tokens": None, key: value})
+    for policy in ("streaming", "tova", "h2o", "random"):
+        laid = overlay(config, {"kv_budget": share, "kv_policy": policy}).kv
+        assert (laid.window, laid.pool, laid.decay, laid.sinks) == (32, 7, 0.98, base.sinks)
+    laid = overlay(config, {"kv_budget": share, "kv_signal": "uniform"}).kv
+    assert (laid.scale_min, laid.scale_max, laid.grouping) == (0.3, 2.5, "max")
+    assert laid.calibration == (base.calibration if base.decay == "entropy" else None)
+    assert not set(idle_keys(laid)) & {key for key in OTHER if getattr(laid, key) != KVSection.model_fields[key].default}
+
+
+def test_what_is_left_idle_twice_goes_as_well():
+    """The policy takes the decay along, and that the file it alone read."""
+    base = Config(kv={"budget": 0.2, "decay": "entropy", "calibration": "k.json"})
+    assert overlay(base, {"kv_policy": "h2o"}).kv == KVSection(budget=0.2, policy="h2o")
+
+
+def test_the_other_sections_stay():
+    base = build_config({"generation": {"strategy": "entropy", "seed": 3}, "router": {"low_entropy": 0.3}, "kv": {"budget": 1}})
+    laid = overlay(base, {"kv_budget": 0.2, "seed": 4})
+    assert (laid.generation.seed, laid.router, laid.kv) == (4, base.router, KVSection(budget=0.2))
+    assert overlay(laid, {"strategy": "chain"}).kv == laid.kv
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "sentence"),
+    [
+        ({}, {"kv_policy": "tova"}, f"kv.policy {OFF}"),
+        ({"budget": 0.2}, {"kv_budget": None, "kv_policy": "tova"}, f"kv.policy {OFF}"),
+        ({"budget": 0.2, "policy": "tova"}, {"kv_pool": 5}, "kv.pool has no effect while kv.policy is tova"),
+        ({"budget": 0.2}, {"kv_budget": 0.1, "kv_budget_tokens": 9}, "kv.budget and kv.budget_tokens both say"),
+        ({}, {"use_cache": False, "kv_budget": 0.2}, "kv.budget has no effect while generation.use_cache is false"),
+        ({}, {"kv_budget": 2}, "kv.budget must be a number in (0, 1], or null, got 2"),
+        ({}, {"kv_budgets": 0.2}, "unknown key kv_budgets, did you mean kv_budget?"),
+        ({}, {"kv.budget": 0.2}, "unknown key kv.budget, did you mean kv_budget?"),
+        ({}, {"budget": 0.2}, "unknown key budget, did you mean kv_budget?"),
+        ({}, {"policy": "tova"}, "unknown key policy, did you mean kv_policy?"),
+        ({}, {"kv_heads": 3}, "unknown key generation.kv_heads, did you mean model.kv_heads?"),
+    ],
+)
+def test_what_cannot_be_laid_over_is_one_sentence(own, given, sentence):
+    with pytest.raises(UserError) as error:
+        overlay(Config(kv=own), given, "p.jsonl, line 2")
+    assert str(error.value).startswith(sentence) and str(error.value).endswith(" (p.jsonl, line 2)")
+
+
+def test_the_names_of_a_request_are_those_of_the_flags():
+    names = settings_of(Config())
+    assert {f"kv_{key}" for key in OTHER} < names.keys() and not OTHER.keys() & names.keys()
+    assert len(names) == sum(len(dict(section)) for section in (Config().generation, Config().router, Config().kv))
+    options = given_flags("--kv_budget", "0.2", "--kv.policy", "tova", "--max_generations", "3")
+    assert given_settings(options) == {"kv_budget": 0.2, "kv_policy": "tova", "max_generations": 3}
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        ("--kv_budget 0.2", "budget", 0.2),
+        ("--kv.budget 0.2", "budget", 0.2),
+        ("--kv_budget 1", "budget", 1.0),
+        ("--kv_budget null", "budget", None),
+        ("--kv_budget_tokens 256", "budget_tokens", 256),
+        ("--kv_budget .2 --kv_policy tova", "policy", "tova"),
+        ("--kv_budget .2 --kv_signal entropy", "signal", "entropy"),
+        ("--kv_dtype int8", "dtype", "int8"),
+        ("--dtype bfloat16", "dtype", "auto"),  # the model's
+        ("--kv_budget .2 --kv_decay entropy", "decay", "entropy"),
+        ("--kv_budget .2 --kv_decay 0.5", "decay", 0.5),
+        ("--kv_budget .2 --kv_decay 0", "decay", 0.0),
+        ("--kv_budget .2 --kv_signal loss --kv_calibration 7", "calibration", "7"),
+        ("--kv_budget .2 --kv_signal loss --kv_calibration null", "calibration", None),
+    ],
+)
+def test_flags(argv, key, value):
+    read = getattr(build_config({}, overrides(given_flags(*argv.split()))).kv, key)
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--budget 0.2", "unknown flag --budget, did you mean --kv_budget?"),
+        ("--kv_budgets 0.2", "unknown flag --kv_budgets, did you mean --kv_budget?"),
+        ("--kv-budget 0.2", "unknown flag --kv-budget, did you mean --kv_budget?"),
+        ("--kv.polcy tova", "unknown flag --kv.polcy, did you mean --kv.policy?"),
+        ("--kv.kv_pool 5", "unknown flag --kv.kv_pool, did you mean --kv.pool?"),
+        ("--kv_cache_dtype int8", "unknown flag --kv_cache_dtype, did you mean --kv_dtype?"),
+        ("--kv_decay null", "kv.decay must be a number in [0, 1], or entropy, got null (command line)"),
+        ("--kv_pool 5", f"kv.pool {OFF} (command line)"),
+    ],
+)
+def test_wrong_flags(argv, sentence):
+    with pytest.raises(UserError) as error:
+        build_config({}, overrides(given_flags(*argv.split())))
+    assert str(error.value) == sentence
+
+
+def test_generate_has_the_flags_and_explain_which_keeps_no_cache_has_not():
+    options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=flags.generate)
+    assert given_settings(options) == {"kv_budget": 0.2}
+    with pytest.raises(UserError, match="unknown flag --kv_budget"):
+        given_flags("--run_dir", "r", "--kv_budget", "0.2", command=flags.explain)
+
+
+@pytest.mark.parametrize("tree", [{"kv_budget": 0.2}, {"generation": {"kv_budget": 0.2}}, {"generation": {"budgets": 0.2}}])
+def test_a_file_says_where_a_misplaced_key_belongs(tree):
+    with pytest.raises(UserError, match=r"did you mean kv\.budget\?$"):
+        build_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--what router --sequences 5", "--sequences belongs to --what kv: leave it out with --what router"),
+        ("--what router --loss", "--loss belongs to --what kv: leave it out with --what router"),
+        ("--what router --output o", "--output belongs to --what kv: leave it out with --what router"),
+        ("--what router --from_results o", "--from_results belongs to --what kv: leave it out with --what router"),
+        ("--what kv --tokens 5", "--tokens belongs to --what router: leave it out with --what kv"),
+        ("--what kv --from_results o --loss", "--from_results measures nothing: leave --loss out"),
+        ("--what kv --from_results o --sequences 0", "--from_results measures nothing: leave --sequences out"),
+        ("--what kv --from_results o --data_path t", "--from_results measures nothing: leave --data_path out"),
+        ("--what router --tokens 5 --data_path t --json --plot p.png", ""),
+        ("--what kv --sequences 5 --loss --output o --data_path t --json --plot p.png", ""),
+        ("--what kv --from_results o --output p --json --plot p.png", ""),
+    ],
+)
+def test_flags_of_calibrate_go_with_what_is_calibrated(argv, sentence):
+    options = given_flags("--run_dir", "r", *argv.split(), command=flags.calibrate)
+    if not sentence:
+        flags.check_calibrate(options)
+        return
+    with pytest.raises(UserError) as error:
+        flags.check_calibrate(options)
+    assert str(error.value) == sentence
+
+
+def test_eval_knows_both_evaluations():
+    for what in ("sampling", "kv"):
+        assert given_flags(what, "--run_dir", "r", command=flags.evaluate).what == what
+    with pytest.raises(UserError, match="choose from"):
+        given_flags("cache", "--run_dir", "r", command=flags.evaluate)
