@@ -19,7 +19,7 @@ from dantinox.sampling import SamplingParams
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
-# The same for all rows of a batch, with router.use_attention.
+# The same for all rows of a batch, with router.use_attention and all of kv.
 SHARED = ("use_cache", "weights", "n", "strategy", "preset", "sampler_order", "ties", "top_p_rule")
 
 
@@ -57,7 +57,7 @@ class Run:
           echo: with `logprobs`, report the prompt's tokens too.
           score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`: the entropy router's candidates are really drawn, and
             the one that scores highest is taken (`dantinox.sampling.candidates.guide_score` is the guide's own score).
-          settings: keys of the sections `generation` and `router`; they win over the run's own.
+          settings: keys of the sections `generation`, `router` and `kv` (`kv_budget` and so on); they win over the run's own.
 
         Returns:
           A `Result` for one prompt, else a list in the order of the prompts; with `n` above 1 always a list, the samples
@@ -77,7 +77,7 @@ class Run:
         return (piece.text for piece in batch.pieces(stream=True))
 
     def settings(self, given: Mapping[str, Any]) -> Config:
-        """The run's settings with keys of `generation` and `router` laid over them, validated."""
+        """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
         return overlay(self.config, given)
 
     def params(
@@ -97,7 +97,7 @@ class Run:
     ) -> list[Batch]:
         """Requests (prompt, settings), each with its own numbers, in batches ready to be decoded.
 
-        One batch, but for requests that differ in what a program is made for: order of the steps, cache, samples, precision.
+        One batch, but for requests that differ in what a program is made for: order of the steps, caches, samples, precision.
         """
         if not requests:
             raise UserError("there is no prompt to continue")
@@ -110,7 +110,7 @@ class Run:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, config in enumerate(configs):
             shared = [getattr(config.generation, name) for name in SHARED]
-            groups.setdefault((*shared, config.router.use_attention), []).append(number)
+            groups.setdefault((*shared, config.router.use_attention, config.kv), []).append(number)
         return [
             Batch(
                 self.prepared(configs[numbers[0]].generation.weights),

@@ -1,0 +1,60 @@
+"""Requests with settings of their own: how they are read from a file, and which of them share a batch."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dantinox.config import Config, UserError, overlay
+from dantinox.generation import text
+from dantinox.generation.requests import read_requests
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The numbers of the requests in each batch that settings end up in; nothing is decoded."""
+    monkeypatch.setattr(text, "Batch", lambda model, tokenizer, requests, *_: [request.number for request in requests])
+    monkeypatch.setattr(text.Run, "prepared", lambda *_: None)
+    monkeypatch.setattr(text.Run, "prompt_ids", lambda *_: [1])
+
+    def of(settings, base=None):
+        model = SimpleNamespace(config=Config().architecture(259))
+        return text.Run(base or Config(), model, None).start([("a", given) for given in settings])
+
+    return of
+
+
+def test_requests_of_another_cache_are_a_batch_of_their_own(batches):
+    small = {"kv_budget": 0.2}
+    assert batches([small, {}, {**small, "top_k": 3}, {"kv_budget": 0.5}, {"kv_dtype": "int8"}, small]) == [
+        [0, 2, 5], [1], [3], [4],
+    ]  # fmt: skip
+    assert batches([small, {**small, "kv_policy": "tova"}, {**small, "kv_sinks": 0}]) == [[0], [1], [2]]
+    base = Config(kv={"budget": 0.2, "pool": 5})
+    assert batches([{}, {"kv_budget": None}, {"kv_budget": 0.2}, {"kv_pool": 7}], base) == [[0, 2], [1], [3]]
+
+
+def test_lines_of_a_file_set_keys_of_kv_over_the_flags_and_the_run(tmp_path):
+    base = Config(kv={"budget": 0.5, "policy": "tova"})
+    lines = [
+        "a",
+        {"kv_budget_tokens": 64},
+        {"kv_budget": None},
+        {"use_cache": False},
+        {"kv_policy": "snapkv+ema", "kv_pool": 5},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps({"prompt": "b", **x}) for x in lines))
+    requests = read_requests(path, {"kv_budget": 0.2}, base)
+    own = [overlay(base, given).kv.model_dump(exclude_defaults=True) for _, given in requests]
+    assert own == [
+        {"budget": 0.2, "policy": "tova"}, {"budget_tokens": 64, "policy": "tova"}, {}, {}, {"budget": 0.2, "pool": 5},
+    ]  # fmt: skip
+
+
+def test_a_wrong_key_of_kv_is_named_with_its_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('a\n{"prompt": "b", "kv_budgets": 0.2}\n')
+    with pytest.raises(UserError) as error:
+        read_requests(path, {}, Config())
+    assert str(error.value) == f"unknown key kv_budgets, did you mean kv_budget? ({path}, line 2)"
