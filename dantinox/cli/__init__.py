@@ -156,21 +156,44 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     _check_png(options.plot)
+    flags.check_calibrate(options)
     use_compilation_cache()
-    from dantinox.evaluation.calibrate import TOKENS, calibrate_router
-    from dantinox.report.calibration import calibration_lines, plot_calibration
     from dantinox.run import atomic_write
 
-    tokens = TOKENS if options.tokens is None else options.tokens
-    record = calibrate_router(options.run_dir, tokens=tokens, data_path=options.data_path)
+    record, lines, plot = {"router": _calibrate_router, "kv": _calibrate_kv}[options.what](options)
     if options.json:
         print(json.dumps(record, ensure_ascii=False))
     else:
-        for line in calibration_lines(record, shutil.get_terminal_size((100, 24)).columns):
+        for line in lines(shutil.get_terminal_size((100, 24)).columns):
             print(line)
     if options.plot is not None:
-        plot_calibration(record, options.plot, atomic_write)
+        plot(record, options.plot, atomic_write)
     return 0
+
+
+def _calibrate_router(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
+    """The record, what makes lines of a width of it, and what draws it."""
+    from dantinox.evaluation.calibrate import TOKENS, calibrate_router
+    from dantinox.report.calibration import calibration_lines, plot_calibration
+
+    tokens = TOKENS if options.tokens is None else options.tokens
+    record = calibrate_router(options.run_dir, tokens=tokens, data_path=options.data_path)
+    return record, lambda width: calibration_lines(record, width), plot_calibration
+
+
+def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
+    from dantinox.evaluation.calibrate_kv import SEQUENCES, calibrate_kv
+    from dantinox.report.kv_calibration import kv_calibration_lines, plot_kv_calibration
+
+    record = calibrate_kv(
+        options.run_dir,
+        sequences=SEQUENCES if options.sequences is None else options.sequences,
+        data_path=options.data_path,
+        output=options.output,
+        from_results=options.from_results,
+        loss=bool(options.loss),
+    )
+    return record, lambda width: kv_calibration_lines(record, width, options.output), plot_kv_calibration
 
 
 def _eval(options: argparse.Namespace) -> int:

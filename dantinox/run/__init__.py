@@ -1,6 +1,7 @@
 """A run on disk: its directory, its weights, and what was measured on them. Nothing here imports jax."""
 
 from dantinox.run.calibrations import (
+    KV_FORMAT,
     KVCalibration,
     head_names,
     load_kv_calibration,
@@ -23,6 +24,7 @@ from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [
     "KVCalibration",
+    "KV_FORMAT",
     "RunDirectory",
     "atomic_write",
     "create_run",

@@ -1,0 +1,285 @@
+"""What a head's share of a compressed cache can go by: entropy and coverage of its attention, measured on a text."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import ModelConfig, UserError
+from dantinox.evaluation import calibrate
+from dantinox.generation import Run, load
+from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.report.kv_calibration import HEAD_TYPES
+from dantinox.run import (
+    KV_FORMAT,
+    RunDirectory,
+    head_names,
+    load_run_config,
+    open_run,
+    read_kv_calibration,
+    save_kv_calibration,
+    weights_digest,
+)
+from dantinox.text import Tokenizer, open_store
+
+SEQUENCES = 20
+ROWS = 4  # query rows of a sequence, a quarter of it apart
+LEAST_TOKENS = 64  # of a sequence
+MASS = 0.95
+TEXT_TOKENS = 1 << 22  # read of a given text at most
+BATCH_TOKENS = 2048  # read at once
+TRIES = 10_000  # places drawn in vain before a text is given up
+
+
+def calibrate_kv(
+    run_dir: str | Path,
+    *,
+    sequences: int = SEQUENCES,
+    data_path: str | Path | None = None,
+    seed: int = 0,
+    output: str | Path | None = None,
+    from_results: str | Path | None = None,
+    loss: bool = False,
+) -> dict[str, Any]:
+    """Measures the attention of every query head on a text, and saves it in the run as `kv_entropy.json`.
+
+    In each sequence the queries at 25, 50, 75 and 100 % of its tokens are measured: the entropy of their attention over the
+    keys they see, and the smallest number of keys that hold 95 % of it. A head has the mean over queries and sequences.
+
+    Args:
+      sequences: how many are read; fewer where the text has no more that differ.
+      data_path: the text, as `data.path` names one (of a long one the beginning); None: the training tokens left in the run.
+      seed: chooses the sequences.
+      output: write to this file instead of into the run.
+      from_results: measure nothing and take over what this file of format 1 or 2 holds, if it is of this model.
+      loss: measure also `loss_signal`.
+
+    Returns:
+      What is saved, ready for JSON: the keys of format 1 (`head_entropies`, `entropy_stats`, `head_types` …) with
+      `format_version` 2, and where it was measured here `lengths` (tokens up to the query rows, means over the sequences) and
+      `length_entropies`, `coverage`, `loss`, `split_half_correlation` (of the heads' entropies in odd and in even sequences,
+      null for one sequence), `tokens`, `sequences`, `seed`, and SHA-256 of `tokenizer` and `weights`.
+
+    Raises:
+      UserError: the run cannot be loaded, there is no text or no document long enough in it, or `from_results` does not fit.
+    """
+    directory = open_run(run_dir)
+    path = directory.kv if output is None else Path(output)
+    if not path.parent.is_dir():  # told before the work, not after it
+        raise UserError(f"cannot write {path}: there is no directory {path.parent}")
+    if from_results is None:
+        record = _measured(directory, sequences, data_path, seed, loss)
+    elif data_path is not None or loss:
+        raise UserError("from_results measures nothing: leave data_path and loss out")
+    else:
+        config = load_run_config(directory).architecture(Tokenizer.load(directory.tokenizer).vocab_size)
+        record = described(directory, config, read_kv_calibration(from_results, config, weights_digest(directory)))
+    save_kv_calibration(path, record)
+    return record
+
+
+def _measured(directory: RunDirectory, sequences: int, data_path: str | Path | None, seed: int, loss: bool) -> dict[str, Any]:
+    for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
+        if number < least:
+            raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
+    weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
+    run = load(directory.path)
+    config = run.model.config
+    if config.max_context < ROWS:
+        raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {config.max_context}")
+    ids = _training_tokens(directory, run) if data_path is None else calibrate._read(run, str(data_path), TEXT_TOKENS)
+    texts = choose(ids, sequences, config.max_context, run.tokenizer.eos_id, seed)
+    if not texts:
+        least = min(LEAST_TOKENS, config.max_context)
+        raise UserError(f"found no document of at least {least} tokens in the text: give another one with --data_path")
+    entropy_SRLN, coverage_SRLN = measure(run.model, texts)
+    if not np.isfinite(entropy_SRLN).all():
+        raise UserError(f"the model of {directory.path} gives attention that is no number: its weights are damaged")
+    found = {
+        "calibration": {"n_sequences": len(texts), "n_sample_positions": ROWS, "method": "attention_entropy"},
+        "head_entropies": _named(entropy_SRLN.mean(axis=(0, 1)), "H"),
+        "lengths": np.mean([row_ends(len(text)) for text in texts], axis=0).tolist(),
+        "length_entropies": _named(np.moveaxis(entropy_SRLN.mean(axis=0), 0, -1), "H"),
+        "coverage": _named(coverage_SRLN.mean(axis=(0, 1)), "H"),
+        "split_half_correlation": split_half(entropy_SRLN.mean(axis=1)),
+        "tokens": sum(map(len, texts)),
+        "sequences": len(texts),
+        "seed": seed,
+        "tokenizer": run.tokenizer.fingerprint,
+        "weights": weights,
+    }
+    if loss:
+        found["loss"] = _named(loss_signal(run, texts), "K")
+    return described(directory, config, found)
+
+
+def loss_signal(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """What the slots of each key head are worth, `[L, K]`.
+
+    Args:
+      texts: token ids of the sequences.
+    """
+    raise UserError("the signal loss cannot be measured yet: leave it out")
+
+
+def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of format 2: what was found, the model it is of, and what follows from the entropies."""
+    L, N, K = config.num_blocks, config.n_heads, config.kv_heads
+    heads = np.array(list(found["head_entropies"].values()), np.float64)
+    model_info = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": L,
+        "num_attention_heads": N,
+        "num_key_value_heads": K,
+        "max_position_embeddings": config.max_context,
+        "head_dim": config.head_size,
+        "gqa_ratio": N // K,
+        "is_gqa": K < N,
+    }
+    model = {"model": directory.path.name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context}
+    derived = {"entropy_stats": entropy_stats(heads), "head_types": head_types(heads)}
+    version = {"format_version": KV_FORMAT}
+    return version | model | {"model_info": model_info} | dict(found) | derived | version
+
+
+def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
+    """Mean, extremes and spread of the heads' entropies; null where a ratio would divide by zero."""
+    mean, least, most, spread = (float(number) for number in (heads.mean(), heads.min(), heads.max(), heads.std()))
+    return {
+        "mean": mean,
+        "min": least,
+        "max": most,
+        "std": spread,
+        "cv": spread / mean if mean > 0 else None,
+        "range_ratio": most / least if least > 0 else None,
+    }
+
+
+def head_types(heads: np.ndarray) -> dict[str, int]:
+    """How many heads are of each type."""
+    types = np.searchsorted(list(HEAD_TYPES.values()), heads, side="right")
+    return dict(zip(HEAD_TYPES, np.bincount(types, minlength=len(HEAD_TYPES)).tolist(), strict=True))
+
+
+def split_half(entropy_SLN: np.ndarray) -> float | None:
+    """Rank correlation between the heads' mean entropies in odd and in even sequences, None for one sequence."""
+    if len(entropy_SLN) < 2:
+        return None
+    return rank_correlation(*(entropy_SLN[first::2].mean(axis=0).ravel() for first in (0, 1)))
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Spearman's rho, equal numbers with the mean of their ranks; None where one side does not vary."""
+    ranks: list[Any] = []
+    for values in (x, y):
+        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+        if len(counts) == 1:
+            return None
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def choose(ids: np.ndarray, count: int, length: int, eos_id: int | None, seed: int) -> list[np.ndarray]:
+    """Sequences of up to `length` tokens of a text, each inside one document; their places are drawn uniformly.
+
+    A sequence begins at the place drawn, or before it where its document would end too soon. End tokens are left out: no
+    training taught what follows them. Documents of fewer than `LEAST_TOKENS` (or `length`, if that is less) are passed over.
+    """
+    random, chosen, tries = np.random.default_rng(seed), dict[tuple[int, int], None](), 0
+    while len(chosen) < count and tries < TRIES and len(ids) > 0:
+        start, stop = _stretch(ids, int(random.integers(len(ids))), length, eos_id)
+        if stop - start >= min(LEAST_TOKENS, length) and (start, stop) not in chosen:
+            chosen[start, stop], tries = None, 0
+        else:
+            tries += 1
+    return [np.asarray(ids[start:stop], np.int32) for start, stop in chosen]
+
+
+def _stretch(ids: np.ndarray, place: int, length: int, eos_id: int | None) -> tuple[int, int]:
+    """Up to `length` tokens of the document at `place`. Only so many tokens on either side of it are looked at."""
+    low, high = max(0, place - length), min(len(ids), place + length)
+    if eos_id is not None:
+        ends = low + np.flatnonzero(ids[low:high] == eos_id)
+        low = max([low, *(ends[ends < place] + 1)])
+        high = min([high, *ends[ends >= place]])
+    start = max(low, min(place, high - length))
+    return start, min(high, start + length)
+
+
+def row_ends(tokens: int) -> list[int]:
+    """How many tokens of a sequence have been read at each of its query rows."""
+    return [-(-tokens * row // ROWS) for row in range(1, ROWS + 1)]
+
+
+def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Entropy (bits) of the attention, and keys that hold `MASS` of it, for S sequences, R query rows, L layers and N heads.
+
+    Returns:
+      Two arrays `[S, R, L, N]`, float64.
+    """
+    S = len(texts)
+    ends_SR = np.array([row_ends(len(text)) for text in texts])
+    slots = int(ends_SR.max())
+    T = -(-slots // ROWS)  # no quarter is longer
+    batch = min(S, max(1, BATCH_TOKENS // T))
+    found = []
+    for first in range(0, S, batch):
+        rows = np.minimum(np.arange(first, first + batch), S - 1)  # of one size, so that one program does for all
+        cache = make_cache(model.config, batch, slots, model.dtype)
+        starts_B, measured = np.zeros(batch, int), []
+        for ends_B in ends_SR[rows].T:
+            cache, told_LB2N = _read(model, cache, *_quarter([texts[row] for row in rows], starts_B, ends_B, T))
+            measured.append(np.asarray(told_LB2N, np.float64))
+            starts_B = ends_B
+        found.append(np.stack(measured))
+    found_RLS2N = np.concatenate(found, axis=2)[:, :, :S]
+    entropy_SRLN, keys_SRLN = found_RLS2N.transpose(3, 2, 0, 1, 4)
+    return entropy_SRLN, keys_SRLN
+
+
+def _quarter(texts: Sequence[np.ndarray], starts_B: np.ndarray, ends_B: np.ndarray, length: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and positions `[B, T]` from a start to an end in each text, padded to `length`."""
+    positions_BT = starts_B[:, None] + np.arange(length)
+    positions_BT = np.where(positions_BT < ends_B[:, None], positions_BT, -1)
+    tokens_BT = np.stack([text[np.maximum(places_T, 0)] for text, places_T in zip(texts, positions_BT, strict=True)])
+    return jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32)
+
+
+_compiled: Any = partial(nnx.jit, donate_argnames=("cache",), graph_updates=False)
+
+
+@_compiled
+def _read(
+    model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array
+) -> tuple[KVCache | None, jax.Array]:
+    """The cache after these tokens, and of each row's newest query `[L, B, 2, N]`; see `_entropy_and_keys`."""
+    _, after, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=_entropy_and_keys)
+    return after, jnp.stack(aux["probe"])
+
+
+def _entropy_and_keys(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
+    """`[B, 2, N]`: entropy in bits, and the keys that hold `MASS`, of the attention of one query per row."""
+    valid_B1S = valid_BS[:, None]
+    p_BNS = jax.nn.softmax(jnp.where(valid_B1S, scores_BNS.astype(jnp.float32), -jnp.inf), axis=-1)
+    entropy_BN = jax.scipy.special.entr(p_BNS).sum(axis=-1) / jnp.log(2)
+    held_BNS = jnp.cumsum(jnp.sort(p_BNS, axis=-1, descending=True), axis=-1)
+    keys_BN = jnp.minimum(1 + (held_BNS < MASS).sum(axis=-1), valid_B1S.sum(axis=-1))
+    return jnp.stack([entropy_BN, keys_BN], axis=1)
+
+
+def _training_tokens(directory: RunDirectory, run: Run) -> np.ndarray:
+    store = open_store(run.config, directory.data, run.tokenizer)
+    if store is None:
+        raise UserError(f"{directory.path} keeps no text of its training: give a text with --data_path")
+    return store._train
+
+
+def _named(values: np.ndarray, letter: str) -> dict[str, Any]:
+    """`{"L0_H0": …}` of an array whose first axes are layers and heads."""
+    L, N = values.shape[:2]
+    return dict(zip(head_names(L, N, letter), values.reshape(L * N, *values.shape[2:]).tolist(), strict=True))

@@ -1,0 +1,87 @@
+"""A calibration of attention heads as lines and as a picture, from records written by hand."""
+
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.report.kv_calibration import HEAD_TYPES, heads_of, kv_calibration_lines, plot_kv_calibration
+
+
+def make(layers, heads, **more):
+    entropies = np.linspace(0, 5, layers * heads).reshape(layers, heads)
+    names = [f"L{layer}_H{head}" for layer in range(layers) for head in range(heads)]
+    counts = np.histogram(entropies, [0, 0.5, 1.5, 3, 4, 99])[0].tolist()
+    return {
+        "n_layer": layers,
+        "n_head": heads,
+        "head_entropies": dict(zip(names, entropies.ravel().tolist(), strict=True)),
+        "head_types": dict(zip(HEAD_TYPES, counts, strict=True)),
+    } | more
+
+
+MORE = {
+    "tokens": 2560,
+    "sequences": 20,
+    "lengths": [32, 64, 96, 128.0],
+    "length_entropies": {"L0_H0": [1, 2, 3, 4], "L0_H1": [2, 3, 4, 6]},
+    "split_half_correlation": 0.9756,
+}
+
+
+def test_every_head_where_a_row_holds_them():
+    record = make(3, 4)
+    lines = list(kv_calibration_lines(record | MORE, 80))
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).startswith(
+        "entropy of the attention of 4 heads in each of 3 layers, in bits, on 20 sequences of 2,560"
+    )
+    rows = [line.split() for line in lines]
+    table = rows.index(["layer", "H0", "H1", "H2", "H3"])
+    for layer, values in enumerate(heads_of(record, "head_entropies")):
+        assert rows[table + 1 + layer] == [str(layer), *(f"{value:.2f}" for value in values)]
+    assert ["sink", "<", "0.5", "bits", "2", "16.7%"] in rows and ["diffuse", "≥", "4", "bits", "3", "25.0%"] in rows
+    assert "mean entropy by the tokens up to the query: 1.50 at 32, 2.50 at 64, 3.50 at 96, 5.00 at 128" in " ".join(lines)
+    assert "between odd and even sequences: 0.976" in " ".join(lines)
+    assert "95 %" not in " ".join(lines)  # coverage was not measured
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_many_heads_become_their_spread(width):
+    record = make(24, 64, coverage=make(24, 64)["head_entropies"])
+    lines = list(kv_calibration_lines(record, width))
+    assert max(map(len, lines)) <= max(width, 40)
+    rows = [line.split() for line in lines]
+    values = heads_of(record, "head_entropies")[23]
+    spread = [values.min(), np.median(values), values.mean(), values.max()]
+    assert ["layer", "min", "median", "mean", "max"] in rows and ["23", *(f"{value:.2f}" for value in spread)] in rows
+    told = " ".join(lines)
+    assert "keys that hold 95 % of a head's attention: 2.5 on average, from 0.0 to 5.0" in told
+    assert "correlation" not in told and "sequences" not in told
+
+
+def test_where_it_was_saved_says_how_it_is_used(tmp_path):
+    used = "--kv_budget 0.2 --kv_signal entropy gives a head slots by its entropy"
+    assert f"saved in the run directory: {used}" in " ".join(kv_calibration_lines(make(1, 2)))
+    told = "\n".join(kv_calibration_lines(make(1, 2), 80, tmp_path / "a.json"))
+    assert f"saved in {tmp_path / 'a.json'}" in told and "--kv_calibration" in told
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 4), (24, 16)])
+def test_the_picture(tmp_path, size):
+    pytest.importorskip("matplotlib")
+    pictures = {}
+    plot_kv_calibration(make(*size), tmp_path / "a.png", write=pictures.__setitem__)
+    data = pictures[tmp_path / "a.png"]
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (1350, 630)
+    with pytest.raises(UserError, match="cannot write"):
+        plot_kv_calibration(make(*size), tmp_path / "none" / "a.png")
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
+        plot_kv_calibration(make(1, 2), tmp_path / "a.png")
