@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import hashlib
+import io
 import json
 import zlib
 from array import array
@@ -14,6 +15,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.text.cutting import last_cut
+from dantinox.text.recall import FIELD
 from dantinox.text.sources import Source, find_sources
 
 BLOCK_BYTES = 4 << 20
@@ -72,7 +74,8 @@ class Corpus:
         for source in self.sources:
             one = _Digest(source)
             empty = True
-            texts = _records(source, self.text_field, one) if source.records else _text(source, one)
+            field = self.text_field if source.content is None else FIELD
+            texts = _records(source, field, one) if source.records else _text(source, one)
             for starts, text in texts:
                 empty = False
                 document += starts
@@ -118,6 +121,8 @@ class _Digest:
 
 
 def _open(source: Source) -> BinaryIO:
+    if source.content is not None:
+        return io.BytesIO(source.content)
     packed = source.path.suffix == ".gz"
     return gzip.open(source.path, "rb") if packed else open(source.path, "rb")  # type: ignore[return-value]
 

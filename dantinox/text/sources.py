@@ -1,4 +1,4 @@
-"""Which files a corpus is: names, folders, globs and the built-in one, resolved to regular files in a fixed order."""
+"""Which files a corpus is: names, folders, globs and the built-in ones, resolved to regular files in a fixed order."""
 
 import glob
 import os
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.text.recall import corpus as with_tasks
 
-BUILTIN = "builtin:python"
+BUILTIN, RECALL = "builtin:python", "builtin:recall"
 BUILTIN_BYTES = 8_000_000
 # Not the library's own prose and code: what others installed, tests with their odd files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
@@ -21,11 +22,17 @@ TEXT_SUFFIXES = frozenset(_SUFFIXES.split())
 
 
 class Source(NamedTuple):
-    """A file of text, or of JSON Lines records; `named`: a person gave its name, so it may not be empty."""
+    """A file of text, or of JSON Lines records.
+
+    Attributes:
+      named: a person gave its name, so it may not be empty.
+      content: what a corpus made here holds, of which `path` is but the name; None: it is in the file.
+    """
 
     path: Path
     records: bool
     named: bool
+    content: bytes | None = None
 
 
 def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
@@ -45,14 +52,16 @@ def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
 def _resolve(name: str) -> list[Source]:
     if name == BUILTIN:
         return _builtin()
+    if name == RECALL:
+        return [_recall()]
     if name.startswith("builtin:"):
-        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN}?")
+        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN} or {RECALL}?")
     path = Path(os.path.expanduser(name))
     kind = _kind(path)
     if kind is None and glob.has_magic(name):
         return _matches(str(path), name)
     if kind is None or not name:  # an empty name would be the current folder
-        raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, or {BUILTIN}")
+        raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, {BUILTIN} or {RECALL}")
     return _folder(path) if stat.S_ISDIR(kind) else [_source(path, kind, named=True)]
 
 
@@ -138,3 +147,9 @@ def _builtin() -> list[Source]:
     if not chosen:
         raise UserError(f"this interpreter has no sources of its standard library in {root}: give data.path a text file")
     return chosen
+
+
+def _recall() -> Source:
+    """The texts of `builtin:python` with tasks between them: records, made once and held in memory (12 MB)."""
+    texts = (source.path.read_text(encoding="utf-8") for source in _builtin())
+    return Source(Path(RECALL), records=True, named=False, content=b"".join(with_tasks(t for t in texts if t.strip())))
