@@ -1,0 +1,236 @@
+"""Slots per head: the sum is met, no head is out of bounds, larger weights come first, and a layer has at most two sizes."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.generation import budgets
+from dantinox.generation.budgets import UNIT, allocate, by_key_head, head_weights, least_total
+
+laws = settings(max_examples=100, deadline=None, derandomize=True)
+# A weight is drawn as a byte, which is quick; clipped weights are often equal.
+TABLE = np.clip(np.random.default_rng(0).gamma(1, 1, 256), 0.3, 2.5)
+
+
+@st.composite
+def requests(draw, uniform=False):
+    L, K = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    caps = (
+        [1 + cap for cap in draw(st.binary(min_size=L, max_size=L))] if draw(st.booleans()) else [draw(st.integers(1, 256))] * L
+    )
+    floor = draw(st.integers(1, 40))
+    weights = np.ones(L * K) if uniform else TABLE[list(draw(st.binary(min_size=L * K, max_size=L * K)))]
+    total = draw(st.integers(least_total(caps, K, floor), K * sum(caps) + 10))
+    return weights.reshape(L, K), caps, total, floor
+
+
+def slots_of(allocation):
+    """The slots of every head `[L, K]`, heads in their own order."""
+    out = []
+    for order, groups in zip(allocation.order, allocation.groups, strict=True):
+        slots = [slots for heads, slots in groups for _ in range(heads)]
+        assert sorted(order) == list(range(len(slots)))
+        out.append([slots[order.index(head)] for head in range(len(order))])
+    return np.array(out)
+
+
+@laws
+@given(requests())
+def test_the_total_is_met(request):
+    weights_LK, caps, total, floor = request
+    most = weights_LK.shape[1] * sum(caps)
+    spent = slots_of(allocate(weights_LK, caps, total, floor)).sum()
+    if total >= most:
+        assert spent == most
+    else:
+        assert 0 <= total - spent < UNIT
+
+
+@laws
+@given(requests())
+def test_every_head_is_within_bounds_and_in_whole_units(request):
+    weights_LK, caps, total, floor = request
+    for slots_K, cap in zip(slots_of(allocate(weights_LK, caps, total, floor)), caps, strict=True):
+        assert all(min(floor, cap) <= slots <= cap for slots in slots_K)
+        assert all(slots % UNIT == 0 or slots == cap for slots in slots_K)
+
+
+@laws
+@given(requests())
+def test_groups(request):
+    """At most two in a layer, the one with more slots first; plain integers, for shapes and for hashing."""
+    weights_LK, caps, total, floor = request
+    allocation = allocate(weights_LK, caps, total, floor)
+    for groups in allocation.groups:
+        assert len(groups) in (1, 2) and all(heads > 0 for heads, _ in groups)
+        assert sum(heads for heads, _ in groups) == weights_LK.shape[1]
+        assert len(groups) == 1 or groups[0][1] > groups[1][1]
+        assert all(type(number) is int for group in groups for number in group)
+    hash(allocation)
+    assert all(type(head) is int for order in allocation.order for head in order)
+
+
+@laws
+@given(requests())
+def test_a_larger_weight_never_has_fewer_slots(request):
+    weights_LK, caps, total, floor = request
+    slots_LK = slots_of(allocate(weights_LK, caps, total, floor))
+    for slots_K, weights_K in zip(slots_LK, weights_LK, strict=True):
+        for a, b in itertools.permutations(range(len(slots_K)), 2):
+            assert slots_K[a] >= slots_K[b] or weights_K[a] <= weights_K[b]
+
+
+@laws
+@given(requests(), st.data())
+def test_the_order_is_that_of_the_weights_whatever_the_total(request, data):
+    weights_LK, caps, total, floor = request
+    K = weights_LK.shape[1]
+    allocation = allocate(weights_LK, caps, total, floor)
+    for order, weights_K in zip(allocation.order, weights_LK, strict=True):
+        assert list(order) == sorted(range(K), key=lambda head: (-weights_K[head], head))
+    other = data.draw(st.integers(least_total(caps, K, floor), K * sum(caps)))
+    assert allocate(weights_LK, caps, other, floor).order == allocation.order
+
+
+@laws
+@given(requests(uniform=True))
+def test_equal_weights_differ_by_at_most_a_unit(request):
+    """Every head that is at most a unit above the least one; only a head at its cap may have fewer."""
+    weights_LK, caps, total, floor = request
+    slots_LK = slots_of(allocate(weights_LK, caps, total, floor))
+    below = slots_LK[slots_LK < np.array(caps)[:, None]]
+    assert below.size == 0 or slots_LK.max() - below.min() <= UNIT
+
+
+@laws
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+def test_no_cut_in_two_is_smaller(wishes):
+    """Brute force over all ways to put heads in two groups, sorted or not."""
+    wishes = sorted(wishes, reverse=True)
+    least = min(
+        sum(len(part) * max(part) for part in (first, second) if part)
+        for inside in itertools.product([False, True], repeat=len(wishes))
+        for first, second in [([w for w, i in zip(wishes, inside, strict=True) if i == side] for side in (False, True))]
+    )
+    layer = budgets._cut(np.array(wishes))
+    assert sum(heads * slots for heads, slots in layer) == least == budgets._totals(np.array(wishes)).min()
+    assert all(slots >= wish for slots, wish in zip(budgets._slots(layer), wishes, strict=True))
+
+
+def wishes_at(level, weights_LK, caps, floor):
+    """One head after the other: level · weight in the nearest whole units, half a unit upwards, within the bounds."""
+    out = []
+    for weights_K, cap in zip(weights_LK, caps, strict=True):
+        least = min((floor + UNIT - 1) // UNIT * UNIT, cap)
+        shares = [level * weight for weight in weights_K]
+        units = [int(share / UNIT + 0.5) * UNIT for share in shares]
+        out.append([cap if share >= cap else max(least, min(unit, cap)) for share, unit in zip(shares, units, strict=True)])
+    return out
+
+
+def padded(wishes_LK):
+    total = 0
+    for wishes in map(sorted, wishes_LK):
+        total += min(heads * wishes[heads - 1] + (len(wishes) - heads) * wishes[-1] for heads in range(1, len(wishes) + 1))
+    return total
+
+
+@laws
+@given(requests())
+def test_the_level_is_the_highest_that_fits(request):
+    """The wishes only grow with the level: at the next larger number they are too many, unless all are caps."""
+    weights_LK, caps, total, floor = request
+    caps_L1 = np.array(caps)[:, None]
+    level = budgets._level(np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total)
+    assert padded(wishes_at(level, weights_LK, caps, floor)) <= total
+    more = wishes_at(np.nextafter(level, np.inf), weights_LK, caps, floor)
+    assert padded(more) > total or more == [[cap] * weights_LK.shape[1] for cap in caps]
+
+
+@laws
+@given(requests(), st.data())
+def test_a_layer_cut_anew_holds_what_was_left(request, data):
+    weights_LK, caps, _, floor = request
+    K, cap = weights_LK.shape[1], caps[0]
+    floor = int(budgets._floors(np.array(cap), floor))
+    shares_K = np.sort(np.clip(data.draw(st.floats(0, 100)) * weights_LK[0], floor, cap))[::-1]
+    layer = budgets._cut(budgets._in_units(shares_K, np.array(floor), np.array(cap)))
+    before, left = budgets._slots(layer), data.draw(st.integers(UNIT, K * UNIT))
+    found = budgets._recut(layer, shares_K, floor, cap, left)
+    if K == 1 or before.sum() + left >= K * cap:
+        assert found is None
+    else:
+        more, new = found
+        slots = budgets._slots(new)
+        assert 0 <= before.sum() + left - slots.sum() < UNIT
+        assert more == pytest.approx(
+            sum(max(s - x, 0) ** 2 - max(s - y, 0) ** 2 for s, x, y in zip(shares_K, slots, before, strict=True))
+        )
+
+
+@pytest.mark.parametrize(("L", "K"), [(12, 2), (12, 4), (12, 8), (24, 16)])
+def test_meeting_the_total_costs_no_head_more_than_a_unit(L, K):
+    random = np.random.default_rng(0)
+    for ratio in (0.1, 0.2, 0.3, 0.5) * 5:
+        weights_LK = head_weights(random.gamma(1, 1, (L, K)), 0.3, 2.5)
+        total = int(ratio * L * K * 512)
+        slots_LK = slots_of(allocate(weights_LK, [512] * L, total, floor=20))
+        bounds = budgets._floors(np.array([[512]] * L), 20), np.array([[512]] * L)
+        level = budgets._level(-np.sort(-weights_LK), *bounds, total)
+        assert (np.clip(level * weights_LK, *bounds) - slots_LK).max() <= UNIT
+
+
+def test_least_total():
+    assert least_total([256, 17, 24], kv_heads=2, floor=20) == 2 * (24 + 17 + 24)
+    with pytest.raises(ValueError, match="total must be at least 130, got 129"):
+        allocate(np.ones((3, 2)), [256, 17, 24], total=129, floor=20)
+    assert slots_of(allocate(np.ones((3, 2)), [256, 17, 24], 130, 20)).tolist() == [[24, 24], [17, 17], [24, 24]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "caps", "total", "order", "groups"),
+    [
+        ([[1, 1, 1, 1]], [100], 200, (0, 1, 2, 3), [((1, 56), (3, 48))]),
+        ([[1, 1], [1, 1]], [256, 256], 256, (0, 1), [((2, 64),), ((2, 64),)]),
+        ([[1, 3, 3, 1]], [512], 512, (1, 2, 0, 3), [((2, 192), (2, 64))]),
+        ([[4, 4, 1, 1]], [100], 280, (0, 1, 2, 3), [((2, 100), (2, 40))]),
+        ([[1, 1], [3, 3]], [64, 20], 120, (0, 1), [((2, 40),), ((2, 20),)]),
+        ([[8, 1, 1, 1]], [1000], 88, (0, 1, 2, 3), [((1, 64), (3, 8))]),
+    ],
+)
+def test_by_hand(weights, caps, total, order, groups):
+    allocation = allocate(np.array(weights, float), caps, total, floor=8)
+    assert allocation.order[0] == order and list(allocation.groups) == groups
+
+
+def test_a_window_is_a_cap_and_the_others_have_the_rest():
+    slots_LK = slots_of(allocate(np.ones((3, 2)), [1024, 128, 1024], total=6 * 512, floor=20))
+    assert slots_LK.tolist() == [[704, 704], [128, 128], [704, 704]]
+
+
+def test_weights():
+    signal_LK = np.array([[1.0, 2.0], [4.0, 13.0]])
+    np.testing.assert_allclose(head_weights(signal_LK, 0.3, 2.5), [[0.3, 0.4], [0.8, 2.5]])
+    np.testing.assert_array_equal(head_weights(np.zeros((2, 3)), 0.3, 2.5), np.ones((2, 3)))
+
+
+def test_query_heads_of_a_key_head_stand_next_to_each_other():
+    signal_LN = np.array([[1.0, 2.0, 3.0, 7.0], [0.0, 8.0, 4.0, 1.0]])
+    assert by_key_head(signal_LN, 2, "max").tolist() == [[2, 7], [8, 4]]
+    assert by_key_head(signal_LN, 2, "mean").tolist() == [[1.5, 5], [4, 2.5]]
+    assert by_key_head(signal_LN, 2, "min").tolist() == [[1, 3], [0, 1]]
+    assert by_key_head(signal_LN, 4, "min").tolist() == signal_LN.tolist()
+
+
+def test_a_large_model_takes_no_time():
+    L, K, N = 80, 64, 131_072
+    weights_LK = head_weights(np.random.default_rng(0).gamma(1, 1, (L, K)), 0.3, 2.5)
+    for weights in (weights_LK, np.ones((L, K))):
+        total, start = int(0.2 * L * K * N) + 1000, time.perf_counter()
+        spent = slots_of(allocate(weights, [N] * L, total, floor=20)).sum()
+        assert time.perf_counter() - start < 1
+        assert 0 <= total - spent < UNIT
