@@ -1,5 +1,6 @@
 """What a head's share of a compressed cache can go by: entropy and coverage of its attention, measured on a text."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -141,7 +142,8 @@ def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, 
         "gqa_ratio": N // K,
         "is_gqa": K < N,
     }
-    model = {"model": directory.path.name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context}
+    name = directory.path.name.encode(errors="replace").decode()  # what is no text has no place in JSON
+    model = {"model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context}
     derived = {"entropy_stats": entropy_stats(heads), "head_types": head_types(heads)}
     version = {"format_version": KV_FORMAT}
     return version | model | {"model_info": model_info} | dict(found) | derived | version
@@ -150,13 +152,14 @@ def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, 
 def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
     """Mean, extremes and spread of the heads' entropies; null where a ratio would divide by zero."""
     mean, least, most, spread = (float(number) for number in (heads.mean(), heads.min(), heads.max(), heads.std()))
+    ratio = most / least if least > 0 else math.inf
     return {
         "mean": mean,
         "min": least,
         "max": most,
         "std": spread,
         "cv": spread / mean if mean > 0 else None,
-        "range_ratio": most / least if least > 0 else None,
+        "range_ratio": ratio if math.isfinite(ratio) else None,
     }
 
 
@@ -266,7 +269,7 @@ def _entropy_and_keys(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
     """`[B, 2, N]`: entropy in bits, and the keys that hold `MASS`, of the attention of one query per row."""
     valid_B1S = valid_BS[:, None]
     p_BNS = jax.nn.softmax(jnp.where(valid_B1S, scores_BNS.astype(jnp.float32), -jnp.inf), axis=-1)
-    entropy_BN = jax.scipy.special.entr(p_BNS).sum(axis=-1) / jnp.log(2)
+    entropy_BN = jnp.maximum(jax.scipy.special.entr(p_BNS).sum(axis=-1), 0) / jnp.log(2)  # p may be rounded to more than 1
     held_BNS = jnp.cumsum(jnp.sort(p_BNS, axis=-1, descending=True), axis=-1)
     keys_BN = jnp.minimum(1 + (held_BNS < MASS).sum(axis=-1), valid_B1S.sum(axis=-1))
     return jnp.stack([entropy_BN, keys_BN], axis=1)

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.config.base import Count, CountOrZero, NonNegative, Section
+from dantinox.config.base import Count, NonNegative, Section
 from dantinox.config.router import MEASURED, Scale
 from dantinox.run.directory import RunDirectory, atomic_write
 from dantinox.run.weights import short, weights_digest
@@ -24,6 +24,8 @@ _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(st
 MAX_KV_BYTES = 16 << 20
 KV_FORMAT = 2
 PER_HEAD = {"head_entropies": "H", "coverage": "H", "loss": "K", "length_entropies": "H"}  # H: query heads, K: key heads
+Whole = Annotated[int, Field(ge=0)]
+Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # bits, keys: a sum of them stays a number
 
 
 def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
@@ -58,8 +60,8 @@ class _Method(Section):
     """How the heads were measured."""
 
     model_config = ConfigDict(extra="ignore")
-    n_sequences: CountOrZero | None = None
-    n_sample_positions: CountOrZero | None = None
+    n_sequences: Whole | None = None
+    n_sample_positions: Whole | None = None
     method: str | None = None
 
 
@@ -71,18 +73,18 @@ class _KVFile(Section):
     n_layer: Count
     n_head: Count
     n_head_kv: Count
-    head_entropies: dict[str, NonNegative]
+    head_entropies: dict[str, Signal]
     model: str | None = None
     n_ctx: Count | None = None
     calibration: _Method | None = None
     lengths: list[NonNegative] | None = None
-    length_entropies: dict[str, list[NonNegative]] | None = None
-    coverage: dict[str, NonNegative] | None = None
-    loss: dict[str, NonNegative] | None = None
+    length_entropies: dict[str, list[Signal]] | None = None
+    coverage: dict[str, Signal] | None = None
+    loss: dict[str, Signal] | None = None
     split_half_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
-    tokens: CountOrZero | None = None
-    sequences: CountOrZero | None = None
-    seed: CountOrZero | None = None
+    tokens: Whole | None = None
+    sequences: Whole | None = None
+    seed: Whole | None = None
     tokenizer: str | None = None
     weights: str | None = None
 

@@ -85,6 +85,7 @@ def test_types_begin_at_their_bound():
     assert kv.head_types(bounds) == {"sink": 2, "focused": 2, "moderate": 2, "mixed": 2, "diffuse": 2}
     zeros = kv.entropy_stats(np.zeros(3))
     assert zeros["cv"] is None and zeros["range_ratio"] is None and zeros["std"] == 0
+    assert kv.entropy_stats(np.array([5e-324, 9]))["range_ratio"] is None  # too large for a number
 
 
 def test_rank_correlation():
