@@ -19,7 +19,9 @@ from dantinox.generation import load
 
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
-SUMMARY = r"\d+ prompt \+ \d+ new tokens, first token [\d.]+ s, [\d.]+ tok/s, compile [\d.]+ s, seed (\d+|\[.*\])\n"
+SUMMARY = (
+    r"\d+ prompt \+ \d+ new tokens, first token [\d.]+ s, [\d.]+ tok/s, compile [\d.]+ s, seed (\d+|\[.*\])(, cache .*)?\n"
+)
 KEYS = [
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seed", "seconds", "compile_seconds",
     "decode_tok_per_s", "cache",

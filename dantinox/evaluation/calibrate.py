@@ -74,7 +74,7 @@ def calibrate_router(
     directory = open_run(run_dir)
     weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
     run = load(run_dir)
-    ids = _stored(directory, run, tokens) if data_path is None else _read(run, str(data_path), tokens)
+    ids = _stored(directory, run, tokens) if data_path is None else read_text(run, str(data_path), tokens)
     window = min(window, run.model.config.max_context)
     context = min(context, window // 4)
     text = windows(ids, window, context, run.tokenizer.eos_id)
@@ -190,7 +190,7 @@ def _stored(directory: RunDirectory, run: Run, tokens: int) -> np.ndarray:
     return np.concatenate(parts)[:count] if parts else np.zeros(0, np.int32)
 
 
-def _read(run: Run, path: str, tokens: int) -> np.ndarray:
+def read_text(run: Run, path: str, tokens: int) -> np.ndarray:
     """The first tokens of a text."""
     parts: list[np.ndarray] = []
     count = 0

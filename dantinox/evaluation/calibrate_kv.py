@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.evaluation import calibrate
+from dantinox.evaluation.calibrate import read_text
+from dantinox.evaluation.kv_measure import loss_signal
 from dantinox.generation import Run, load
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.kv_calibration import HEAD_TYPES
@@ -58,7 +59,7 @@ def calibrate_kv(
       seed: chooses the sequences.
       output: write to this file instead of into the run.
       from_results: measure nothing and take over what this file of format 1 or 2 holds, if it is of this model.
-      loss: measure also `loss_signal`.
+      loss: measure also `loss_signal`, which takes minutes.
 
     Returns:
       What is saved, ready for JSON: the keys of format 1 (`head_entropies`, `entropy_stats`, `head_types` …) with
@@ -93,7 +94,7 @@ def _measured(directory: RunDirectory, sequences: int, data_path: str | Path | N
     config = run.model.config
     if config.max_context < ROWS:
         raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {config.max_context}")
-    ids = _training_tokens(directory, run) if data_path is None else calibrate._read(run, str(data_path), TEXT_TOKENS)
+    ids = _training_tokens(directory, run) if data_path is None else read_text(run, str(data_path), TEXT_TOKENS)
     texts = choose(ids, sequences, config.max_context, run.tokenizer.eos_id, seed)
     if not texts:
         least = min(LEAST_TOKENS, config.max_context)
@@ -115,17 +116,17 @@ def _measured(directory: RunDirectory, sequences: int, data_path: str | Path | N
         "weights": weights,
     }
     if loss:
-        found["loss"] = _named(loss_signal(run, texts), "K")
+        lengths = np.array([len(text) for text in texts])
+        found["loss"] = _named(loss_signal(run.model, _padded(texts), lengths, config.max_context), "K")
     return described(directory, config, found)
 
 
-def loss_signal(run: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
-    """What the slots of each key head are worth, `[L, K]`.
-
-    Args:
-      texts: token ids of the sequences.
-    """
-    raise UserError("the signal loss cannot be measured yet: leave it out")
+def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """The texts as rows `[S, T]`, zeros behind their ends."""
+    tokens_ST = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row_T, text in zip(tokens_ST, texts, strict=True):
+        row_T[: len(text)] = text
+    return tokens_ST
 
 
 def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def _training_tokens(directory: RunDirectory, run: Run) -> np.ndarray:
     store = open_store(run.config, directory.data, run.tokenizer)
     if store is None:
         raise UserError(f"{directory.path} keeps no text of its training: give a text with --data_path")
-    return store._train
+    return store.training_ids
 
 
 def _named(values: np.ndarray, letter: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, GenerationSection
-from dantinox.generation.engine import CHUNK, Chunk, Session
+from dantinox.generation.engine import CHUNK, CachePlan, Chunk, Session
 from dantinox.generation.stopping import StopFinder
 from dantinox.generation.tokens import clamp_to_context
 from dantinox.generation.trace import changed_settings, columns, router_numbers
@@ -123,6 +123,7 @@ class Batch:
         params: Callable[[Sequence[Config], Sequence[int]], SamplingParams],
         logprobs: int | None,
         echo: bool,
+        plan: Callable[[int], CachePlan],
     ):
         sections = [config.generation for config in configs]
         self.results: list[Result] = []
@@ -149,6 +150,7 @@ class Batch:
             samples=samples,
             use_cache=sections[0].use_cache,
             report=logprobs,
+            plan=plan,
         )
         self._rows = [_Row(tokenizer, section, requests[i // samples].ids) for i, section in enumerate(rows)]
 
@@ -171,7 +173,7 @@ class Batch:
         return (
             f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
             f"{stats['decode_tok_per_s']:.1f} tok/s, compile {stats['compile_seconds']:.2f} s, "
-            f"seed {seeds[0] if len(seeds) == 1 else seeds}"
+            f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'])}"
         )
 
     def pieces(self, stream: bool = False) -> Iterator[Piece]:
@@ -257,6 +259,20 @@ class Batch:
             found["prompt_tokens"] = [self._tokenizer.decode([token]) for token in ids]
             found["prompt_logprobs"] = [None, *said[1:]]
         return found
+
+
+def _cache_summary(cache: dict[str, Any] | None) -> str:
+    """`, cache 1.2 of 5.9 MB (80 % saved, 24 to 64 slots a head)` for a compressed cache, else its size."""
+    if cache is None:
+        return ""
+    size = f", cache {cache['bytes'] / 1e6:.2f} MB"
+    slots = sorted(slots for layer in cache["slots"] for _, slots in layer)
+    if cache["requested_ratio"] == 1:
+        return size
+    if cache["bytes"] == cache["full_bytes"]:
+        return f"{size} (whole: a text of at most {slots[-1]} tokens has nothing to give up)"
+    held = f"{slots[0]} slots a head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots a head"
+    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {held})"
 
 
 class CompileTimer:

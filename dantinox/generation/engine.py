@@ -4,7 +4,7 @@ Everything a row needs is an array with a batch axis: token, position, limit, en
 of different length and different settings share one compiled program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,17 +15,26 @@ import numpy as np
 from flax import nnx
 
 from dantinox.generation.prepare import NARROW_ROWS, widen
-from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model import Compression, KVCache, Transformer, make_cache
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
 from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
 
 CHUNK = 32
+PREFILL = 2048  # tokens of a prompt that are read at once: what attention needs for them grows by the square
 NO_ID = -1
 
 
 def bucket(length: int) -> int:
     """The padded length: the next power of two from 16, above 256 the next multiple of 256."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
+
+
+class CachePlan(NamedTuple):
+    """What a cache is made by, and so a program: its slots for a whole text, its dtype, and what each head keeps of them."""
+
+    slots: int
+    dtype: str
+    compression: Compression | None = None
 
 
 @partial(
@@ -65,7 +74,7 @@ class Emitted(NamedTuple):
 # `graph_updates=False`: else the model is an output of the program, that is, all weights are copied on every call.
 _compiled: Any = partial(
     nnx.jit,
-    static_argnames=("use_cache", "report", "chunk", "slots", "samples"),
+    static_argnames=("use_cache", "report", "chunk", "plan", "samples"),
     donate_argnames=("cache",),
     graph_updates=False,
 )
@@ -83,7 +92,7 @@ def _generate_toks(
     use_cache: bool,
     report: int | None,
     chunk: int = CHUNK,
-    slots: int = 0,
+    plan: CachePlan | None = None,
     samples: int = 1,
 ) -> tuple[KVCache | None, DecodeState, Emitted, jax.Array | None]:
     """Generates up to `chunk` tokens per row: the first one from `prompt` where that is given, else `steps` more.
@@ -93,7 +102,7 @@ def _generate_toks(
       steps: tokens to decode, at most `chunk`; traced, so that a short chunk is no other program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`) with `P · samples` rows in all.
       report: None, or the number of alternatives to report beside the log-probabilities.
-      slots: the cache's size per row when it is made.
+      plan: of the cache, when it is made.
 
     Returns:
       Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and the log-probabilities of the prompt's own
@@ -101,7 +110,7 @@ def _generate_toks(
     """
     rows = state.token_B.shape[0]
     if prompt is not None:
-        seen, cache, echo_PT = _prefill(widen(model), params, prompt, use_cache, report, slots, samples)
+        seen, cache, echo_PT = _prefill(widen(model), params, prompt, plan if use_cache else None, report, samples)
         state, emitted = _choose(seen, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= NARROW_ROWS else widen(model)
@@ -138,15 +147,15 @@ def attention_of(params, aux):
     return jax.vmap(combine)(aux["probe"]) if params.attends else None
 
 
-def _prefill(model, params, prompt, use_cache, report, slots, samples):
+def _prefill(model, params, prompt, plan, report, samples):
     """What is `Seen` after the prompts, `P · samples` rows, the cache they leave, the log-probabilities of their tokens."""
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
     places_T = jnp.arange(T)
     positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
-    cache = make_cache(model.config, P, slots, model.dtype) if use_cache else None
-    x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=cache, probe=probe_of(params))
-    seen = Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention_of(params, aux))
+    cache = None if plan is None else make_cache(model.config, P, plan.slots, plan.dtype, plan.compression)
+    x_PTD, cache, attention = _read(model, params, tokens_PT, positions_PT, cache)
+    seen = Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention)
     echo_PT = None
     if report is not None:
         logprobs_PTV = jax.nn.log_softmax(model.logits(x_PTD[:, :-1]))
@@ -155,6 +164,31 @@ def _prefill(model, params, prompt, use_cache, report, slots, samples):
     if samples > 1:
         cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
     return seen, cache, echo_PT
+
+
+def _read(model, params, tokens_PT, positions_PT, cache):
+    """The prompts' residual stream `[P, T, D]`, the cache behind them, and the attention metrics of their last tokens.
+
+    With a cache, long prompts are read part by part, which bounds what attention takes at a time.
+    """
+    P, T = tokens_PT.shape
+    parts = 1 if cache is None else -(-T // PREFILL)
+    if parts == 1:
+        x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=cache, probe=probe_of(params))
+        return x_PTD, cache, attention_of(params, aux)
+    size = -(-T // parts)
+    padding = ((0, 0), (0, parts * size - T))
+    padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
+
+    def read(cache, part):
+        x_PtD, cache, aux = model.hidden(*part, cache=cache, probe=probe_of(params))
+        return cache, (x_PtD, attention_of(params, aux))
+
+    split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]
+    cache, (x_NPtD, attention_NP) = jax.lax.scan(read, cache, tuple(split))
+    last_P = jnp.max(positions_PT, axis=1) // size
+    attention = jax.tree.map(lambda metric_NP: metric_NP[last_P, jnp.arange(P)], attention_NP)
+    return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, attention
 
 
 def _look(model, cache, state, params, use_cache):
@@ -223,6 +257,7 @@ class Session:
         samples: int = 1,
         use_cache: bool = True,
         report: int | None = None,
+        plan: Callable[[int], CachePlan] | None = None,
     ):
         P, T = prompt_PT.shape
         padded_PT = np.zeros((P, bucket(T)), np.int32)
@@ -239,7 +274,8 @@ class Session:
         self._model, self.params = model, params
         self._prompt = (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
-        self._first: dict[str, Any] = {"slots": slots, "samples": samples}
+        cache_plan = CachePlan(slots, jnp.dtype(model.dtype).name) if plan is None else plan(slots)
+        self._first: dict[str, Any] = {"plan": cache_plan, "samples": samples}
         self.cache: KVCache | None = None
         self.echo: np.ndarray | None = None
         self.state = DecodeState(

@@ -1,6 +1,7 @@
 """Text in, text out: `load` a run directory, `generate` or `stream` from it."""
 
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,20 @@ import jax
 
 from dantinox.config import Config, UserError, overlay
 from dantinox.generation.batch import Batch, Request, Result
+from dantinox.generation.compression import HeadOrder, KVPlan, with_head_order
 from dantinox.generation.prepare import prepare
 from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, flattened, nested
-from dantinox.run import load_router_calibration, load_run_config, load_weights, open_run
+from dantinox.run import (
+    KVCalibration,
+    load_kv_calibration,
+    load_router_calibration,
+    load_run_config,
+    load_weights,
+    open_run,
+    weights_digest,
+)
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
@@ -29,6 +39,7 @@ class Run:
     Attributes:
       model: the transformer as trained, float32.
       calibration: gives the router's thresholds measured on this model, or None where none were.
+      kv_calibration: gives what was measured of the attention heads, from a file or, with None, of this run.
     """
 
     def __init__(
@@ -37,9 +48,11 @@ class Run:
         model: Transformer,
         tokenizer: Tokenizer,
         calibration: Callable[[], Mapping[str, float] | None] = lambda: None,
+        kv_calibration: Callable[[str | None], KVCalibration | None] = lambda path: None,
     ):
-        self.config, self.model, self.tokenizer, self.calibration = config, model, tokenizer, calibration
-        self._prepared: dict[str, Transformer] = {}
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.calibration, self.kv_calibration = calibration, kv_calibration
+        self._prepared: dict[tuple[str, HeadOrder | None], Transformer] = {}
 
     def generate(
         self,
@@ -111,24 +124,41 @@ class Run:
         for number, config in enumerate(configs):
             shared = [getattr(config.generation, name) for name in SHARED]
             groups.setdefault((*shared, config.router.use_attention, config.kv), []).append(number)
+        plans = [self.kv_plan(configs[numbers[0]]) for numbers in groups.values()]
         return [
             Batch(
-                self.prepared(configs[numbers[0]].generation.weights),
+                self.prepared(configs[numbers[0]].generation.weights, plan.order if plan.compresses else None),
                 self.tokenizer,
                 [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
                 [configs[number] for number in numbers],
                 partial(self.params, score_fn=score_fn),
                 logprobs,
                 echo,
+                plan,
             )
-            for numbers in groups.values()
+            for plan, numbers in zip(plans, groups.values(), strict=True)
         ]
 
-    def prepared(self, weights: str) -> Transformer:
-        """The model as decoding wants it, made once per precision."""
-        if weights not in self._prepared:
-            self._prepared[weights] = prepare(self.model, weights)
-        return self._prepared[weights]
+    def kv_plan(self, config: Config) -> KVPlan:
+        """How these settings have the caches made; the calibration is read where they ask for it."""
+        plan = KVPlan(self.model.config, config.kv)
+        if not plan.compresses or not config.kv.reads_calibration:
+            return plan
+        calibration = self.kv_calibration(config.kv.calibration)
+        if calibration is None:
+            warnings.warn(
+                f"every head gets the same share: kv.signal {config.kv.signal} was not measured on this model "
+                "(`dantinox calibrate --run_dir … --what kv` does)",
+                stacklevel=2,
+            )
+        return KVPlan(self.model.config, config.kv, calibration)
+
+    def prepared(self, weights: str, order: HeadOrder | None = None) -> Transformer:
+        """The model as decoding wants it, made once per precision and order of the key heads."""
+        if (weights, order) not in self._prepared:
+            model = self.model if order is None else with_head_order(self.model, order)
+            self._prepared[weights, order] = prepare(model, weights)
+        return self._prepared[weights, order]
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Token ids of a prompt; an empty one is the begin token.
@@ -160,7 +190,13 @@ def load(run_dir: str | Path) -> Run:
     config = load_run_config(run)
     tokenizer = Tokenizer.load(run.tokenizer)
     model = load_model(config, tokenizer.vocab_size, run.weights)
-    return Run(config, model, tokenizer, partial(load_router_calibration, run))
+
+    def kv_calibration(path: str | None) -> KVCalibration | None:
+        if path is None and not run.kv.exists():
+            return None
+        return load_kv_calibration(run.kv if path is None else Path(path), model.config, weights_digest(run))
+
+    return Run(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
 
 
 def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:

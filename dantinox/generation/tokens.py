@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dantinox.config import UserError
+from dantinox.config import Config, UserError, overlay
+from dantinox.generation.compression import KVPlan, with_head_order
 from dantinox.generation.engine import Session, StepInfo
 from dantinox.model import Transformer
+from dantinox.run import load_kv_calibration
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.params import ScoreFn
 
@@ -51,7 +53,8 @@ def generate(
       logprobs: alternatives to report per token with `return_info`; None reports none.
       temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
       score_fn: chooses among the entropy router's candidates, as of `Run.generate`.
-      settings: any other key of it or of `router` that says how a token is chosen; tokens are named by id.
+      settings: any other key of it or of `router` that says how a token is chosen; tokens are named by id. And the keys of `kv`
+        (`kv_budget` and so on); what was measured on the heads is read from the file `kv_calibration` names.
 
     Returns:
       int32 `[B · n, T + max_generations]`, or as many new tokens as the context has room for: each row's prompt, its
@@ -67,8 +70,10 @@ def generate(
     V = model.config.vocab_size
     if logprobs is not None:
         _check_whole("logprobs", logprobs, 0, V)
+    plan = _plan(model, {name: settings.pop(name) for name in [*settings] if name.startswith("kv_")}, use_cache)
+    model = with_head_order(model, plan.order) if plan.compresses else model
     eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
-    B, T = tokens_BT.shape
+    B = len(tokens_BT)
     row = settings | dict(
         greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,
         repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
@@ -79,13 +84,12 @@ def generate(
     limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
     lengths_N = np.repeat(lengths_B, n)
     new = int(limits_B.max())
-    prompts_NT = np.where(np.arange(T) < lengths_N[:, None], np.repeat(tokens_BT, n, axis=0), pad_id)
-    out = np.pad(prompts_NT, ((0, 0), (0, new)), constant_values=pad_id).astype(np.int32)
+    out = _with_room(np.repeat(tokens_BT, n, axis=0), lengths_N, new, pad_id)
     start, infos = time.perf_counter(), []
     if new > 0:
         session = Session(
             model, tokens_BT, lengths_B, params, limits_B=limits_B, eos_ids=[list(eos_ids)] * (B * n),
-            samples=n, use_cache=use_cache, report=logprobs if return_info else None,
+            samples=n, use_cache=use_cache, report=logprobs if return_info else None, plan=plan,
         )  # fmt: skip
         infos = _decode(session, out, lengths_N)
     if not return_info:
@@ -98,6 +102,22 @@ def generate(
         "seconds": time.perf_counter() - start,
         "info": jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None,
     }
+
+
+def _with_room(prompts_NT: np.ndarray, lengths_N: np.ndarray, new: int, pad_id: int) -> np.ndarray:
+    """The prompts with `new` columns more; whatever is not prompt is `pad_id`."""
+    known_NT = np.where(np.arange(prompts_NT.shape[1]) < lengths_N[:, None], prompts_NT, pad_id)
+    return np.pad(known_NT, ((0, 0), (0, new)), constant_values=pad_id).astype(np.int32)
+
+
+def _plan(model: Transformer, given: dict[str, Any], use_cache: bool) -> KVPlan:
+    """How the caches are made by these keys of `kv`."""
+    kv = overlay(Config(), {"use_cache": use_cache} | given).kv
+    if not kv.reads_calibration:
+        return KVPlan(model.config, kv)
+    if kv.calibration is None:
+        raise UserError("kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration")
+    return KVPlan(model.config, kv, load_kv_calibration(kv.calibration, model.config, None))
 
 
 def _decode(session: Session, out: np.ndarray, lengths_N: np.ndarray) -> list[StepInfo | None]:

@@ -3,10 +3,10 @@
 The numbers are known before compilation, so the memory is really saved: the heads of a layer lie in at most two groups, each
 with buffers of its own size. Positions are kept with the keys (which are rotated before they are stored) and stay true.
 
-What stays: `snapkv+ema` chooses a prompt's tokens by the attention of its last queries, smoothed over neighbours (Li et al. 2024,
-SnapKV), and goes on with a moving average of the attention each token gets. `tova` looks at the newest query alone (Oren et al.
-2024), `h2o` at the sum over all (Zhang et al. 2023), `streaming` keeps the newest (Xiao et al. 2024), `random` decides by a hash.
-All of them keep the first tokens and the most recent ones.
+What stays: `snapkv+ema` chooses a prompt's tokens by the attention of its last queries, smoothed over neighbours (SnapKV, Li et
+al. 2024), and goes on with a moving average of the attention each token gets. `tova` looks at the newest query alone (Oren et
+al. 2024), `h2o` at the sum over all (Zhang et al. 2023), `streaming` keeps the newest (Xiao et al. 2024), `random` goes by a
+hash. All of them keep the first tokens and the most recent ones.
 """
 
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ class Group:
         busy_B11 = last_B11 >= 0
         store = union.take(taken_BKC).where(jnp.broadcast_to(busy_B11, (B, 1, C)), self.store)
         importance_BKS = self.importance_BKS
-        if importance_BKS is not None:
+        if importance_BKS is not None and importance_BKU is not None:
             chosen = jnp.take_along_axis(importance_BKU, taken_BKC, axis=2)
             importance_BKS = jnp.where(busy_B11, chosen, importance_BKS)
         return self._with(store, jnp.where(busy_B11, position_BKS, self.position_BKS), importance_BKS), seen, valid_BKTS

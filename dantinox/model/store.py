@@ -39,7 +39,7 @@ class Store:
         """New keys and values, token t in slot t."""
         k, k_scale_BTK = stored(k_BTKH, dtype)
         v, v_scale_BTK = stored(v_BTKH, dtype)
-        scales = () if k_scale_BTK is None else (k_scale_BTK.transpose(0, 2, 1), v_scale_BTK.transpose(0, 2, 1))
+        scales = [None if scale_BTK is None else scale_BTK.transpose(0, 2, 1) for scale_BTK in (k_scale_BTK, v_scale_BTK)]
         return cls(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), *scales)
 
     @property

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.cache import Fresh, KVCache
-from dantinox.model.store import Probe
 from dantinox.model.layers import NORMS, Linear, RMSNorm, dropout, feed_forward
 from dantinox.model.positions import rotary_angles, rotate, sinusoidal
+from dantinox.model.store import Probe
 
 Angles = tuple[jax.Array, jax.Array] | None
 Constrain = Callable[[jax.Array], jax.Array]

@@ -101,6 +101,11 @@ class TokenStore:
         crossings = 0 if self._eos is None else np.count_nonzero(self._val[:-1] == self._eos)
         return float(self.val.bytes / (len(self._val) - 1 - crossings))
 
+    @property
+    def training_ids(self) -> np.ndarray:
+        """The training tokens in order, mapped from the disk."""
+        return self._train
+
     def batch(self, step: int) -> Batch:
         """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length]."""
         first = step * self.batch_size

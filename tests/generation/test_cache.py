@@ -113,7 +113,7 @@ def test_the_cache_is_as_long_as_the_request_not_as_the_context():
     params = SamplingParams.build({"greedy": True})
     session = Session(model, np.ones((1, 10), np.int32), np.array([10]), params, limits_B=np.array([20]), eos_ids=[[]])
     session.start()
-    assert session.cache.report()["slots"] == [32, 8]
+    assert session.cache.report()["slots"] == [[[2, 32]], [[2, 8]]]
     assert session.cache.report()["bytes"] == 2 * 2 * (32 + 8) * 8 * 4
 
 

@@ -96,7 +96,7 @@ def decode_program(model, settings, rows=2, slots=2048):
 def test_decoding_copies_neither_cache_nor_weights(wide, settings):
     program, cache = decode_program(wide, settings)
     report, memory = cache.report(), program.memory_analysis()
-    assert report["slots"] == [2048] * 4
+    assert report["slots"] == [[[4, 2048]]] * 4
     assert memory.temp_size_in_bytes < 0.1 * report["bytes"]
     assert memory.alias_size_in_bytes >= report["bytes"]
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20

@@ -1,0 +1,327 @@
+"""Compressed caches in the engine: memory that is really saved, tokens that really stay, and nothing else changed."""
+
+import re
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError
+from dantinox.config.kv import KVSection
+from dantinox.generation import engine, generate, prepare
+from dantinox.generation.compression import KVPlan, with_head_order
+from dantinox.generation.engine import Session, _generate_toks
+from dantinox.model import make_cache
+from dantinox.model.compressed import Compressed
+from dantinox.run import KVCalibration
+from dantinox.sampling import SamplingParams
+
+from . import builder
+
+CONFIG = builder.config(max_context=512, kv_heads=2)
+PROMPT, NEW, SLOTS = 70, 58, 128
+RATIOS = (0.5, 0.3, 0.2)
+POLICIES = ["snapkv+ema", "streaming", "tova", "h2o", "random"]
+
+
+def plan_of(config=CONFIG, calibration=None, **kv: Any) -> KVPlan:
+    return KVPlan(config, KVSection.model_validate(kv), calibration)
+
+
+def calibrated(entropy_LN, **more: Any) -> KVCalibration:
+    return KVCalibration(np.asarray(entropy_LN, float), more.get("coverage"), more.get("loss"), "here")
+
+
+def session(model, prompts, new, plan=None, **settings: Any) -> Session:
+    rows = len(prompts)
+    tokens, lengths = builder.padded(prompts)
+    params = SamplingParams.build({"greedy": True} | settings, batch=rows)
+    return Session(model, tokens, lengths, params, limits_B=np.full(rows, new), eos_ids=[[]] * rows, plan=plan)
+
+
+def groups_of(cache) -> list:
+    return [group for layer in cache.layers if isinstance(layer, Compressed) for group in layer.groups]
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.2, 0.1])
+@pytest.mark.parametrize("signal", ["uniform", "entropy"])
+def test_the_slots_sum_to_the_request_and_the_bytes_fall_with_it(ratio, signal):
+    config = builder.config(windows=(None,) * 6, kv_heads=4, head_size=64)
+    random = np.random.default_rng(0)
+    plan = plan_of(config, calibrated(random.uniform(0.1, 4, (6, 4))), budget=ratio, signal=signal)
+    for slots in (512, 4096):
+        cached = plan(slots)
+        report = jax.eval_shape(partial(make_cache, config, 2, slots, jnp.float32, cached.compression))
+        total = sum(heads * kept for groups in cached.compression.groups for heads, kept in groups)
+        assert 0 <= int(ratio * 6 * 4 * slots) - total < 8
+        assert all(slots not in leaf.shape for leaf in jax.tree.leaves(report))
+    for dtype, of_full, of_bfloat16 in ((jnp.float32, 1, None), (jnp.bfloat16, 1, None), (jnp.int8, 1, 0.58)):
+        report = make_cache(config, 2, 512, dtype, plan(512).compression).report()
+        full = make_cache(config, 2, 512, dtype).report()
+        assert report["full_bytes"] == full["bytes"]
+        assert report["full_bytes_bfloat16"] == make_cache(config, 2, 512, jnp.bfloat16).report()["bytes"]
+        assert report["bytes"] <= of_full * (ratio + 0.05) * full["bytes"]
+        assert of_bfloat16 is None or report["bytes"] <= of_bfloat16 * (ratio + 0.05) * report["full_bytes_bfloat16"]
+        assert report["requested_ratio"] == ratio and report["ratio"] == report["bytes"] / full["bytes"]
+
+
+def test_another_entropy_of_one_head_is_another_capacity():
+    def slots(entropy_LN):
+        plan = plan_of(calibration=calibrated(entropy_LN), budget=0.5, signal="entropy")
+        groups = plan(SLOTS).compression.groups
+        sizes = [[kept for heads, kept in layer for _ in range(heads)] for layer in groups]
+        return [dict(zip(order, row, strict=True)) for order, row in zip(plan.order, sizes, strict=True)]
+
+    low = slots([[1, 1, 1, 1], [1, 1, 1, 1]])
+    high = slots([[1, 1, 1, 1], [1, 1, 3, 1]])  # the third query head belongs to the second key head
+    assert low == [{0: 64, 1: 64}] * 2
+    assert high[1][1] > high[1][0] and high[0][0] < 64
+
+
+def test_a_windowed_layer_counts_its_window():
+    config = builder.config(windows=(None, 32, 100, 400))
+    groups = plan_of(config, budget=0.5)(256).compression.groups
+    total = sum(heads * kept for layer in groups for heads, kept in layer)
+    assert 0 <= int(0.5 * 2 * (256 + 32 + 100 + 256)) - total < 8
+    assert all(kept <= cap for layer, cap in zip(groups, (256, 32, 100, 256), strict=True) for _, kept in layer)
+
+
+def test_budget_tokens_are_slots_per_head():
+    by_tokens, by_ratio = plan_of(budget_tokens=32)(SLOTS), plan_of(budget=0.25)(SLOTS)
+    assert by_tokens.compression.groups == by_ratio.compression.groups == (((2, 32),), ((2, 32),))
+
+
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ({"budget": 0.1}, "kv.budget 0.1 leaves 12 slots for a head of a text of 128 tokens, and each needs 24"),
+        ({"budget_tokens": 20}, "kv.budget_tokens 20 leaves 20 slots .* and each needs 24 .* give at least 24$"),
+        ({"budget": 0.3, "sinks": 40}, "each needs 56 .* give at least 0.438$"),
+    ],
+)
+def test_less_than_every_head_must_have_is_refused(kv, said):
+    with pytest.raises(UserError, match=said) as error:
+        plan_of(**kv)(SLOTS)
+    if "budget" in kv:
+        plan_of(**kv | {"budget": float(str(error.value).split()[-1])})(SLOTS)
+
+
+# In the engine
+
+
+@cache
+def prompt() -> list[int]:
+    return builder.prompts(PROMPT, seed=3)[0]
+
+
+def test_ratio_one_is_the_full_cache_bit_by_bit():
+    model = builder.model(CONFIG)
+    full, one = (
+        generate(model, [prompt()], NEW, greedy=True, logprobs=0, return_info=True, **kv) for kv in ({}, {"kv_budget": 1.0})
+    )
+    np.testing.assert_array_equal(full[0], one[0])
+    np.testing.assert_array_equal(full[1]["info"].logprob, one[1]["info"].logprob)
+
+
+def test_a_text_that_fits_is_exact_and_said_to_be():
+    model = builder.model(CONFIG)
+    expected = generate(model, [[1, 2, 3]], 12, greedy=True)
+    for kv in ({"budget": 0.2}, {"budget_tokens": 64}):
+        plan = plan_of(**kv)
+        running = session(model, [[1, 2, 3]], 12, plan)
+        tokens = np.concatenate([running.start().tokens, running.advance().tokens], axis=1)
+        report = running.cache.report()
+        np.testing.assert_array_equal(tokens[0], expected[0, 3:15])
+        assert report["bytes"] == report["full_bytes"] and report["ratio"] == 1 and not groups_of(running.cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
+    config = builder.config(max_context=512, windows=(None, 60))
+    model = builder.model(config)
+    running = session(model, builder.prompts(70, 31, seed=4), 420, plan_of(config, budget_tokens=40, policy=policy))
+    running.start()
+    shapes = [leaf.shape for leaf in jax.tree.leaves(running.cache)]
+    done = False
+    while not done:
+        done = bool(running.advance().done.all())
+        assert [leaf.shape for leaf in jax.tree.leaves(running.cache)] == shapes
+    assert len(groups_of(running.cache)) == 2
+    for index, layer in enumerate(running.cache.layers):
+        (group,) = layer.groups
+        for row, last in enumerate((488, 449)):  # the last token drawn was never read
+            for kept in np.asarray(group.position_BKS[row]):
+                assert len(set(kept.tolist())) == 40 and kept.max() == last and kept.min() >= 0
+                assert set(range(last - 15, last + 1)) <= set(kept.tolist())
+                assert index == 1 or {0, 1, 2, 3} <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("ratio", RATIOS[:2])
+def test_decoding_holds_nothing_as_long_as_the_text(ratio):
+    """No leaf and no tensor of the compiled program has an axis of N; little is allocated beside the cache, nothing copied."""
+    config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
+    model = builder.model(config)
+    running = session(model, [[1] * 5] * 2, 9)
+    plan = plan_of(config, calibrated(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")(2048)
+    cache = make_cache(config, 2, 2048, jnp.float32, plan.compression)
+    program = _generate_toks.lower(
+        model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None
+    ).compile()
+    sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", program.as_text()) for size in shape.split(",")}
+    assert 2048 not in sizes | {size for leaf in jax.tree.leaves(cache) for size in leaf.shape}
+    assert {kept for layer in plan.compression.groups for _, kept in layer} <= sizes
+    memory, held = program.memory_analysis(), cache.report()["bytes"]
+    assert memory.temp_size_in_bytes < 0.1 * held
+    assert memory.alias_size_in_bytes >= held
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_narrow_keys_and_values_are_never_widened_at_once(dtype):
+    config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
+    model = builder.model(config)
+    running = session(model, [[1] * 5] * 2, 9)
+    cache = make_cache(config, 2, 2048, jnp.dtype(dtype))
+    program = _generate_toks.lower(
+        model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None
+    ).compile()
+    held = cache.report()["bytes"]
+    assert held < 0.6 * make_cache(config, 2, 2048, jnp.float32).report()["bytes"]
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * (1 if dtype == "bfloat16" else 2)
+    assert program.memory_analysis().alias_size_in_bytes >= held
+
+
+def test_an_empty_slot_is_never_read_and_a_kept_one_is():
+    model = builder.model(CONFIG)
+    running = session(model, [prompt()[:20]], 60, plan_of(budget_tokens=40))
+    running.start()
+    group = running.cache.layers[0].groups[0]
+    empty_BKS = np.asarray(group.position_BKS) < 0
+    assert 0 < empty_BKS.sum() < empty_BKS.size
+
+    def next_logits(changed_BKS):
+        def poisoned(leaf):
+            if leaf.shape == group.store.v_BKSH.shape:
+                return jnp.where(changed_BKS[..., None], 1e30, leaf)
+            return jnp.where(changed_BKS[:, :, None], 1e30, leaf) if leaf.shape == group.store.k_BKHS.shape else leaf
+
+        cache = jax.tree.map(poisoned, running.cache)
+        return np.asarray(model(jnp.asarray([[5]]), jnp.asarray([[20]]), cache=cache)[0])
+
+    plain = next_logits(np.zeros_like(empty_BKS))
+    kept_BKS = np.zeros_like(empty_BKS)
+    kept_BKS[0, 0, np.argmin(empty_BKS[0, 0])] = True
+    np.testing.assert_array_equal(next_logits(empty_BKS), plain)
+    assert (next_logits(kept_BKS) != plain).any()
+
+
+@pytest.mark.parametrize("kv", [{"budget": 0.4}, {"budget": 0.4, "dtype": "int8"}], ids=["float32", "int8"])
+def test_a_row_is_what_it_is_alone(kv):
+    """Rows of different length beside each other: tokens of the row alone, and the same positions kept."""
+    config = builder.config(max_context=512, windows=(None, 48))
+    model, plan = builder.model(config), plan_of(config, **kv)
+    prompts = builder.prompts(70, 9, 41, seed=5)
+    together = session(model, prompts, 50, plan)
+    chunks = [together.start(), together.advance(), together.advance()]
+    tokens = np.concatenate([chunk.tokens for chunk in chunks], axis=1)
+    for row, text in enumerate(prompts):
+        alone = session(model, [text], 50, lambda slots: plan(128))
+        chunks = [alone.start(), alone.advance(), alone.advance()]
+        np.testing.assert_array_equal(np.concatenate([chunk.tokens for chunk in chunks], axis=1)[0], tokens[row])
+        for ours, solo in zip(groups_of(together.cache), groups_of(alone.cache), strict=True):
+            np.testing.assert_array_equal(ours.position_BKS[row], solo.position_BKS[0])
+
+
+def test_long_prompts_are_read_in_parts(monkeypatch):
+    """The full cache is the same in any number of parts; a compressed one keeps its size, its sinks and the newest tokens."""
+    model, texts = builder.model(CONFIG), builder.prompts(300, 130, seed=6)
+
+    def read(plan, part):
+        monkeypatch.setattr(engine, "PREFILL", part)
+        jax.clear_caches()
+        running = session(model, texts, 3, plan, strategy="entropy", greedy=False, seed=1)
+        running.start()
+        return running
+
+    whole, parts = read(None, 2048), read(None, 100)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.cache, parts.cache)
+    np.testing.assert_array_equal(whole.state.token_B, parts.state.token_B)
+    compressed = read(plan_of(budget_tokens=48), 100)
+    for group in groups_of(compressed.cache):
+        for row, length in enumerate((300, 130)):
+            for kept in np.asarray(group.position_BKS[row]):
+                assert len(set(kept.tolist())) == 48
+                assert {*range(4), *range(length - 16, length)} <= set(kept.tolist())
+
+
+def test_what_is_important_is_not_what_is_recent():
+    model = builder.model(CONFIG)
+    kept = {}
+    for policy in POLICIES:
+        running = session(model, [prompt()], NEW, plan_of(budget_tokens=40, policy=policy))
+        running.start()
+        kept[policy] = [set(row.tolist()) for group in groups_of(running.cache) for row in np.asarray(group.position_BKS[0])]
+    newest = {*range(4), *range(PROMPT - 36, PROMPT)}
+    assert kept["streaming"] == [newest] * 4
+    for policy in POLICIES:
+        assert all({*range(4), *range(PROMPT - 16, PROMPT)} <= row for row in kept[policy])
+        assert policy == "streaming" or all(row != newest for row in kept[policy])
+    assert len({str(kept[policy]) for policy in POLICIES}) == 5
+
+
+def test_the_router_reads_what_the_cache_holds():
+    """Its attention metrics are those of the scores over the kept keys alone, in groups of different size too."""
+    model = builder.model(CONFIG)
+    calibration = calibrated([[1, 1, 4, 4], [1, 1, 2, 2]])
+    plan = plan_of(calibration=calibration, budget=0.35, signal="entropy")
+    model = with_head_order(model, plan.order)
+    running = session(model, [prompt()], NEW, plan)
+    running.start()
+    assert sorted(group.position_BKS.shape[2] for group in running.cache.layers[0].groups) == [24, 72]
+    probe = jax.jit(lambda cache: model(jnp.asarray([[5]]), jnp.asarray([[PROMPT]]), cache=cache, probe=lambda s, v: (s, v))[2])
+    scores_BNS, valid_BNS = probe(running.cache)["probe"][0]
+    assert scores_BNS.shape == valid_BNS.shape == (1, 4, 72)
+    np.testing.assert_array_equal(np.sum(valid_BNS[0], axis=1), [PROMPT + 1] * 2 + [24] * 2)
+    from dantinox.sampling.router import layer_attention
+
+    found = layer_attention(scores_BNS[0], valid_BNS[0])
+    for head in range(4):
+        scores = np.asarray(scores_BNS[0, head], np.float64)[np.asarray(valid_BNS[0, head])]
+        a = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        np.testing.assert_allclose(found.entropy_H[head], -(a * np.log2(a)).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_another_order_of_the_heads_is_the_same_function(weights):
+    config = builder.config(kv_heads=4, n_heads=8, no_sink=True, qk_norm=True)
+    model = builder.model(config)
+    order = ((2, 0, 3, 1), (0, 1, 2, 3))
+    tokens, places = np.array([[3, 9, 4, 1, 7]]), np.arange(5)[None]
+    plain = prepare(model, weights)(tokens, places)[0]
+    for other in (prepare(with_head_order(model, order), weights), with_head_order(prepare(model, weights), order)):
+        np.testing.assert_allclose(other(tokens, places)[0], plain, rtol=1e-4, atol=1e-4)
+        assert not np.array_equal(
+            nnx.state(other.blocks[0].attention.qkv).kernel[...],
+            nnx.state(prepare(model, weights).blocks[0].attention.qkv).kernel[...],
+        )
+
+
+def test_settings_of_generate(tmp_path):
+    model = builder.model(CONFIG)
+    for kv, said in [
+        ({"kv_budget": 0}, r"kv.budget must be a number in \(0, 1\]"),
+        ({"kv_budget": 1.5}, "kv.budget must be"),
+        ({"kv_budget": 0.1}, "each needs 24"),
+        ({"kv_budget": 0.5, "use_cache": False}, "use_cache"),
+        ({"kv_budget": 0.5, "kv_signal": "entropy"}, "kv_calibration"),
+        ({"kv_budgets": 0.5}, "kv_budget"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            generate(model, [prompt()], NEW, greedy=True, **kv)
