@@ -197,26 +197,55 @@ def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable
 
 
 def _eval(options: argparse.Namespace) -> int:
+    flags.check_evaluate(options)
     use_compilation_cache()
+    from dantinox.run import atomic_write
+
+    record, lines, write = {"sampling": _eval_sampling, "kv": _eval_kv}[options.what](options)
+    for line in lines(record, shutil.get_terminal_size((100, 24)).columns):
+        print(line)
+    write(record, options.out or options.run_dir / "evaluation", atomic_write)
+    return 0
+
+
+def _eval_sampling(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
+    """The record, what makes lines of it, and what writes its files."""
     from dantinox.evaluation.sampling import evaluate_sampling
     from dantinox.report.sampling import sampling_lines, write_sampling
-    from dantinox.run import atomic_write
 
     record = evaluate_sampling(
         options.run_dir,
         options.reference,
         quick=options.quick,
         methods=options.methods,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=_tell,
         prompts=options.prompts,
         seeds=options.seeds,
         tokens=options.tokens,
         trials=options.trials,
     )
-    for line in sampling_lines(record, shutil.get_terminal_size((100, 24)).columns):
-        print(line)
-    write_sampling(record, options.out or options.run_dir / "evaluation", atomic_write)
-    return 0
+    return record, sampling_lines, write_sampling
+
+
+def _eval_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
+    from dantinox.evaluation.kv import evaluate_kv
+    from dantinox.report.kv import kv_lines, write_kv
+
+    record = evaluate_kv(
+        options.run_dir,
+        quick=options.quick,
+        ratios=options.ratios,
+        methods=options.methods,
+        calibration=options.kv_calibration,
+        progress=_tell,
+        tokens=options.tokens,
+        sequences=options.sequences,
+    )
+    return record, kv_lines, write_kv
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -242,7 +271,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     "generate": (_generate, flags.generate, "Continue a prompt with a trained model."),
     "explain": (_explain, flags.explain, "Show what each sampling step makes of the token behind a prompt."),
     "calibrate": (_calibrate, flags.calibrate, "Measure on a text what a preset of this model needs, and save it in the run."),
-    "eval": (_eval, flags.evaluate, "Compare ways of choosing tokens on a run's own validation text."),
+    "eval": (_eval, flags.evaluate, "Compare samplers, or compressed caches, on a run's own validation text."),
     "info": (_info, flags.info, "Describe a run: settings, size, training, and what narrow weights cost."),
     "doctor": (_doctor, lambda _: None, "Show versions, devices and speed of this machine."),
 }

@@ -93,14 +93,39 @@ def evaluate(command: argparse.ArgumentParser) -> None:
         help="sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size",
     )
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
-    command.add_argument("--reference", type=Path, metavar="RUN", help="the run that judges (default: the same)")
-    command.add_argument("--quick", action="store_true", help="fewer prompts, seeds, tokens and trials")
+    command.add_argument("--quick", action="store_true", help="less of everything: prompts, sequences, seeds, trials")
     command.add_argument("--methods", nargs="+", metavar="NAME", help="some of them (default: all)")
-    command.add_argument("--prompts", type=_whole_number, metavar="N", help="to test on, and as many to tune on")
-    command.add_argument("--seeds", type=_whole_number, metavar="N", help="continuations of each prompt")
-    command.add_argument("--tokens", type=_whole_number, metavar="N", help="of each continuation")
-    command.add_argument("--trials", type=_whole_number, metavar="N", help="settings tried for each method")
+    command.add_argument(
+        "--tokens",
+        type=_whole_number,
+        metavar="N",
+        help="sampling: of each continuation; kv: of each sequence (default: context)",
+    )
     command.add_argument("--out", type=Path, metavar="DIR", help="where CSV, Markdown and plot go (default: RUN/evaluation)")
+    command.add_argument("--reference", type=Path, metavar="RUN", help="sampling: the run that judges (default: the same)")
+    command.add_argument("--prompts", type=_whole_number, metavar="N", help="sampling: to test on, and as many to tune on")
+    command.add_argument("--seeds", type=_whole_number, metavar="N", help="sampling: continuations of each prompt")
+    command.add_argument("--trials", type=_whole_number, metavar="N", help="sampling: settings tried for each method")
+    command.add_argument(
+        "--ratios", type=float, nargs="+", metavar="R", help="kv: shares of the slots that are kept (default: .5 .3 .2 .1)"
+    )
+    command.add_argument("--sequences", type=_whole_number, metavar="N", help="kv: sequences of text to read (default: 200)")
+    command.add_argument(
+        "--kv_calibration", type=Path, metavar="FILE", help="kv: the heads' measured signals (default: RUN/kv_entropy.json)"
+    )
+
+
+def check_evaluate(options: argparse.Namespace) -> None:
+    """Refuses flags of `eval` that belong to the other comparison.
+
+    Raises:
+      UserError: names the flag.
+    """
+    of_one = {"sampling": ("reference", "prompts", "seeds", "trials"), "kv": ("ratios", "sequences", "kv_calibration")}
+    for what, names in of_one.items():
+        for name in names:
+            if what != options.what and getattr(options, name) is not None:
+                raise UserError(f"--{name} belongs to eval {what}: leave it out with eval {options.what}")
 
 
 def info(command: argparse.ArgumentParser) -> None:

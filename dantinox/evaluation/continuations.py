@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import GenerationSection, UserError
-from dantinox.config.router import RouterSection
+from dantinox.config import Config, UserError, settings_of
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
 from dantinox.generation.engine import CHUNK, Session
@@ -27,7 +26,7 @@ STREAM_TOKENS = 1 << 22  # windows are taken from so many first tokens of the va
 ROWS = 32  # continued together
 SCORED = 1 << 27  # logits of the reference held at once
 # The run's own defaults must not colour a method: everything that is not the method's is switched off.
-NEUTRAL = {**RouterSection().model_dump(), **GenerationSection().model_dump(), "ignore_eos": True}
+NEUTRAL = {**settings_of(Config()), "ignore_eos": True}
 
 
 def evenly(count: int, most: int) -> int:

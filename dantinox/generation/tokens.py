@@ -92,16 +92,12 @@ def generate(
             samples=n, use_cache=use_cache, report=logprobs if return_info else None, plan=plan,
         )  # fmt: skip
         infos = _decode(session, out, lengths_N)
-    if not return_info:
-        return out
+    seconds = time.perf_counter() - start
     ended_N = np.isin(out[np.arange(B * n), lengths_N - 1], eos_ids) & (new > 0)
-    return out, {
-        "lengths": lengths_N,
-        "reasons": ["eos" if ended else "length" for ended in ended_N],
-        "seed": row["seed"],
-        "seconds": time.perf_counter() - start,
-        "info": jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None,
-    }
+    info = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None
+    reasons = ["eos" if ended else "length" for ended in ended_N]
+    found = {"lengths": lengths_N, "reasons": reasons, "seed": row["seed"], "seconds": seconds, "info": info}
+    return (out, found) if return_info else out
 
 
 def _with_room(prompts_NT: np.ndarray, lengths_N: np.ndarray, new: int, pad_id: int) -> np.ndarray:

@@ -142,7 +142,7 @@ def test_attention_and_its_gradients_are_those_of_jax(window):
     )
     away = np.arange(7)[:, None] - np.arange(7)[None, :]
     seen = (away >= 0) & (away < (window or 7))
-    valid_BTS, newest_B = jnp.broadcast_to(seen, (2, 7, 7)), jnp.full(2, 6)
+    valid_BTS = jnp.broadcast_to(seen, (2, 7, 7))
 
     def ours(q, k, v):
         out = attention(q, Store.of(k, v, jnp.float32), valid_BTS[:, None]).out_BTKGH

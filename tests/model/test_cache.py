@@ -195,7 +195,9 @@ def test_slots_hold_the_positions_they_should():
         for row, length in enumerate(np.sum(schedule, axis=0)):
             expected = np.zeros(layer.store.v_BKSH.shape[1:], np.float32), np.zeros(layer.store.v_BKSH.shape[1:], np.float32)
             for position in range(length):
-                for side, store in zip(expected, (everything.store.k_BKHS.swapaxes(2, 3), everything.store.v_BKSH), strict=True):
+                for side, store in zip(
+                    expected, (everything.store.k_BKHS.swapaxes(2, 3), everything.store.v_BKSH), strict=True
+                ):
                     side[:, position % slots] = store[row, :, position]
             np.testing.assert_allclose(layer.store.k_BKHS[row].swapaxes(1, 2), expected[0], atol=2e-5)
             np.testing.assert_allclose(layer.store.v_BKSH[row], expected[1], atol=2e-5)
