@@ -1,0 +1,163 @@
+"""What a compressed cache keeps, in NumPy float64 and Python lists: one row, one key head, one query at a time.
+
+Written from the rules, slowly on purpose. A list is as long as there are tokens held; nothing is padded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclass
+class Slot:
+    position: int
+    importance: float
+    key: Array
+    value: Array
+
+
+@dataclass
+class HeadReference:
+    """The cache of one key head in one row.
+
+    Attributes:
+      capacity: slots, C.
+      span: the width W of a sliding-window layer: a query at t sees the positions after t − W.
+      decay: g, what is left of an importance after one token ("snapkv+ema" only).
+      window: how many of a chunk's last queries count ("snapkv+ema" only).
+      importance: the importance of a position in a head (the policy "random" only).
+      slots: in the order of the slots; the empty ones come after them and are not in the list.
+      closest: the least difference, relative to the larger, between unequal importances of which one stayed and one went. A
+        calculation in fewer bits keeps the same tokens if it is more exact than this.
+    """
+
+    capacity: int
+    policy: str
+    head: int = 0
+    sinks: int = 4
+    recent: int = 16
+    window: int = 32
+    pool: int = 7
+    decay: float = 0.98
+    span: int | None = None
+    importance: Callable[[int, int], float] | None = None
+    slots: list[Slot] = field(default_factory=list)
+    closest: float = math.inf
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions held, in ascending order."""
+        return sorted(slot.position for slot in self.slots)
+
+    def prefill(self, q_TGH: Array, k_TH: Array, v_TH: Array, positions: Sequence[int]) -> tuple[Array, list[int]]:
+        """Reads a chunk, whose padding has position −1.
+
+        Returns:
+          The attention outputs `[T, G, H]`, zero for padding, and the positions held now.
+        """
+        out_TGH = np.zeros(np.shape(q_TGH))
+        valid = [t for t, position in enumerate(positions) if position >= 0]
+        if not valid:
+            return out_TGH, self.positions
+        held = sorted(self.slots, key=lambda slot: slot.position)
+        new = [Slot(int(positions[t]), 0.0, np.float64(k_TH[t]), np.float64(v_TH[t])) for t in valid]
+        candidates = held + new
+        for slot in candidates:
+            slot.importance *= self._kept_share() ** len(valid)
+        for t in valid:
+            weights_GS, out_TGH[t] = self._attend(np.float64(q_TGH[t]), candidates, int(positions[t]))
+            if t in valid[-self._counted(len(valid)) :]:
+                for slot, weight in zip(candidates, weights_GS.mean(axis=0), strict=True):
+                    slot.importance += weight
+        self._pool(candidates)
+        self._fix(candidates)
+        self.slots = self._chosen(candidates, last=new[-1].position)
+        return out_TGH, self.positions
+
+    def decode(self, q_GH: Array, k_H: Array, v_H: Array, position: int) -> tuple[Array, list[int]]:
+        """Reads one token; a position of −1 is that of a finished row. Returns as `prefill` does, with T = 1."""
+        if position < 0:
+            return np.zeros((1, *np.shape(q_GH))), self.positions
+        self._write(Slot(position, 0.0, np.float64(k_H), np.float64(v_H)))
+        weights_GS, out_GH = self._attend(np.float64(q_GH), self.slots, position)
+        for slot, weight in zip(self.slots, weights_GS.mean(axis=0), strict=True):
+            slot.importance = self._kept_share() * slot.importance + weight
+        self._fix(self.slots)
+        return out_GH[None], self.positions
+
+    def _attend(self, q_GH: Array, slots: list[Slot], t: int) -> tuple[Array, Array]:
+        """Softmax attention of the query at t: the weights `[G, S]`, 0 where it sees nothing, and the outputs `[G, H]`."""
+        weights_GS, out_GH = np.zeros((len(q_GH), len(slots))), np.zeros(q_GH.shape)
+        seen = [s for s, slot in enumerate(slots) if slot.position <= t and not self._outside(slot, t)]
+        for g, q_H in enumerate(q_GH):
+            scores = [math.fsum(q_H * slots[s].key) / math.sqrt(len(q_H)) for s in seen]
+            powers = [math.exp(score - max(scores)) for score in scores]
+            for s, power in zip(seen, powers, strict=True):
+                weights_GS[g, s] = power / math.fsum(powers)
+                out_GH[g] += weights_GS[g, s] * slots[s].value
+        return weights_GS, out_GH
+
+    def _outside(self, slot: Slot, t: int) -> bool:
+        """Whether the sliding window of a query at t, and of all later ones, has passed the slot."""
+        return self.span is not None and slot.position <= t - self.span
+
+    def _protected(self, slot: Slot, t: int) -> bool:
+        return slot.position < self.sinks or slot.position > t - min(self.recent, self.capacity // 2)
+
+    def _kept_share(self) -> float:
+        return {"snapkv+ema": self.decay, "h2o": 1.0}.get(self.policy, 0.0)
+
+    def _counted(self, queries: int) -> int:
+        """How many of a chunk's last queries count."""
+        return {"snapkv+ema": self.window, "tova": 1}.get(self.policy, queries)
+
+    def _pool(self, candidates: list[Slot]) -> None:
+        if self.policy != "snapkv+ema":
+            return
+        importances, reach = [slot.importance for slot in candidates], self.pool // 2
+        for place, slot in enumerate(candidates):
+            slot.importance = max(importances[max(place - reach, 0) : place + reach + 1])
+
+    def _fix(self, slots: list[Slot]) -> None:
+        """The importances of the policies that do not look at attention."""
+        for slot in slots:
+            if self.policy == "streaming":
+                slot.importance = float(slot.position)
+            elif self.policy == "random":
+                slot.importance = float(self.importance(slot.position, self.head))
+
+    def _chosen(self, candidates: list[Slot], last: int) -> list[Slot]:
+        """What stays after a chunk: what is protected, then the most important, in ascending order of position."""
+        # The next query is at last + 1.
+        inside = [slot for slot in candidates if not self._outside(slot, last + 1)]
+        protected = [slot for slot in inside if self._protected(slot, last)]
+        others = [slot for slot in inside if not self._protected(slot, last)]
+        room = max(self.capacity - len(protected), 0)
+        ranked = sorted(others, key=lambda slot: (-slot.importance, slot.position))
+        self._compare(ranked[:room], ranked[room:])
+        return sorted(protected[: self.capacity] + ranked[:room], key=lambda slot: slot.position)
+
+    def _write(self, new: Slot) -> None:
+        """Into the first slot that is empty or passed by the window, else in the place of the least important token."""
+        t = new.position
+        passed = [s for s, slot in enumerate(self.slots) if self._outside(slot, t)]
+        if passed:
+            self.slots[passed[0]] = new
+        elif len(self.slots) < self.capacity:
+            self.slots.append(new)
+        else:
+            free = [s for s, slot in enumerate(self.slots) if not self._protected(slot, t)]
+            least = min(free, key=lambda s: (self.slots[s].importance, s))
+            self._compare([self.slots[s] for s in free if s != least], [self.slots[least]])
+            self.slots[least] = new
+
+    def _compare(self, stayed: list[Slot], gone: list[Slot]) -> None:
+        for a in stayed:
+            for b in gone:
+                if a.importance != b.importance:
+                    gap = abs(a.importance - b.importance) / max(abs(a.importance), abs(b.importance))
+                    self.closest = min(self.closest, gap)
