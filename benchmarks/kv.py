@@ -1,0 +1,254 @@
+"""Bytes and decoding speed of compressed caches, beside the best full cache for the same text.
+
+The model is Llama-shaped with random weights. For every context and batch, full caches of each dtype are raced against each
+other: with just the slots that the text needs, with those the engine gives, and with `--spare` more (powers of two can be
+slow). The fastest is the one to beat, and every compressed cache is raced against it. In a race two sessions of the engine
+stand side by side and take their chunks of 32 tokens in turn, A B B A …, so that ratios compare neighbours in time.
+
+There is no prefill: caches are filled with random numbers, the positions those of a long text's first and last tokens, and the
+text grows by the tokens of the race up to `context`. The time of a step does not depend on what is in the slots.
+
+A JSON line per cache, the full ones with ratio 1. `bytes_share`: of a full cache of the same dtype with just the slots needed;
+`bytes_share_bfloat16`: of that in bfloat16. `speed_ratio`: over the best full cache, the ratio of the median times; `spread`:
+quartiles of the ratios within a round. A cache that would not fit into `--memory_gb` together with the best is skipped, and
+its line says so.
+
+    python benchmarks/kv.py --context 1024 8192 --batch 1 8 --kv_heads 12
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import ModelConfig, UserError
+from dantinox.config.kv import KVSection
+from dantinox.generation import prepare
+from dantinox.generation.compression import KVPlan
+from dantinox.generation.engine import CHUNK, CachePlan, Session, bucket
+from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.compressed import Compressed, Group
+from dantinox.run import KVCalibration
+from dantinox.sampling import SamplingParams
+
+DTYPES = ("float32", "bfloat16", "int8")
+
+
+def parse() -> argparse.Namespace:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--dim", type=int, default=768)
+    a.add_argument("--layers", type=int, default=12)
+    a.add_argument("--heads", type=int, default=12)
+    a.add_argument("--kv_heads", type=int, default=4)
+    a.add_argument("--head_size", type=int, default=64)
+    a.add_argument("--hidden", type=int, default=2048)
+    a.add_argument("--vocab", type=int, default=32000)
+    a.add_argument("--context", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    a.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    a.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.3, 0.2, 0.1])
+    a.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of compressed caches")
+    a.add_argument("--full_dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    a.add_argument("--spare", type=int, nargs="*", default=[16], help="slots more than needed that full caches are tried with")
+    a.add_argument("--policy", default="snapkv+ema")
+    a.add_argument("--signal", choices=("uniform", "entropy"), default="uniform", help="entropy: of random heads, two groups")
+    a.add_argument("--rounds", type=int, default=12, help="chunks of 32 tokens that each cache is measured for")
+    a.add_argument("--seconds", type=float, default=60, help="a race ends after them, but not before 4 rounds")
+    a.add_argument("--memory_gb", type=float, default=16, help="of two caches together")
+    a.add_argument("--threads", type=int, default=2)
+    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    o = a.parse_args()
+    if min(o.context) <= grown(o) + 1:
+        a.error(f"--context must be more than {grown(o) + 1}: {o.rounds} rounds and a first chunk take {grown(o)} tokens")
+    return o
+
+
+def main() -> None:
+    o = parse()
+    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads, which importing it does not
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    model = build(o)
+    for context in o.context:
+        for batch in o.batch:
+            for told in measure(o, model, context, batch):
+                print(json.dumps({"context": context, "batch": batch} | told), flush=True)
+            jax.clear_caches()
+
+
+def build(o: argparse.Namespace) -> Any:
+    """A Llama-shaped model, prepared for decoding."""
+    config = ModelConfig(
+        vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size, num_blocks=o.layers,
+        hidden_dim=o.hidden, max_context=max(o.context), windows=(None,) * o.layers,
+    )  # fmt: skip
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    return prepare(nnx.merge(graph, jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))()), o.weights)
+
+
+def grown(o: argparse.Namespace) -> int:
+    """Tokens that a session decodes: a chunk to compile with, and the rounds."""
+    return CHUNK * (o.rounds + 1)
+
+
+def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
+    """What is to be told of every cache: of the full ones when all of them have raced, then of each compressed one."""
+    best: Session | None = None
+    best_told: dict[str, Any] = {}
+    told_of_full: list[dict[str, Any]] = []
+    for plan in full_plans(o, context):
+        found, session, best = enter(o, model, context, batch, plan, best)
+        told = {"ratio": 1.0, "dtype": plan.dtype, "slots": plan.slots} | found
+        told_of_full.append(told)
+        if session is None:
+            continue
+        # In terms of the first one's speed, by way of the best so far.
+        told["speed_ratio"] = told.get("speed_ratio", 1.0) * best_told.get("speed_ratio", 1.0)
+        if best is None or told["speed_ratio"] > best_told["speed_ratio"]:
+            best, best_told = session, told
+        del session  # else its cache would stay beside the next two
+    for told in told_of_full:
+        told.pop("spread", None)
+        yield told | ({} if "skipped" in told else {"speed_ratio": round(told["speed_ratio"] / best_told["speed_ratio"], 3)})
+    if best is None:
+        return
+    for ratio in o.ratios:
+        for dtype in o.dtypes:
+            case = {"ratio": ratio, "dtype": dtype, "policy": o.policy, "signal": o.signal}
+            try:
+                plan = compressed_plan(o, model, context, ratio, dtype)
+            except UserError as error:
+                yield case | {"skipped": str(error)}
+                continue
+            found, _, best = enter(o, model, context, batch, plan, best)
+            yield case | found | {"best": {key: best_told[key] for key in ("dtype", "slots")}}
+
+
+def full_plans(o: argparse.Namespace, context: int) -> list[CachePlan]:
+    slots = sorted({context, bucket(context), *(context + more for more in o.spare)})
+    return [CachePlan(count, dtype) for dtype in o.full_dtypes for count in slots]
+
+
+def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: float, dtype: Any) -> CachePlan:
+    """What the settings of the `kv` section make of it."""
+    c = model.config
+    measured = KVCalibration(np.random.default_rng(0).uniform(0, 6, (c.num_blocks, c.n_heads)))
+    return KVPlan(c, KVSection(budget=ratio, dtype=dtype, policy=o.policy, signal=o.signal), measured)(bucket(context))
+
+
+def enter(
+    o: argparse.Namespace, model: Any, context: int, batch: int, plan: CachePlan, best: Session | None
+) -> tuple[dict[str, Any], Session | None, Session | None]:
+    """Races a cache against the best one, if there is one.
+
+    Returns:
+      What is to be told of it, its session or None where it is too large, and the session of the best.
+    """
+    needed = size(model, batch, plan) + (0 if best is None else held(best))
+    if needed > o.memory_gb * 1e9:
+        return {"skipped": f"needs {needed / 1e9:.1f} GB with the best full cache"}, None, best
+    start = context - grown(o)
+    session = begin(model, batch, start, grown(o), filled(model, batch, plan, start - 2))
+    if best is not None:  # a full cache can be written again from an earlier position on
+        best = begin(model, batch, start, grown(o), best.cache)
+    times, *others = race(o, [session] if best is None else [session, best])
+    total = held(session)
+    told = {
+        "bytes": total,
+        "bytes_share": round(total / size(model, batch, CachePlan(context, plan.dtype)), 4),
+        "bytes_share_bfloat16": round(total / size(model, batch, CachePlan(context, "bfloat16")), 4),
+        "tok_per_s": rate(batch, times),
+    }
+    for theirs in others:
+        told["best_tok_per_s"] = rate(batch, theirs)
+        told["speed_ratio"] = round(statistics.median(theirs) / statistics.median(times), 3)
+        within = [other / own for other, own in zip(theirs, times, strict=True)]
+        told["spread"] = [round(float(x), 3) for x in np.quantile(within, (0.25, 0.75))]
+    return told | {"rounds": len(times)}, session, best
+
+
+def race(o: argparse.Namespace, sessions: list[Session]) -> list[list[float]]:
+    """Seconds of each session's chunks, a list for each."""
+    for session in sessions:
+        session.advance()  # compiles
+    times: list[list[float]] = [[] for _ in sessions]
+    end = time.perf_counter() + o.seconds
+    for number in range(o.rounds):
+        if number >= 4 and time.perf_counter() > end:
+            break
+        pairs = list(zip(sessions, times, strict=True))
+        for session, own in pairs if number % 2 else reversed(pairs):
+            start = time.perf_counter()
+            session.advance()  # waits for its tokens
+            own.append(time.perf_counter() - start)
+    return times
+
+
+def rate(batch: int, times: list[float]) -> float:
+    return round(batch * CHUNK / statistics.median(times), 1)
+
+
+def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> Session:
+    """A session that has read `length` tokens but for the last one, with `new` more to come; it takes the cache over."""
+    session = Session(
+        model, np.ones((batch, length), np.int32), np.full(batch, length), SamplingParams.build({"greedy": True}, batch=batch),
+        limits_B=np.full(batch, new), eos_ids=[[]] * batch,
+    )  # fmt: skip
+    session.cache = cache
+    return session
+
+
+def held(session: Session) -> int:
+    """Bytes of a session's cache."""
+    assert session.cache is not None
+    return session.cache.report()["bytes"]
+
+
+def shapes(model: Any, batch: int, plan: CachePlan) -> KVCache:
+    return jax.eval_shape(lambda: make_cache(model.config, batch, plan.slots, plan.dtype, plan.compression))
+
+
+def size(model: Any, batch: int, plan: CachePlan) -> int:
+    """Bytes of a cache, before it is made."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(model, batch, plan)))
+
+
+def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
+    """A cache with random keys, values and importances, as if a text up to position `last` had been read."""
+    leaves, tree = jax.tree.flatten(shapes(model, batch, plan))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    cache = jax.tree.unflatten(tree, [noise(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
+
+    def placed(group: Group) -> Group:
+        C, sinks = group.position_BKS.shape[2], group.rule.sinks
+        slots = np.arange(C)
+        newest = np.where(slots < sinks, slots, last + 1 - C + slots)
+        held = newest if last + 1 >= C else np.where(slots <= last, slots, -1)
+        return replace(group, position_BKS=jnp.array(np.broadcast_to(held, group.position_BKS.shape), jnp.int32))
+
+    layers = [
+        replace(layer, groups=tuple(map(placed, layer.groups))) if isinstance(layer, Compressed) else layer
+        for layer in cache.layers
+    ]
+    return replace(cache, layers=tuple(layers))
+
+
+def noise(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers, the same for all rows; scales and importances, which have three axes, are small and positive."""
+    row = jax.random.normal(key, shape[1:])
+    if dtype == jnp.int8:
+        row = jnp.clip(jnp.round(row * 40), -127, 127)
+    elif len(shape) == 3:
+        row = jnp.abs(row) / 40
+    return jnp.array(jnp.broadcast_to(row.astype(dtype), shape))
+
+
+if __name__ == "__main__":
+    main()
