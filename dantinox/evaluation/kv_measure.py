@@ -61,7 +61,10 @@ def _oracle_cache(model: Transformer, batch: int, plan: CachePlan, kept_LK: jax.
     return replace(cache, layers=tuple(layers))  # type: ignore[arg-type]
 
 
-@partial(nnx.jit, static_argnames=("plan", "start"), graph_updates=False)
+_compiled: Any = partial(nnx.jit, static_argnames=("plan", "start"), graph_updates=False)
+
+
+@_compiled
 def read_through(
     model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, kept_LK: Any = None, *, plan: CachePlan, start: int
 ) -> jax.Array:

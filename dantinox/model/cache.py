@@ -31,7 +31,8 @@ class Fresh:
         valid_BKTS = visible(positions_BT, positions_BT[:, None], window)
         if self.segments_BT is not None:
             valid_BKTS &= (self.segments_BT[:, :, None] == self.segments_BT[:, None, :])[:, None]
-        seen = attention(q_BTKGH, Store.of(k_BTKH, v_BTKH, q_BTKGH.dtype), valid_BKTS)
+        store = Store(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3))
+        seen = attention(q_BTKGH, store, valid_BKTS)
         return seen.out_BTKGH, self, probed(probe, seen, valid_BKTS, positions_BT)
 
 
@@ -116,7 +117,7 @@ class KVCache:
         B, _, _, H = stores[0].v_BKSH.shape
         slots = [[list(store.v_BKSH.shape[1:3]) for store in _stores(layer)] for layer in self.layers]
         places = B * sum(span * sum(heads for heads, _ in groups) for span, groups in zip(self.spans, slots, strict=True))
-        dtype = jnp.dtype(stores[0].dtype)
+        dtype = stores[0].dtype
         full = places * 2 * (H * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
         return {
             "bytes": total,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+BITS = jnp.dtype(jnp.uint16)
 Probe = Callable[[jax.Array, jax.Array], Any]
 
 
@@ -19,7 +20,8 @@ class Store:
 
     Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than
     two thirds of the time of q · kᵀ. In int8 every key and every value has a scale of its own (its largest magnitude is 127),
-    which is folded into the products.
+    which is folded into the products. On a CPU bfloat16 is kept as the integers of its bits: XLA would widen the whole store to
+    write one number into it, and again to read it.
     """
 
     k_BKHS: jax.Array
@@ -29,7 +31,8 @@ class Store:
 
     @classmethod
     def empty(cls, batch: int, heads: int, head_size: int, slots: int, dtype: DTypeLike) -> "Store":
-        k, v = jnp.zeros((batch, heads, head_size, slots), dtype), jnp.zeros((batch, heads, slots, head_size), dtype)
+        kind = _kept_as(dtype)
+        k, v = jnp.zeros((batch, heads, head_size, slots), kind), jnp.zeros((batch, heads, slots, head_size), kind)
         if dtype != jnp.int8:
             return cls(k, v)
         return cls(k, v, jnp.zeros((batch, heads, slots), jnp.float32), jnp.zeros((batch, heads, slots), jnp.float32))
@@ -47,8 +50,9 @@ class Store:
         return self.v_BKSH.shape[2]
 
     @property
-    def dtype(self) -> DTypeLike:
-        return self.v_BKSH.dtype
+    def dtype(self) -> jnp.dtype:
+        """float32, bfloat16 or int8."""
+        return jnp.dtype(jnp.bfloat16) if self.v_BKSH.dtype == BITS else self.v_BKSH.dtype
 
     def heads(self, first: int, count: int) -> "Store":
         """The store of some of the key heads."""
@@ -98,10 +102,15 @@ class Store:
         return jax.tree.map(function, axes, self, *others)
 
 
+def _kept_as(dtype: DTypeLike) -> DTypeLike:
+    return BITS if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
+
+
 def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
     """Vectors `[..., H]` as they are kept, and in int8 their scales `[...]`."""
     if dtype != jnp.int8:
-        return x.astype(dtype), None
+        narrow = x.astype(dtype)
+        return narrow if _kept_as(dtype) == dtype else narrow.view(BITS), None
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
@@ -146,9 +155,14 @@ def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.
         # barrier keeps XLA from moving it out of the loop to the same end.
         B, K = w_BKIO.shape[:2]
         flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
-        out = jax.lax.map(lambda pair: pair[0] @ jax.lax.optimization_barrier(pair[1]).astype(pair[0].dtype), flat)
+        out = jax.lax.map(lambda pair: pair[0].astype(jnp.float32) @ _wide(jax.lax.optimization_barrier(pair[1])), flat)
         return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
     return jnp.einsum("BKMI,BKIO->BKMO", x_BKMI, w_BKIO.astype(x_BKMI.dtype), preferred_element_type=out_dtype)
+
+
+def _wide(w: jax.Array) -> jax.Array:
+    """int8, or bfloat16 by its bits, as float32."""
+    return (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
 
 
 def visible(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:

@@ -284,10 +284,10 @@ def test_the_router_reads_what_the_cache_holds():
     model = with_head_order(model, plan.order)
     running = session(model, [prompt()], NEW, plan)
     running.start()
-    assert sorted(group.position_BKS.shape[2] for group in running.cache.layers[0].groups) == [24, 72]
+    assert sorted(group.position_BKS.shape[2] for group in running.cache.layers[0].groups) == [24, 88]
     probe = jax.jit(lambda cache: model(jnp.asarray([[5]]), jnp.asarray([[PROMPT]]), cache=cache, probe=lambda s, v: (s, v))[2])
     scores_BNS, valid_BNS = probe(running.cache)["probe"][0]
-    assert scores_BNS.shape == valid_BNS.shape == (1, 4, 72)
+    assert scores_BNS.shape == valid_BNS.shape == (1, 4, 88)
     np.testing.assert_array_equal(np.sum(valid_BNS[0], axis=1), [PROMPT + 1] * 2 + [24] * 2)
     from dantinox.sampling.router import layer_attention
 
