@@ -1,0 +1,227 @@
+"""What compressed caches cost a model: `dantinox eval kv`.
+
+Every cache of a ratio has the same number of slots in all, and what they lose is measured beside the full cache on the same
+text: read token by token behind a prompt, continued greedily, and in tasks that ask for something far back. A text in which
+nothing far back matters shows no cache's damage, so how much does is measured too.
+
+The rule for the signal that heads should share the slots by, fixed before anything is measured: a signal beats equal shares at
+a ratio if the paired difference of loss lies outside its interval in all three seeds. One that beats them at some ratio and is
+beaten at none becomes the default, of several the one with the least loss; without one, equal shares stay it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.evaluation.intervals import Interval, mean_interval, percentiles, resamples, verdict
+from dantinox.evaluation.kv_bench import (
+    FREE_TOKENS,
+    NEAR,
+    ORACLE,
+    SIGNALS,
+    STREAMING,
+    UNIFORM,
+    Bench,
+    Contender,
+    Written,
+    chosen_caches,
+    line_up,
+)
+from dantinox.evaluation.kv_measure import Damage
+from dantinox.evaluation.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_words
+from dantinox.generation import load
+from dantinox.run import open_run
+from dantinox.text import open_store
+
+LEAST_TOKENS, LEAST_SEQUENCES = 32, 2 * SEEDS
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done.
+
+    Attributes:
+      sequences: read of the text.
+      tasks: of each kind.
+      continued: prompts that are continued.
+    """
+
+    sequences: int = 200
+    tasks: int = 200
+    continued: int = 24
+
+
+FULL, QUICK = Effort(), Effort(sequences=48, tasks=48)
+
+
+def evaluate_kv(
+    run_dir: str | Path,
+    *,
+    quick: bool = False,
+    ratios: Sequence[float] | None = None,
+    methods: Sequence[str] | None = None,
+    calibration: str | Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    tokens: int | None = None,
+    **effort: int | None,
+) -> dict[str, Any]:
+    """Reads a text, continues it and does tasks through the full cache and through compressed ones.
+
+    Args:
+      quick: start from `QUICK` instead of `FULL`.
+      ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows.
+      methods: names of `METHODS`; None: all for which something was measured.
+      calibration: the file of the measured signals; None: the run's own.
+      progress: called with a line before every stretch of work.
+      tokens: of a sequence, at most the context; the first half is the prompt.
+      effort: fields of `Effort`.
+
+    Returns:
+      A JSON-ready record, which `report.kv` shows: what was done, what of it was left out and why, the measures of the `full`
+      cache and of the methods at every ratio. A measure is [value, low, high], shares and changes of it in percent.
+
+    Raises:
+      UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
+    """
+    much = replace(QUICK if quick else FULL, **{name: value for name, value in effort.items() if value is not None})
+    directory, run = open_run(run_dir), load(run_dir)
+    length = run.model.config.max_context if tokens is None else min(tokens, run.model.config.max_context)
+    _check(much, length, ratios)
+    measured = run.kv_calibration(None if calibration is None else str(calibration))
+    names, left_out = chosen_caches(methods, measured, directory.path)
+    caches, too_small = line_up(run, measured, names, ratios, length)
+    store = open_store(run.config, directory.data, run.tokenizer)
+    if store is None:
+        raise UserError(f"{directory.data} holds no validation text of this run, which the caches are measured on")
+    text = draw_sequences(run.tokenizer, store, much.sequences, length)
+    tasks = draw_tasks(run.tokenizer, text, much.tasks) if spells_words(run.tokenizer) else None
+    bench = Bench(tuple(caches), progress)
+    read, near = bench.read(text)
+    written = bench.write(run, text, much.continued)
+    right = None if tasks is None else bench.answer(tasks)
+    told = [
+        {"name": cache.name, **_size(cache), **_losses(read[i], read[0], text.seeds), **_likeness(written[i], written[0])}
+        | ({} if right is None else {name: list(mean_interval(100 * right_P)) for name, right_P in right[i].items()})
+        for i, cache in enumerate(caches)
+    ]
+    by_ratio = _by_ratio(caches, told, [one.loss_B for one in read], text.seeds)
+    return {
+        "run": str(directory.path),
+        "calibration": None if measured is None else str(measured.path),
+        "device": jax.devices()[0].device_kind,
+        "dtype": caches[0].plan.dtype,
+        "tokens": length,
+        "prompt": length // 2,
+        "sequences": much.sequences,
+        "tasks": None if tasks is None else much.tasks,
+        "continued": 0 if written[0] is None else len(written[0].ids),
+        "free_tokens": min(FREE_TOKENS, length - length // 2),
+        "seeds": SEEDS,
+        "overlapping": text.overlapping,
+        "repeated": text.repeated,
+        "near": NEAR,
+        "long_range_gain": list(mean_interval(near.loss_B - read[0].loss_B)),
+        "left_out": left_out + too_small,
+        "full": told[0],
+        "ratios": by_ratio,
+        "default_signal": default_signal(by_ratio),
+    }
+
+
+def _check(effort: Effort, length: int, ratios: Sequence[float] | None) -> None:
+    if length < LEAST_TOKENS:
+        raise UserError(f"--tokens, and the model's context, must be at least {LEAST_TOKENS}, got {length}")
+    if effort.sequences < LEAST_SEQUENCES:
+        raise UserError(f"--sequences must be at least {LEAST_SEQUENCES}, got {effort.sequences}")
+    for ratio in ratios or ():
+        if not 0 < ratio < 1:
+            raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
+
+
+def _size(cache: Contender) -> dict[str, Any]:
+    """Bytes of one row, their share of the full cache's, and the fewest and most slots of a head; the oracle has none."""
+    if cache.report is None:
+        return {"bytes": None, "share": None, "slots": None}
+    slots = [slots for layer in cache.report["slots"] for _, slots in layer]
+    return {"bytes": cache.report["bytes"], "share": cache.report["ratio"], "slots": [min(slots), max(slots)]}
+
+
+def _losses(own: Damage, full: Damage, seeds_S: np.ndarray) -> dict[str, Any]:
+    """Change of perplexity (%), KL divergence (nats) and agreement on the likeliest token (%), each of all and by seed."""
+    return {
+        "loss": float(own.loss_B.mean()),
+        "dppl": _by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
+        "kl": _by_seed(own.kl_B, seeds_S),
+        "top1": _by_seed(100 * own.top1_B, seeds_S),
+    }
+
+
+def _by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> dict[str, Any]:
+    """A growing function of the mean, of all values and of those of each seed."""
+    parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
+    all_of_them, *seeds = [[float(of(end)) for end in mean_interval(part)] for part in parts]
+    return {"all": all_of_them, "seeds": seeds}
+
+
+def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
+    """Tokens (%) that are the full cache's, also by position, and the median of how many stand before the first other one."""
+    if own is None or full is None:
+        return dict.fromkeys(("same", "same_by_position", "diverges", "tok_per_s"))
+    same_PT = own.ids == full.ids
+    until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
+    return {
+        "same": list(mean_interval(100 * same_PT.mean(axis=1))),
+        "same_by_position": (100 * same_PT.mean(axis=0)).tolist(),
+        "diverges": float(np.median(until_P)),
+        "tok_per_s": own.rate,
+    }
+
+
+def _by_ratio(
+    caches: Sequence[Contender], told: Sequence[dict[str, Any]], losses: Sequence[np.ndarray], seeds_S: np.ndarray
+) -> list[dict[str, Any]]:
+    """The methods of every ratio, how much of the gap between streaming and oracle each closes, and signals against none."""
+    found = []
+    for ratio in dict.fromkeys(cache.ratio for cache in caches[1:]):
+        numbers = [i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio]
+        loss = {caches[i].name: losses[i] for i in numbers}
+        methods = [{**told[i], "gap_closed": gap_closed(loss, caches[i].name)} for i in numbers]
+        against = {
+            name: against_uniform(loss[name], loss[UNIFORM], seeds_S) for name in SIGNALS if {name, UNIFORM} <= loss.keys()
+        }
+        found.append({"ratio": ratio, "methods": methods, "against_uniform": against})
+    return found
+
+
+def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> list[float] | None:
+    """(streaming − method) / (streaming − oracle) of mean losses `[S]` in %; None where the gap may be none."""
+    if not {STREAMING, ORACLE} <= loss.keys():
+        return None
+    streaming_S, oracle_S, own_S = (loss[key] for key in (STREAMING, ORACLE, name))
+    if mean_interval(streaming_S - oracle_S).low <= 0:
+        return None
+    gained_S, gap_S = streaming_S - own_S, streaming_S - oracle_S
+    return list(percentiles([100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in resamples(len(own_S))]))
+
+
+def against_uniform(loss_S: np.ndarray, uniform_S: np.ndarray, seeds_S: np.ndarray) -> dict[str, Any]:
+    """The paired difference of loss to equal shares (nats), and whether it is outside its interval in all seeds."""
+    difference = _by_seed(loss_S - uniform_S, seeds_S)
+    verdicts = {verdict(Interval(*interval)) for interval in difference["seeds"]}
+    return {"difference": difference, "verdict": verdicts.pop() if len(verdicts) == 1 else "same"}
+
+
+def default_signal(ratios: Sequence[Record]) -> str:
+    """The signal that wins by the rule above."""
+    means = {}
+    for name in SIGNALS:
+        verdicts = {ratio["against_uniform"][name]["verdict"] for ratio in ratios if name in ratio["against_uniform"]}
+        if "better" in verdicts and "worse" not in verdicts:
+            means[name] = np.mean([one["loss"] for ratio in ratios for one in ratio["methods"] if one["name"] == name])
+    return min(means, key=means.__getitem__, default=UNIFORM)

@@ -1,0 +1,312 @@
+"""Caches side by side: which are compared, and what each makes of the same text, prompts and tasks."""
+
+import difflib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import KVSection, UserError
+from dantinox.evaluation.continuations import NEUTRAL, evenly
+from dantinox.evaluation.kv_measure import Damage, Oracle, damage, kept_by, read_through
+from dantinox.evaluation.kv_tasks import Sequences, Tasks, shares
+from dantinox.generation import Run
+from dantinox.generation.batch import CompileTimer
+from dantinox.generation.budgets import UNIT
+from dantinox.generation.compression import KVPlan
+from dantinox.generation.engine import CHUNK, CachePlan, Session
+from dantinox.generation.prepare import widen
+from dantinox.model import Transformer, make_cache
+from dantinox.model.compressed import Compressed
+from dantinox.run import KVCalibration
+from dantinox.sampling import SamplingParams
+
+REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
+SIGNALS = ("entropy", "coverage", "loss")
+# Name → the keys of `kv` beside the budget. The oracle is no cache: it keeps everything and looks at its best keys alone.
+METHODS: dict[str, dict[str, Any]] = {
+    STREAMING: {"policy": "streaming"},
+    UNIFORM: {},
+    **{signal: {"signal": signal} for signal in SIGNALS},
+    "random": {"policy": "random"},
+    ORACLE: {},
+}
+RATIOS = (0.5, 0.3, 0.2, 0.1)
+NEAR = 64  # keys a token is left with, to see what those before them are worth
+FREE_TOKENS, FREE_ROWS = 64, 8
+ROWS = 32  # read together, fewer of a long text or with a large vocabulary
+NUMBERS = 1 << 27  # logits or attention weights held at once
+
+
+class Contender(NamedTuple):
+    """A cache to be compared, and the model with its heads in the order that the cache wants.
+
+    Attributes:
+      ratio: the share of the slots that was asked for.
+      report: of one row of it; None for the oracle.
+    """
+
+    name: str
+    ratio: float
+    model: Transformer
+    plan: CachePlan
+    report: dict[str, Any] | None = None
+
+    def read(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
+        """Log-probabilities `[B, T − start + 1, V]`, see `read_through`."""
+        inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
+        if self.name == ORACLE:
+            return read_through(
+                *inputs, jnp.asarray(kept_by(self.plan)), plan=self.plan._replace(compression=None), start=start
+            )
+        return read_through(*inputs, plan=self.plan, start=start)
+
+    def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
+        """The likeliest token `[B]` behind a prompt by what is left of it in the cache."""
+        inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
+        if self.name == ORACLE:
+            return _answer(*inputs, jnp.asarray(kept_by(self.plan)), plan=self.plan._replace(compression=None))
+        return _answer(*inputs, plan=self.plan)
+
+
+def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, path: Path) -> tuple[list[str], list[str]]:
+    """The methods of these names (None: all that can be had) in their usual order, and a line for each that is left out.
+
+    Args:
+      measured: the signals of the heads, None where there are none.
+      path: of the run, for messages.
+
+    Raises:
+      UserError: an unknown name, or one that needs what was not measured.
+    """
+    for name in names or ():
+        if name not in (REFERENCE, *METHODS):
+            near = difflib.get_close_matches(name.lower(), METHODS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(METHODS)}"
+            raise UserError(f"no method of eval kv is called {name}: {hint}")
+    chosen, left_out = [name for name in METHODS if names is None or name in names], list[str]()
+    signals = [name for name in chosen if name in SIGNALS]
+    if signals and measured is None:
+        raise UserError(
+            f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
+            "--what kv`, give another file with --kv_calibration, or name other methods in --methods"
+        )
+    for name in signals:
+        try:
+            assert measured is not None
+            measured.signal(name)
+        except UserError as error:
+            if names is not None:
+                raise
+            chosen.remove(name)
+            left_out.append(f"{name}: {error}")
+    return chosen, left_out
+
+
+def line_up(
+    run: Run, measured: KVCalibration | None, names: Sequence[str], ratios: Sequence[float] | None, length: int
+) -> tuple[list[Contender], list[str]]:
+    """The full cache and the methods at every ratio (None: `RATIOS`), and a line for each ratio that is left out.
+
+    Raises:
+      UserError: a ratio that was asked for, or the largest of `RATIOS`, leaves a head less than it must have.
+    """
+
+    def contender(name: str, ratio: float, kv: KVSection) -> Contender:
+        plan = KVPlan(run.model.config, kv, measured)
+        report = None if name == ORACLE else make_cache(run.model.config, 1, *plan(length)).report()
+        return Contender(name, ratio, run.prepared("auto", plan.order), plan(length), report)
+
+    caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
+    for ratio in sorted(set(ratios or RATIOS), reverse=True):
+        try:
+            made = [contender(name, ratio, KVSection(budget=ratio, **METHODS[name])) for name in names]
+        except UserError as error:
+            if ratios is not None or ratio == max(RATIOS):
+                raise
+            left_out.append(f"ratio {ratio:g}: {error}")
+            continue
+        check_equal(made)
+        caches += made
+    return caches, left_out
+
+
+def check_equal(caches: Sequence[Contender]) -> None:
+    """What goes by attention has the same bytes, but for 1 % or a remainder of less than a unit of slots."""
+    sizes, slots = [], []
+    for cache in caches:
+        if cache.report is not None and cache.plan.compression is not None and cache.plan.compression.fixed is None:
+            sizes.append(cache.report["bytes"])
+            slots.append(sum(heads * slots for layer in cache.report["slots"] for heads, slots in layer))
+    allowed = [max(0.01 * size, UNIT * size / count) for size, count in zip(sizes, slots, strict=True)]
+    assert not sizes or max(sizes) - min(sizes) <= min(allowed), f"caches of {sizes} bytes are compared"
+
+
+class Written(NamedTuple):
+    """Continuations `[P, T]` of P prompts, and tokens per second of the fastest batch."""
+
+    ids: np.ndarray
+    rate: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Caches for texts of one length, the full one first.
+
+    Attributes:
+      progress: called with a line before every batch.
+    """
+
+    caches: Sequence[Contender]
+    progress: Callable[[str], None] = lambda _: None
+
+    def read(self, text: Sequences) -> tuple[list[Damage], Damage]:
+        """What each cache makes of the second half of every sequence, and what the nearest `NEAR` keys alone make of it."""
+        everyone = [*self.caches, nearsighted(self.caches[0])]
+        S, T = text.ids.shape
+        found: list[list[Damage]] = [[] for _ in everyone]
+        for picked_B in self._batches("reading sequences", S, self._rows):
+            ids_BT, lengths_B, full = text.ids[picked_B], np.full(len(picked_B), T), None
+            for cache, parts in zip(everyone, found, strict=True):
+                logprobs = cache.read(ids_BT, lengths_B, T // 2)
+                full = logprobs if full is None else full
+                parts.append(damage(logprobs, full, ids_BT, lengths_B, T // 2))
+        *told, near = [Damage(*(np.concatenate(column)[:S] for column in zip(*parts, strict=True))) for parts in found]
+        return told, near
+
+    def answer(self, tasks: Tasks) -> list[dict[str, np.ndarray]]:
+        """Which tasks each cache leads to the right answer: `{"needle_aware": [P], …}`.
+
+        A cache that is `aware` of the question has it before it when it chooses what to keep of the prompt; `agnostic`, it
+        reads the question afterwards, token by token. Both answer from what they kept.
+        """
+        P, T = tasks.tokens.shape
+        told: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
+        for asked in ("aware", "agnostic"):
+            right: list[list[np.ndarray]] = [[] for _ in self.caches]
+            for picked_B in self._batches(f"tasks, {asked} of the question,", P, self._rows):
+                tokens_BT, lengths_B = tasks.tokens[picked_B], tasks.lengths[picked_B]
+                for cache, parts in zip(self.caches, right, strict=True):
+                    if asked == "aware":
+                        best_B = cache.answer(tokens_BT, lengths_B)
+                    else:
+                        best_B = _best(cache.read(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
+                    parts.append(np.asarray(best_B) == tasks.answers[picked_B])
+            for one, parts in zip(told, right, strict=True):
+                right_P = np.concatenate(parts)[:P]
+                one |= {f"needle_{asked}": right_P[tasks.needles], f"copy_{asked}": right_P[~tasks.needles]}
+        return told
+
+    def write(self, run: Run, text: Sequences, count: int) -> list[Written | None]:
+        """The greedy continuations of the first halves of `count` sequences by each cache, None for the oracle."""
+        T = text.ids.shape[1]
+        tokens = min(FREE_TOKENS, T - T // 2)
+        picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(shares(count))]
+        prompts_PT = text.ids[np.concatenate(picked), : T // 2]
+        special = sorted(run.tokenizer.special_ids)
+        settings = {**NEUTRAL, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
+        params = run.params([run.settings(settings)] * FREE_ROWS)
+        found: list[list[Written]] = [[] for _ in self.caches]
+        for picked_B in self._batches("continuing prompts", len(prompts_PT), FREE_ROWS, fill=True):
+            for cache, parts in zip(self.caches, found, strict=True):
+                if cache.name != ORACLE:
+                    parts.append(_write(cache, prompts_PT[picked_B], params, tokens))
+        return [
+            Written(np.concatenate([part.ids for part in parts])[: len(prompts_PT)], max(part.rate for part in parts))
+            if parts
+            else None
+            for parts in found
+        ]
+
+    @property
+    def _rows(self) -> int:
+        """How many texts are read together."""
+        c, T = self.caches[0].model.config, self.caches[0].plan.slots
+        return int(np.clip(NUMBERS // (T * max(c.vocab_size, c.n_heads * T)), 1, ROWS))
+
+    def _batches(self, doing: str, count: int, most: int, fill: bool = False) -> Iterator[np.ndarray]:
+        """The numbers below `count` in batches of one size, `most` if they are to be filled; behind the last it begins anew."""
+        rows = most if fill else evenly(count, most)
+        for first in range(0, count, rows):
+            self.progress(f"{doing} {first + 1} to {min(first + rows, count)} of {count}")
+            yield np.arange(first, first + rows) % count
+
+
+def nearsighted(full: Contender) -> Contender:
+    """The same model, every layer of which sees the nearest `NEAR` keys alone."""
+    model = nnx.merge(*nnx.split(full.model))
+    windows = tuple(NEAR if window is None else min(NEAR, window) for window in model.config.windows)
+    model.config = replace(model.config, windows=windows)
+    for block, window in zip(model.blocks, windows, strict=True):
+        block.attention.window = window
+    return full._replace(name="nearsighted", model=model)
+
+
+@jax.jit
+def _best(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
+    """The likeliest token at one step of each row."""
+    return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
+
+
+_compiled: Any = partial(nnx.jit, static_argnames=("plan",), graph_updates=False)
+
+
+@_compiled
+def _answer(
+    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, kept_LK: jax.Array | None = None, *, plan: CachePlan
+) -> jax.Array:
+    """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
+
+    While a prompt is read it sees all of itself, so its own next token tells nothing of the cache.
+
+    Args:
+      kept_LK: the keys that each head of the oracle sees.
+    """
+    B, T = tokens_BT.shape
+    config = model.config if kept_LK is None else replace(model.config, windows=(None,) * model.config.num_blocks)
+    cache = make_cache(config, B, plan.slots, plan.dtype, plan.compression)
+    if kept_LK is not None:
+        oracles: Any = [Oracle(layer, kept_K) for layer, kept_K in zip(cache.layers, kept_LK, strict=True)]  # type: ignore[arg-type]
+        cache = replace(cache, layers=tuple(oracles))
+    model = widen(model)
+    places_T, last_B = jnp.arange(T), lengths_B - 1
+    _, read, _ = model.hidden(tokens_BT, jnp.where(places_T < lengths_B[:, None], places_T, -1), cache=cache)
+    assert read is not None
+    layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
+    last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
+    x_B1D, _, _ = model.hidden(last_B1, last_B[:, None], cache=replace(read, layers=layers))
+    return jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1)
+
+
+def _without(layer: Compressed, position_B: jax.Array) -> Compressed:
+    """The layer with the slot of one position of each row empty; a full cache writes it anew in its place."""
+    gone_B11 = position_B[:, None, None]
+    groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
+    return Compressed(tuple(groups))
+
+
+def _write(cache: Contender, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> Written:
+    B, T = prompts_BT.shape
+    session = Session(
+        cache.model,
+        prompts_BT,
+        np.full(B, T),
+        params,
+        limits_B=np.full(B, tokens),
+        eos_ids=[[]] * B,
+        plan=lambda _: cache.plan,
+    )
+    chunks = [session.start()]
+    with CompileTimer() as compiling:
+        start = time.perf_counter()
+        while not chunks[-1].done.all():
+            chunks.append(session.advance(CHUNK))
+        seconds = time.perf_counter() - start - compiling.seconds
+    return Written(np.concatenate([chunk.tokens for chunk in chunks], axis=1), B * (tokens - 1) / max(seconds, 1e-9))

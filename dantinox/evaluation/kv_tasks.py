@@ -1,0 +1,150 @@
+"""What compressed caches are measured on: sequences of the validation text, and tasks whose answer stands far back."""
+
+import itertools
+import random
+from typing import NamedTuple
+
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.evaluation.diversity import repetition
+from dantinox.text import Tokenizer, TokenStore, recall
+
+SEEDS = 3
+STREAM_TOKENS = 1 << 22  # sequences are taken from so many first tokens of the validation text
+REPEATED = 0.2  # a text that repeats itself more often is refused
+FACTS = 8
+COPIED = 32  # words of a list, fewer in a short prompt
+TRIES = 100  # to make a task
+KINDS = ("needle", "copy")
+
+
+class Sequences(NamedTuple):
+    """S sequences of T tokens, each within one document.
+
+    Attributes:
+      ids: `[S, T]`, `seeds`: `[S]`, which of the seeds drew each.
+      overlapping: the text was too short to draw them apart.
+      repeated: the share of the word 4-grams in all of them that stood in them before.
+    """
+
+    ids: np.ndarray
+    seeds: np.ndarray
+    overlapping: bool
+    repeated: float
+
+
+def shares(count: int) -> list[int]:
+    """How many of `count` things each seed draws."""
+    return [count // SEEDS + (seed < count % SEEDS) for seed in range(SEEDS)]
+
+
+def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: int) -> Sequences:
+    """Sequences of the validation text without special tokens, no two the same and, where it is long enough, none overlapping.
+
+    Raises:
+      UserError: it has fewer, or repeats itself so much that nothing can be learnt from it.
+    """
+    parts = [batch.tokens_BT.ravel() for batch in store.validation(8, STREAM_TOKENS)]
+    stream_N = np.concatenate(parts)[: min(store.val_tokens - 1, STREAM_TOKENS)]  # behind it is padding
+    apart, left = _places(np.isin(stream_N, list(tokenizer.special_ids)), length)
+    if len(left) < count:
+        raise UserError(
+            f"the validation text has {len(left)} places where {length} tokens stand within a document, and {count} sequences "
+            "are needed: lower --tokens or --sequences, or give the run more validation text"
+        )
+    overlapping = len(apart) < count
+    left = left if overlapping else apart
+    starts: list[np.ndarray] = []
+    for seed, share in enumerate(shares(count)):
+        starts.append(np.random.default_rng(seed).choice(left, share, replace=False))
+        left = np.setdiff1d(left, starts[-1])
+    places_ST = np.concatenate(starts)[:, None] + np.arange(length)
+    read_N = np.zeros(len(stream_N), bool)
+    read_N[places_ST] = True
+    repeated = repetition(tokenizer.decode(stream_N[read_N]).split(), 4)  # type: ignore[arg-type]
+    if repeated > REPEATED:
+        raise UserError(
+            f"{100 * repeated:.0f} % of the word 4-grams of the validation text stood in it before, and above "
+            f"{100 * REPEATED:.0f} % a text hides what a cache has lost: take a run whose validation text repeats itself less"
+        )
+    return Sequences(stream_N[places_ST], np.repeat(np.arange(SEEDS), shares(count)), overlapping, repeated)
+
+
+def _places(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where sequences can begin: places `length` or more apart, and all places."""
+    edges = np.concatenate([[-1], np.flatnonzero(special_N), [len(special_N)]])
+    spans = [(before + 1, end - length + 1) for before, end in itertools.pairwise(edges)]
+    empty = [np.zeros(0, np.int64)]
+    apart, every = ([np.arange(first, end, step) for first, end in spans if end > first] for step in (length, 1))
+    return np.concatenate(apart + empty), np.concatenate(every + empty)
+
+
+class Tasks(NamedTuple):
+    """P prompts behind which one token is right.
+
+    Attributes:
+      tokens: `[P, T]`, right-padded, `lengths`: `[P]`, `answers`: `[P]`.
+      needles: `[P]`, which of them ask for a fact; the others say a list again.
+      context: tokens in front of the question.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    answers: np.ndarray
+    needles: np.ndarray
+    context: int
+
+
+def spells_words(tokenizer: Tokenizer) -> bool:
+    """Whether every word of the tasks is one token, so that a model can have learnt them."""
+    try:
+        return all(len(ids) == 1 for ids in tokenizer.encode_batch([f" {word}" for word in recall.KEYS + recall.VALUES]))
+    except UserError:
+        return False
+
+
+def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
+    """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long.
+
+    Raises:
+      UserError: the sequences are too short for tasks.
+    """
+    T = sequences.ids.shape[1]
+    words = int(np.clip(T // 16, 4, COPIED))
+    longest = recall.copy(random.Random(0), words).question
+    context = T - len(tokenizer.encode(longest))
+    rows, answers = [], []
+    for kind in KINDS:
+        for seed, share in enumerate(shares(count)):
+            rng = random.Random(seed)
+            for _ in range(share):
+                ids, answer = _task(tokenizer, sequences.ids, rng, kind, words, context)
+                rows.append(ids)
+                answers.append(answer)
+    tokens_PT = np.zeros((len(rows), T), np.int32)
+    for row_T, ids in zip(tokens_PT, rows, strict=True):
+        row_T[: len(ids)] = ids
+    needles = np.arange(len(rows)) < count
+    return Tasks(tokens_PT, np.array([len(ids) for ids in rows], np.int32), np.array(answers), needles, context)
+
+
+def _task(
+    tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, words: int, context: int
+) -> tuple[list[int], int]:
+    """Tokens of a prompt, `context` of them before the question, and the token of its answer."""
+    for _ in range(TRIES):
+        lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
+        lines = [line for line in lines if not line.startswith((f"{recall.FACT} ", f"{recall.ASK} "))]
+        if kind == "needle":
+            task = recall.facts(rng, lines, FACTS)
+        else:
+            task = recall.copy(rng, words)
+            task = task._replace(context="".join(lines) + task.context)
+        ids = tokenizer.encode(task.context)[-context:]
+        told = task.question.replace(recall.ASK, recall.FACT) + task.answer
+        if len(ids) == context and told in tokenizer.decode(ids):
+            return ids + tokenizer.encode(task.question), tokenizer.encode(task.answer)[0]
+    raise UserError(
+        f"no {kind} task can be made of sequences of {ids_ST.shape[1]} tokens of the validation text: raise --tokens"
+    )

@@ -1,0 +1,474 @@
+"""The comparison of compressed caches: its numbers against NumPy, its texts against the tokenizer, the whole on a toy."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from generation import builder
+
+from dantinox.cli import main
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.evaluation import intervals, kv_bench
+from dantinox.evaluation.continuations import NEUTRAL
+from dantinox.evaluation.intervals import mean_interval
+from dantinox.evaluation.kv import _likeness, _losses, against_uniform, default_signal, evaluate_kv, gap_closed
+from dantinox.evaluation.kv_bench import (
+    METHODS,
+    NEAR,
+    Bench,
+    Contender,
+    Written,
+    check_equal,
+    chosen_caches,
+    line_up,
+    nearsighted,
+)
+from dantinox.evaluation.kv_measure import Damage
+from dantinox.evaluation.kv_tasks import Sequences, draw_sequences, draw_tasks, shares, spells_words
+from dantinox.generation import load
+from dantinox.generation.compression import with_head_order
+from dantinox.generation.engine import CachePlan
+from dantinox.generation.prepare import prepare
+from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint, nested
+from dantinox.report.kv import kv_lines
+from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
+from dantinox.text import TokenStore, open_store, prepare_data, recall, train_tokenizer
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+SEEDS_S = np.repeat([0, 1, 2], 20)
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------------
+
+
+def damages(seed, size=60):
+    random = np.random.default_rng(seed)
+    return Damage(random.normal(2, 0.3, size), random.random(size) / 10, random.random(size))
+
+
+def by_hand(values, statistic):
+    """The statistic and its 95 % interval over 2,000 resamples, the percentiles interpolated by hand."""
+    draws = np.random.default_rng(0)
+    found = sorted(statistic(values[..., draws.integers(values.shape[-1], size=values.shape[-1])]) for _ in range(2000))
+    ends = []
+    for place in (0.025 * 1999, 0.975 * 1999):
+        low = int(place)
+        ends.append(found[low] + (place - low) * (found[low + 1] - found[low]))
+    return [statistic(values), *ends]
+
+
+def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
+    own, full = damages(1), damages(2)
+    told = _losses(own, full, SEEDS_S)
+    worse = own.loss_B - full.loss_B
+    assert told["loss"] == pytest.approx(own.loss_B.mean())
+    assert told["dppl"]["all"][0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
+    for scope, of in [("all", slice(None)), *((seed, np.arange(60) // 20 == seed) for seed in range(3))]:
+        dppl, kl, top1 = (told[key]["all"] if scope == "all" else told[key]["seeds"][scope] for key in ("dppl", "kl", "top1"))
+        # exp bends so little between two resamples that the order of interpolation does not matter.
+        assert dppl == pytest.approx(by_hand(worse[of], lambda x: 100 * (np.exp(x.mean()) - 1)), rel=1e-3)
+        assert kl == pytest.approx(by_hand(own.kl_B[of], np.mean)) and top1 == pytest.approx(
+            by_hand(100 * own.top1_B[of], np.mean)
+        )
+
+
+def test_the_gap_is_a_ratio_of_mean_losses():
+    random = np.random.default_rng(5)
+    base = random.normal(2, 0.5, 60)
+    loss = {"streaming": base + 0.4, "oracle": base + random.normal(0.1, 0.05, 60), "uniform": base + 0.2}
+    stacked = np.stack([loss["streaming"], loss["uniform"], loss["oracle"]])
+    found = gap_closed(loss, "uniform")
+    assert found == pytest.approx(by_hand(stacked, lambda x: 100 * (x[0] - x[1]).mean() / (x[0] - x[2]).mean()))
+    assert 60 < found[0] < 73
+    assert gap_closed(loss, "streaming")[0] == 0 and gap_closed(loss, "oracle") == pytest.approx([100, 100, 100])
+
+
+def test_no_gap_is_closed_where_there_is_none():
+    base = np.random.default_rng(6).normal(2, 0.5, 60)
+    noise = np.random.default_rng(7).normal(0, 1, 60)
+    assert gap_closed({"streaming": base, "oracle": base + noise - noise.mean() - 0.01, "uniform": base}, "uniform") is None
+    assert gap_closed({"streaming": base, "uniform": base}, "uniform") is None
+
+
+def test_a_signal_wins_or_loses_only_in_all_three_seeds():
+    random = np.random.default_rng(3)
+    uniform = random.normal(2, 0.5, 60)
+    noise = random.normal(0, 0.01, 60)
+    better, worse = uniform - 0.1 + noise, uniform + 0.1 + noise
+    assert against_uniform(better, uniform, SEEDS_S)["verdict"] == "better"
+    assert against_uniform(worse, uniform, SEEDS_S)["verdict"] == "worse"
+    assert against_uniform(np.where(SEEDS_S < 2, better, uniform), uniform, SEEDS_S)["verdict"] == "same"
+    assert against_uniform(np.where(SEEDS_S < 2, better, worse), uniform, SEEDS_S)["verdict"] == "same"
+    found = against_uniform(better, uniform, SEEDS_S)["difference"]
+    assert found["all"] == list(mean_interval(better - uniform)) and found["all"][0] == pytest.approx((better - uniform).mean())
+    assert found["seeds"][1] == list(mean_interval((better - uniform)[20:40]))
+
+
+def told(**verdicts):
+    """A ratio at which signals have these (verdict, loss)."""
+    methods = [{"name": name, "loss": loss} for name, (_, loss) in verdicts.items()]
+    return {"methods": methods, "against_uniform": {name: {"verdict": said} for name, (said, _) in verdicts.items()}}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "default"),
+    [
+        ([told(entropy=("same", 1.0)), told(entropy=("same", 1.0))], "uniform"),
+        ([told(entropy=("better", 1.0)), told(entropy=("same", 1.0))], "entropy"),
+        ([told(entropy=("better", 1.0)), told(entropy=("worse", 1.0))], "uniform"),
+        ([told(entropy=("better", 1.2), coverage=("better", 1.1), loss=("same", 1.0))], "coverage"),
+        ([told(entropy=("worse", 0.9), coverage=("better", 1.1))], "coverage"),
+        ([told()], "uniform"),
+    ],
+)
+def test_the_default_signal_follows_from_the_rule(ratios, default):
+    assert default_signal(ratios) == default
+
+
+def test_continuations_are_compared_position_by_position():
+    full = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1]])
+    own = np.array([[1, 2, 3, 4], [5, 0, 7, 8], [1, 1, 0, 0]])
+    found = _likeness(Written(own, 12.5), Written(full, 99.0))
+    assert found["same_by_position"] == pytest.approx([100, 200 / 3, 200 / 3, 200 / 3])
+    assert found["same"][0] == pytest.approx((100 + 75 + 50) / 3)
+    assert found["diverges"] == 2 and found["tok_per_s"] == 12.5  # the median of 4, 1 and 2
+    assert set(_likeness(None, Written(full, 1.0)).values()) == {None}
+
+
+# --- texts --------------------------------------------------------------------------------------------------------------
+
+CONTEXT = 64
+WORDS = ["the", "a", "house", "went", "small", "old", "green", "and"]
+
+
+def prose(lines, seed):
+    draw = random.Random(seed)
+    return "".join(" ".join(draw.choice(WORDS) for _ in range(draw.randrange(4, 9))) + "\n" for _ in range(lines))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A run with a token for every word, random weights, and validation text."""
+    path = tmp_path_factory.mktemp("runs") / "toy"
+    draw = random.Random(0)
+    lists = [" ".join(draw.sample(recall.KEYS + recall.VALUES, 60)) for _ in range(40)]
+    documents = [prose(n, n) for n in (120, 90, 2, 30, 3, 100)]
+    corpus = path.parent / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    told = [recall.facts(draw, [], 8) for _ in range(20)]
+    texts = [*documents, *lists, *(task.context + task.question for task in told)]
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=1000), lambda: iter(texts))
+    size = {"dim": 16, "n_heads": 4, "kv_heads": 2, "head_size": 8, "num_blocks": 2, "max_context": CONTEXT, "dtype": "float32"}
+    config = build_config({
+        "model": size, "data": {"path": str(corpus), "val_fraction": 0.6}, "training": {"batch_size": 1},
+        "kv": {"budget": 0.4, "policy": "tova"}, "generation": {"temperature": 0.1, "stop": ["a"]},  # of no effect
+    })  # fmt: skip
+    run = create_run(path)
+    weights = np.random.default_rng(1)
+    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    filled = {name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
+    save_config(run, config)
+    save_weights(run.weights, nested({name: (0.5 * x).astype(np.float32) for name, x in filled.items()}))
+    tokenizer.save(run.tokenizer)
+    prepare_data(config, run.data, tokenizer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(toy):
+    return load(toy)
+
+
+@pytest.fixture(scope="module")
+def store(toy, run):
+    return open_store(run.config, open_run(toy).data, run.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def text(run, store):
+    return draw_sequences(run.tokenizer, store, 10, CONTEXT)
+
+
+def test_seeds_share_what_is_drawn():
+    assert shares(200) == [67, 67, 66] and shares(48) == [16, 16, 16]
+
+
+def test_sequences_lie_apart_and_each_within_one_document(run, store, text):
+    stream = np.concatenate([batch.tokens_BT.ravel() for batch in store.validation(1)])
+    special = np.isin(stream, list(run.tokenizer.special_ids))
+    seen = set()
+    for row in text.ids:
+        (place,) = [i for i in range(len(stream) - CONTEXT + 1) if (stream[i : i + CONTEXT] == row).all()]
+        assert not special[place : place + CONTEXT].any() and not seen & set(range(place, place + CONTEXT))
+        seen |= set(range(place, place + CONTEXT))
+    assert text.seeds.tolist() == [0] * 4 + [1] * 3 + [2] * 3 and not text.overlapping
+    assert draw_sequences(run.tokenizer, store, 10, CONTEXT).ids.tolist() == text.ids.tolist()
+    words = run.tokenizer.decode(stream[sorted(seen)]).split()
+    grams = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
+    again = sum(gram in grams[:i] for i, gram in enumerate(grams))
+    assert text.repeated == pytest.approx(again / len(grams)) and 0 < text.repeated < 0.2
+
+
+def a_store(run, *documents):
+    ids = [token for text in documents for token in [*run.tokenizer.encode(text), run.tokenizer.eos_id]]
+    return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), batch_size=1, sequence_length=8, seed=0)
+
+
+def test_a_short_text_is_read_in_places_that_overlap_or_not_at_all(run):
+    store = a_store(run, prose(30, 1), "the old house\n")
+    places = len(run.tokenizer.encode(prose(30, 1))) - 100 + 1
+    assert places > 12
+    found = draw_sequences(run.tokenizer, store, 12, 100)
+    assert found.overlapping and len({tuple(row) for row in found.ids.tolist()}) == 12
+    with pytest.raises(
+        UserError, match=rf"has {places} places where 100 tokens stand within a document, and 999 sequences are"
+    ):
+        draw_sequences(run.tokenizer, store, 999, 100)
+    with pytest.raises(UserError, match="has 0 places where 1000 tokens"):
+        draw_sequences(run.tokenizer, store, 6, 1000)
+
+
+def test_a_text_that_repeats_itself_is_refused(run):
+    store = a_store(run, *(prose(20, n % 3) for n in range(30)))
+    with pytest.raises(UserError, match=r"^\d\d % of the word 4-grams .* above 20 % a text hides") as error:
+        draw_sequences(run.tokenizer, store, 30, 64)
+    assert int(str(error.value)[:2]) > 60
+
+
+def test_tasks_are_of_one_length_and_hold_their_answer(run, text):
+    assert spells_words(run.tokenizer)
+    tasks = draw_tasks(run.tokenizer, text, 8)
+    assert tasks.tokens.shape == (16, CONTEXT) and tasks.needles.tolist() == [True] * 8 + [False] * 8
+    assert set(tasks.lengths[8:]) == {CONTEXT} and len(set(tasks.lengths)) == 2
+    for ids, length, answer, needle in zip(tasks.tokens, tasks.lengths, tasks.answers, tasks.needles, strict=True):
+        context, question = (run.tokenizer.decode(part) for part in (ids[: tasks.context], ids[tasks.context : length]))
+        answer = run.tokenizer.decode([answer])
+        told = [line for line in context.splitlines() if line.startswith(recall.FACT)]
+        assert answer.strip() in recall.KEYS + recall.VALUES
+        if needle:
+            key = question.removeprefix(f"{recall.ASK} ")
+            assert key in recall.KEYS and f"{recall.FACT} {key}{answer}" in told
+        else:
+            assert told[-1] == question + answer and len(question.split()) == 1 + 4 - 1
+        assert run.tokenizer.encode(context + question + answer) == [*ids[:length].tolist(), *run.tokenizer.encode(answer)]
+    again = draw_tasks(run.tokenizer, text, 8)
+    assert (again.tokens == tasks.tokens).all()
+
+
+def test_words_of_several_tokens_make_no_tasks():
+    for kind in ("byte", "char"):
+        tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["no such word"]))
+        assert not spells_words(tokenizer)
+
+
+def test_a_text_too_short_for_a_task_is_told(run):
+    ids = np.array([run.tokenizer.encode("the house\n") * 2])
+    ids = ids[:, :5]
+    with pytest.raises(UserError, match=r"no needle task can be made of sequences of 5 tokens .*: raise --tokens"):
+        draw_tasks(run.tokenizer, Sequences(ids, np.zeros(1, int), False, 0.0), 3)
+
+
+# --- caches -------------------------------------------------------------------------------------------------------------
+
+
+def calibration(**also):
+    return KVCalibration(np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 1.0, 1.0, 1.0]]), **also)
+
+
+def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
+    whole = calibration(coverage_LN=np.ones((2, 4)), loss_LK=np.ones((2, 2)))
+    assert chosen_caches(None, whole, tmp_path) == (list(METHODS), [])
+    assert chosen_caches(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
+    names, left_out = chosen_caches(None, calibration(), tmp_path)
+    assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
+    assert [line.split(":")[0] for line in left_out] == ["coverage", "loss"] and "--what kv` again" in left_out[0]
+    with pytest.raises(UserError, match=r"holds no loss"):
+        chosen_caches(["loss"], calibration(), tmp_path)
+    with pytest.raises(UserError, match=r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`"):
+        chosen_caches(["uniform", "entropy"], None, tmp_path)
+    with pytest.raises(UserError, match=r"no method of eval kv is called Entrpy: did you mean entropy\?"):
+        chosen_caches(["Entrpy"], None, tmp_path)
+
+
+def test_all_caches_of_a_ratio_have_the_same_bytes(run):
+    names = ["streaming", "uniform", "entropy", "random", "oracle"]
+    caches, left_out = line_up(run, calibration(), names, None, CONTEXT)
+    full, *rest = caches
+    # Two layers, two key heads of eight numbers, keys and values in float32.
+    assert full.name == "full" and full.report["bytes"] == 2 * 2 * CONTEXT * 8 * 2 * 4
+    assert [cache.name for cache in rest] == names and {cache.ratio for cache in rest} == {0.5}
+    assert [line[:11] for line in left_out] == ["ratio 0.3: ", "ratio 0.2: ", "ratio 0.1: "] and "give at least" in left_out[0]
+    sizes = {cache.name: cache.report["bytes"] for cache in rest if cache.report}
+    # Half the slots; to each its position and, where it goes by attention, its importance.
+    assert sizes["uniform"] == sizes["entropy"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 8)
+    assert sizes["streaming"] == sizes["random"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 4)
+    assert rest[2].report["slots"] != rest[1].report["slots"]
+    with pytest.raises(UserError, match=r"kv.budget 0.1 leaves 6 slots"):
+        line_up(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
+
+
+def test_unequal_caches_are_not_compared():
+    def cache(bytes, slots, fixed=None):
+        plan = CachePlan(64, "float32", SimpleNamespace(fixed=fixed))
+        return Contender("x", 0.5, None, plan, {"bytes": bytes, "slots": [[[2, slots]]]})
+
+    check_equal([cache(200_000, 1000), cache(201_000, 1005), cache(150_000, 1000, fixed="position")])
+    check_equal([cache(640, 32), cache(720, 36)])  # a unit
+    with pytest.raises(AssertionError, match="100000, 103000"):
+        check_equal([cache(100_000, 1000), cache(103_000, 1030)])
+
+
+def logprobs(model, ids_BT):
+    """What follows every token, from one pass without a cache."""
+    positions = np.broadcast_to(np.arange(ids_BT.shape[1]), ids_BT.shape)
+    logits = np.asarray(nnx.jit(lambda m, *x: m(*x)[0])(model, ids_BT, positions), np.float64)
+    return (
+        logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    )
+
+
+def loss(model, ids_BT, start):
+    said = np.take_along_axis(logprobs(model, ids_BT)[:, :-1], ids_BT[:, 1:, None], 2)[..., 0]
+    return -said[:, start - 1 :].mean(axis=1)
+
+
+def windowed(model, window):
+    """The same weights in a model built with windows."""
+    config = model.config.__class__(**(vars(model.config) | {"windows": (window,) * model.config.num_blocks}))
+    other = Transformer(config, rngs=nnx.Rngs(0))
+    nnx.update(other, nnx.state(model))
+    return other
+
+
+@pytest.mark.slow
+def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
+    monkeypatch.setattr(kv_bench, "NEAR", 12)
+    caches, _ = line_up(run, None, [], [0.5], CONTEXT)
+    near = nearsighted(caches[0])
+    assert near.model.config.windows == (12, 12) and caches[0].model.config.windows == (None, None)
+    (full,), measured = Bench(caches).read(text)
+    np.testing.assert_allclose(full.loss_B, loss(run.model, text.ids, CONTEXT // 2), atol=1e-4)
+    np.testing.assert_allclose(measured.loss_B, loss(windowed(run.model, 12), text.ids, CONTEXT // 2), atol=1e-4)
+    assert np.abs(measured.loss_B - full.loss_B).max() > 1e-3 and not full.kl_B.any() and full.top1_B.all()
+    assert NEAR == 64
+
+
+@pytest.mark.slow
+def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch):
+    monkeypatch.setattr(kv_bench, "ROWS", 6)
+    tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows in batches of five, some shorter than others
+    last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
+    random = np.random.default_rng(0)
+    answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights finds nothing itself
+    caches, _ = line_up(run, None, [], [0.5], CONTEXT)
+    said = []
+    (found,) = Bench(caches, said.append).answer(tasks._replace(answers=answers))
+    right = last_P.argmax(-1) == answers
+    assert 0 < right.sum() < 10 and list(found) == ["needle_aware", "copy_aware", "needle_agnostic", "copy_agnostic"]
+    for asked in ("aware", "agnostic"):
+        assert found[f"needle_{asked}"].tolist() == right[:5].tolist() and found[f"copy_{asked}"].tolist() == right[5:].tolist()
+    assert said[1] == "tasks, aware of the question, 6 to 10 of 10" and len(said) == 4
+
+
+@pytest.mark.slow
+def test_an_answer_comes_from_what_stayed_of_the_prompt():
+    """In one layer keys and values are those of the tokens alone: what streaming keeps is what a text of these tokens has."""
+    model = builder.model(builder.config(windows=(None,)))
+    lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
+    tokens = np.where(np.arange(60) < lengths[:, None], random.integers(0, builder.V, (2, 60)), 0)
+    run = SimpleNamespace(model=model, prepared=lambda weights, order: prepare(with_head_order(model, order), weights))
+    (_, streaming), _ = line_up(run, None, ["streaming"], [budget], 64)
+    expected, whole = [], []
+    for row, length in zip(tokens, lengths, strict=True):
+        kept = np.array([*range(4), *range(length - 28, length)])
+        logits = [
+            np.asarray(model(jnp.asarray(row[None, at]), jnp.asarray(at[None]))[0][0, -1]) for at in (kept, np.arange(length))
+        ]
+        expected.append(logits[0].argmax())
+        whole.append(logits[1].argmax())
+    assert streaming.answer(tokens, lengths).tolist() == expected != whole
+
+
+@pytest.mark.slow
+def test_the_oracle_answers_from_its_best_keys():
+    model = builder.model(builder.config(windows=(None,)))
+    tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
+    run = SimpleNamespace(model=model, prepared=lambda weights, order: prepare(model, weights))
+    (_, oracle), _ = line_up(run, None, ["oracle"], [0.5], 64)
+    read = oracle.read(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
+    assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch):
+    monkeypatch.setattr(kv_bench, "FREE_ROWS", 2)
+    caches, _ = line_up(run, None, ["oracle"], [0.5], CONTEXT)
+    written, none = Bench(caches).write(run, text, 3)
+    assert none is None and written.ids.shape == (3, 32) and written.rate > 0
+    special = list(run.tokenizer.special_ids)
+    rows = text.ids[[0, 4, 7], :32]  # the first of each seed
+    whole = np.concatenate([rows, written.ids], axis=1)
+    expected = logprobs(run.model, whole)
+    expected[:, :, special] = -np.inf
+    assert written.ids.tolist() == expected.argmax(-1)[:, 31:-1].tolist()
+
+
+def test_a_runs_own_cache_settings_are_switched_off():
+    assert NEUTRAL["kv_budget"] is None and NEUTRAL["kv_policy"] == "snapkv+ema" and NEUTRAL["kv_dtype"] == "auto"
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------------
+
+
+def calibrate(toy):
+    entropies = dict(zip(head_names(2, 4, "H"), (1.0, 4.0, 2.0, 2.0, 3.0, 3.0, 5.0, 0.5), strict=True))
+    save_kv_calibration(open_run(toy).kv, {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_entropies": entropies})
+
+
+@pytest.mark.slow
+def test_the_record_of_an_evaluation(toy, monkeypatch):
+    calibrate(toy)
+    monkeypatch.setattr(intervals, "RESAMPLINGS", 50)
+    said = []
+    names = ["uniform", "entropy", "oracle"]  # each further one is some seconds of compiling
+    record = evaluate_kv(toy, quick=True, methods=names, progress=said.append, sequences=7, tasks=3, continued=3)
+    json.dumps(record, allow_nan=False)
+    assert record["tokens"] == CONTEXT and record["prompt"] == 32 and record["free_tokens"] == 32
+    assert len(record["left_out"]) == 3 and record["calibration"].endswith("kv_entropy.json")
+    (ratio,) = record["ratios"]
+    assert [method["name"] for method in ratio["methods"]] == names and list(ratio["against_uniform"]) == ["entropy"]
+    full = record["full"]
+    assert full["dppl"]["all"] == [0, 0, 0] and full["top1"]["all"] == [100, 100, 100] and full["share"] == 1
+    for method in ratio["methods"]:
+        oracle = method["name"] == "oracle"
+        assert (method["bytes"] is None) == (method["tok_per_s"] is None) == (method["same"] is None) == oracle
+        assert method["kl"]["all"][0] > 0 and len(method["dppl"]["seeds"]) == 3
+        assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
+    assert said[0] == "reading sequences 1 to 7 of 7" and any(line.startswith("tasks, agnostic") for line in said)
+    assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(record))
+
+
+def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
+    for wrong, sentence in (
+        ({"ratios": [1.0]}, "--ratios must lie between 0 and 1, got 1"),
+        ({"tokens": 31}, "--tokens, and the model's context, must be at least 32, got 31"),
+        ({"sequences": 5}, "--sequences must be at least 6, got 5"),
+        ({"methods": ["uniform"], "sequences": 9999}, "9999 sequences are needed"),
+        ({"methods": ["uniform"], "calibration": "nowhere.json"}, "cannot read the calibration nowhere.json"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            evaluate_kv(toy, **wrong)
+    with pytest.raises(UserError, match="holds no validation text of this run"):
+        evaluate_kv(run_dir, methods=["uniform"])
+
+
+def test_flags_of_the_other_comparison_are_refused(toy, capsys):
+    for what, flag, value in (("kv", "--prompts", "3"), ("kv", "--reference", "x"), ("sampling", "--ratios", ".5")):
+        assert main(["eval", what, "--run_dir", str(toy), flag, value]) == 2
+        other = {"kv": "sampling", "sampling": "kv"}[what]
+        assert capsys.readouterr().err == f"error: {flag} belongs to eval {other}: leave it out with eval {what}\n"

@@ -1,0 +1,208 @@
+"""The comparison of compressed caches as lines, CSV, Markdown and picture, from a record written by hand."""
+
+import csv
+import io
+import json
+import struct
+import sys
+
+import pytest
+
+from dantinox.config import UserError
+from dantinox.report.kv import FILES, conclusions, draw_kv, kv_csv, kv_lines, kv_markdown, preconditions, write_kv
+
+
+def scoped(value, half):
+    return {
+        "all": [value, value - half, value + half],
+        "seeds": [[value + d, value + d - 1, value + d + 1] for d in (-1, 0, 1)],
+    }
+
+
+def method(name, dppl, tasks=True, **more):
+    """A method whose measures follow from its change of perplexity."""
+    oracle = name == "oracle"
+    size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": [24, 96]}
+    found = {
+        "name": name, **size,
+        "loss": 2.5, "dppl": scoped(dppl, 0.4), "kl": scoped(0.0123, 0.001), "top1": scoped(91.26, 0.8),
+        "same": None if oracle else [80.0, 70.0, 90.0], "same_by_position": None if oracle else [100.0, 60.0],
+        "diverges": None if oracle else 17.0, "tok_per_s": None if oracle else 1500.4, "gap_closed": [57.2, 50.0, 61.0],
+    }  # fmt: skip
+    if tasks:
+        found |= {
+            key: [value, value - 3, min(100, value + 3)] for key, value in (("needle_aware", 96.0), ("needle_agnostic", 41.4))
+        }
+        found |= {
+            key: [value, value - 3, min(100, value + 3)] for key, value in (("copy_aware", 88.0), ("copy_agnostic", 12.0))
+        }
+    return found | more
+
+
+def against(verdict, value, seeds):
+    difference = {"all": [value, value - 0.002, value + 0.002], "seeds": [[s, s - 0.001, s + 0.001] for s in seeds]}
+    return {"difference": difference, "verdict": verdict}
+
+
+DPPL = {"streaming": 300.0, "uniform": 4.0, "entropy": 3.0, "oracle": -0.5}
+
+
+@pytest.fixture
+def record():
+    return {
+        "run": "/somewhere/runs/recall", "calibration": "/somewhere/runs/recall/kv_entropy.json", "device": "cpu",
+        "dtype": "float32", "tokens": 512, "prompt": 256, "sequences": 200, "tasks": 198, "continued": 24, "free_tokens": 64,
+        "seeds": 3, "overlapping": False, "repeated": 0.1234, "near": 64, "long_range_gain": [0.12, 0.1, 0.14],
+        "left_out": ["loss: the calibration kv_entropy.json holds no loss"], "full": method("full", 0.0, gap_closed=None),
+        "ratios": [
+            {
+                "ratio": ratio,
+                "methods": [method(name, dppl * (1 - ratio)) for name, dppl in DPPL.items()],
+                "against_uniform": {"entropy": verdict},
+            }
+            for ratio, verdict in (
+                (0.5, against("same", 0.0004, (0.003, -0.0005, 0.0005))),
+                (0.2, against("better", -0.01, (-0.012, -0.01, -0.008))),
+            )
+        ],
+        "default_signal": "entropy",
+    }  # fmt: skip
+
+
+def without_tasks(record):
+    bare = record | {"tasks": None, "full": method("full", 0.0, tasks=False, gap_closed=None)}
+    bare["ratios"] = [
+        ratio | {"methods": [method(one["name"], one["dppl"]["all"][0], tasks=False) for one in ratio["methods"]]}
+        for ratio in record["ratios"]
+    ]
+    return bare
+
+
+def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
+    same, better, default = conclusions(record)
+    assert same == (
+        "Ratio 0.5: entropy budgets do not beat uniform ones (+0.0004 nats per token, 95 % interval -0.0016 to +0.0024; "
+        "outside it in 1 of 3 seeds)."
+    )
+    assert better.startswith(
+        "Ratio 0.2: entropy budgets beat uniform ones (-0.0100 nats per token, 95 % interval -0.0120 to -0.0080;"
+    )
+    assert better.endswith("outside it in 3 of 3 seeds).") and default.startswith(
+        "Default signal by the rule of three seeds: entropy"
+    )
+    record["ratios"] = [record["ratios"][0] | {"against_uniform": {"coverage": against("worse", 0.02, (0.02,) * 3)}}]
+    record["default_signal"] = "uniform"
+    worse, default = conclusions(record)
+    assert (
+        worse.startswith("Ratio 0.5: coverage budgets are worse than uniform ones (+0.0200")
+        and "seeds: uniform, as no" in default
+    )
+    record["ratios"][0]["against_uniform"] = {}
+    assert conclusions(record) == []
+
+
+def test_what_makes_a_measurement_say_little_is_flagged(record):
+    gain, needle = preconditions(record)
+    assert gain == (
+        "Long-range gain: tokens that see the nearest 64 alone cost +0.120 nats more (95 % interval +0.100 to +0.140)."
+    )
+    assert needle == "Needles found with the full cache: 96.0 % (95 % interval 93.0 to 99.0)."
+    record["long_range_gain"], record["full"]["needle_aware"] = [0.03, 0.02, 0.04], [94.5, 90.0, 98.0]
+    gain, needle = preconditions(record)
+    assert "Below 0.05 what stands further back hardly matters" in gain and "Below 95 % the model itself" in needle
+    assert len(preconditions(without_tasks(record))) == 1
+
+
+@pytest.mark.parametrize("width", [100, 80, 60])
+def test_lines_fit_and_hold_every_number(record, width):
+    lines = list(kv_lines(record, width))
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for part in (
+        "ratio 0.5",
+        "ratio 0.2",
+        "+150 ±0",
+        "+2.00 ±0.40",
+        "-0.25 ±0.40",
+        "91.3 ±0.8",
+        "0.0123",
+        "1,234,567",
+        "1,500",
+    ):
+        assert part in text
+    assert "96 / 41" in text and "88 / 12" in text and "Left out: loss: the calibration" in text
+    assert "that overlap" not in text and "12.3 %" in text
+    assert lines.count("ratio 0.2") == 1
+
+
+def test_a_table_fits_a_hundred_columns_side_by_side(record):
+    lines = list(kv_lines(record))
+    at = lines.index("ratio 0.5")
+    heading, full, *rows = lines[at + 1 : at + 7]
+    assert [row.split()[0] for row in (heading, full, *rows)] == ["method", "full", "streaming", "uniform", "entropy", "oracle"]
+    assert heading.split()[-2:] == ["bytes", "tok/s"] and rows[-1].split()[-2:] == ["–", "–"] and lines[at + 7] == ""
+    assert "57" in rows[0].split() and full.split()[6] == "–"  # the full cache closes no gap
+
+
+def test_without_tasks_their_columns_are_gone_and_a_line_says_why(record):
+    bare = without_tasks(record)
+    bare["overlapping"] = True
+    text = "\n".join(kv_lines(bare))
+    assert "needle %" not in text and "does not spell" in text and "200 sequences that overlap" in " ".join(text.split())
+    assert "needle" not in kv_markdown(bare).split("## Ratio")[1]
+
+
+def test_csv_reads_back_bitwise(record):
+    record["ratios"][1]["methods"][1]["kl"]["seeds"][2] = [0.1 + 0.2, 1 / 3, 2 / 3]
+    rows = list(csv.DictReader(io.StringIO(kv_csv(record))))
+    assert [(row["ratio"], row["method"]) for row in rows[:2]] == [("1", "full"), ("0.5", "streaming")]
+    assert len(rows) == 10 and all(None not in row and None not in row.values() for row in rows)
+    row = rows[7]
+    assert (row["ratio"], row["method"], row["slots_least"], row["slots_most"], row["bytes"]) == (
+        "0.2",
+        "uniform",
+        "24",
+        "96",
+        "1234567",
+    )
+    assert [float(row[f"kl_seed2{end}"]) for end in ("", "_low", "_high")] == [0.1 + 0.2, 1 / 3, 2 / 3]
+    assert float(row["dppl"]) == 4.0 * 0.8 and float(row["needle_agnostic_low"]) == 41.4 - 3
+    assert rows[4]["bytes"] == rows[4]["same"] == "" and rows[0]["gap_closed_high"] == ""
+
+
+def test_markdown_has_whole_intervals_and_the_seeds(record):
+    text = kv_markdown(record)
+    assert text.startswith("# Compressed caches on recall\n") and text.count("\n## Ratio ") == 2
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in tables}) == 2
+    assert "| `uniform` | 2.00 [1.60, 2.40] | 0.0123 [0.0113, 0.0133] | 91.3 [90.5, 92.1] | 57.2 [50.0, 61.0] |" in text
+    assert "| `uniform` | 1.00 [0.00, 2.00] | 2.00 [1.00, 3.00] | 3.00 [2.00, 4.00] |" in text
+    assert all(f"* {sentence}" in text for sentence in conclusions(record))
+    record["ratios"][0]["against_uniform"] = record["ratios"][1]["against_uniform"] = {}
+    assert "What this says" not in kv_markdown(record)
+
+
+def test_the_picture_is_a_png(record):
+    pytest.importorskip("matplotlib")
+    for one in (record, without_tasks(record)):
+        data = draw_kv(one)
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        width, height = struct.unpack(">II", data[16:24])
+        assert width > 1200 and height > 600
+
+
+def test_the_files(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    write_kv(record, tmp_path / "new" / "folder")
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(FILES)
+    assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == record
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^cannot write .*file"):
+        write_kv(record, tmp_path / "file" / "below")
+
+
+def test_without_matplotlib_the_rest_is_written(record, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
+        write_kv(record, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES[:3])
