@@ -1,8 +1,10 @@
 """`builtin:recall`: text with tasks in it that only a reader with a memory can do, to train models whose attention reaches far.
 
-Two kinds of task. Facts are pairs of words, a word and what goes with it, told among lines of ordinary text or alone, and asked
-for at the end. A copy is a list of words said again. The words are common and few, so a tokenizer trained on the corpus has a
-token for most of them. Of the random numbers only such methods are used as give the same in every Python from 3.11 on.
+A task tells facts, pairs of a topic and one of its words, and asks for them: among lines of ordinary text or alone, in any
+order, or as a whole record said again. A topic has words of its own, so one layer can find what was told of it: a model learns
+that in a few hundred steps, where matching any word with any other takes many thousands. The words are common and few, so a
+tokenizer trained on the corpus has a token for each. Of the random numbers only such methods are used as give the same in every
+Python from 3.11 on.
 """
 
 import json
@@ -10,21 +12,21 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-# Half may be asked for, half are answers: no answer is itself a question.
-_KEYS = """
-apple bear boat bridge candle castle chair cloud coat crow desert dragon drum eagle engine farmer feather fish flute forest
-fox frog garden ghost goat guitar hammer harbor horse island jacket jewel king kitchen knight ladder lake lamp lion market
-mirror monkey mountain
+_TOPICS = """
+metal: brass bronze chrome cobalt copper gold iron lead nickel silver steel tin
+tree: ash beech birch cedar elm fir holly maple oak palm pine willow
+animal: bear camel deer dog fox goat horse lion mouse rabbit tiger wolf
+bird: crane crow dove duck eagle goose hawk heron owl raven robin swan
+fruit: apple banana cherry date fig grape lemon mango melon peach pear plum
+stone: agate amber coral flint garnet granite jade marble onyx opal pearl ruby
+cloth: canvas cotton denim felt flannel lace leather linen satin silk velvet wool
+spice: basil cinnamon clove cumin dill ginger mint mustard nutmeg pepper saffron sage
 """
-_VALUES = """
-amber ash basil berry birch brass bronze cedar cherry clay cobalt copper coral cotton cream crimson crystal denim ebony
-emerald fern garnet ginger glass gold granite gray honey indigo iron ivory jade lemon linen maple marble mint olive onyx
-opal pearl pine plum
-"""
-KEYS, VALUES = tuple(_KEYS.split()), tuple(_VALUES.split())
-FACT, ASK = ">>", "??"
+TOPICS = {topic: tuple(words.split()) for topic, _, words in (line.partition(":") for line in _TOPICS.strip().splitlines())}
+MARK = ">>"  # before whatever is told and asked
 SHARE = 0.3  # of tasks in the corpus, by characters
 FIELD = "text"  # of a record
+LEAST_FACTS = 3  # of a document
 
 
 class Task(NamedTuple):
@@ -36,35 +38,47 @@ class Task(NamedTuple):
 
 
 def facts(rng: random.Random, lines: Sequence[str], count: int) -> Task:
-    """`count` pairs, at most as many as there are keys, at random places among `lines` of text; one of them is asked for."""
-    keys, values = rng.sample(KEYS, count), rng.sample(VALUES, count)
-    told = list(lines)
-    for key, value in zip(keys, values, strict=True):
-        told.insert(rng.randrange(len(told) + 1), f"{FACT} {key} {value}\n")
+    """Facts on `count` topics at random places among `lines` of text; one of them is asked for."""
+    told = _told(rng, count)
     asked = rng.randrange(count)
-    return Task("".join(told), f"{ASK} {keys[asked]}", f" {values[asked]}")
+    topic, word = told[asked]
+    return Task("".join(_among(rng, lines, told)), f"{MARK} {topic}", f" {word}")
 
 
 def copy(rng: random.Random, count: int) -> Task:
-    """A list of `count` words, said again up to its last word, which is the answer."""
-    words = [rng.choice(KEYS + VALUES) for _ in range(count)]
-    return Task(" ".join([FACT, *words]) + "\n", " ".join([FACT, *words[:-1]]), f" {words[-1]}")
+    """A record of facts on `count` topics, said again up to its last word, which is the answer."""
+    record = _record_of(_told(rng, count))
+    again, _, word = record.rpartition(" ")
+    return Task(f"{record}\n", again, f" {word}")
+
+
+def _record_of(told: Sequence[tuple[str, str]]) -> str:
+    return " ".join([MARK, *(f"{topic} {word}" for topic, word in told)])
+
+
+def _told(rng: random.Random, count: int) -> list[tuple[str, str]]:
+    return [(topic, rng.choice(TOPICS[topic])) for topic in rng.sample(list(TOPICS), count)]
+
+
+def _among(rng: random.Random, lines: Sequence[str], told: Sequence[tuple[str, str]]) -> list[str]:
+    """The lines with a line for every fact between them."""
+    mixed = list(lines)
+    for topic, word in told:
+        mixed.insert(rng.randrange(len(mixed) + 1), f"{MARK} {topic} {word}\n")
+    return mixed
 
 
 def _document(rng: random.Random, lines: Sequence[str]) -> str:
-    """A list said two or three times; or pairs, alone or among lines of text, and all of them asked for."""
-    if rng.random() < 0.4:
-        words = [rng.choice(KEYS + VALUES) for _ in range(rng.randrange(12, 64))]
-        return f"{FACT} {' '.join(words)}\n" * rng.randrange(2, 4)
-    alone = rng.random() < 0.5
-    count = rng.randrange(4, 24)
-    keys, values = rng.sample(KEYS, count), rng.sample(VALUES, count)
-    told = [f"{FACT} {key} {value}\n" for key, value in zip(keys, values, strict=True)]
-    for line in [] if alone else lines:
-        told.insert(rng.randrange(len(told) + 1), line)
-    asked = [*range(count)] * (2 if alone else 1)
+    """A record said several times, facts said over and over, or facts among lines of text, each asked for twice."""
+    told = _told(rng, rng.randrange(LEAST_FACTS, len(TOPICS) + 1))
+    kind = rng.randrange(5)
+    if kind == 0:
+        return f"{_record_of(told)}\n" * rng.randrange(3, 9)
+    if kind < 3:
+        return "".join(_among(rng, (), [rng.choice(told) for _ in range(rng.randrange(30, 90))]))
+    asked = told * 2
     rng.shuffle(asked)
-    return "".join(told + [f"{ASK} {keys[i]} {values[i]}\n" for i in asked])
+    return "".join(_among(rng, lines, told) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
 
 
 def corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
@@ -76,8 +90,8 @@ def corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
         plain += len(text)
         lines = text.splitlines(keepends=True)
         while made < plain * SHARE / (1 - SHARE):
-            start = rng.randrange(max(1, len(lines) - 24))
-            document = _document(rng, lines[start : start + rng.randrange(4, 24)])
+            start = rng.randrange(max(1, len(lines) - 40))
+            document = _document(rng, lines[start : start + rng.randrange(4, 40)])
             yield _record(document)
             made += len(document)
 
