@@ -27,7 +27,7 @@ MAX_FUNCTION_LINES = 60
 
 
 def room_of(path: Path) -> str:
-    """`model` for dantinox/model/attention.py, `run` for dantinox/run.py."""
+    """`model` for dantinox/model/attention.py, `config` for a file dantinox/config.py."""
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 

@@ -547,7 +547,7 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name", ["quickstart", "dante", "shakespeare_char", "gpt2_124m", "llama_1b"])
+@pytest.mark.parametrize("name", ["quickstart", "dante", "recall", "shakespeare_char", "gpt2_124m", "llama_1b"])
 def test_every_config_is_parsed_and_built(dantinox, name):
     """Built from shapes alone; a billion parameters take no memory."""
     import jax

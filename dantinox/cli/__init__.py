@@ -115,8 +115,10 @@ def _sample(config: Any, tokenizer: Any, model: Any) -> str:
     run = Run(config, model, tokenizer)
     room = config.model.max_context - len(run.prompt_ids(prompt))
     new = min(config.generation.max_new_tokens, room)
-    # Nothing can have been measured on a model that is being made.
-    own: dict[str, Any] = {"router_preset": "guide"} if config.router.router_preset == "calibrated" else {}
+    # Nothing can have been measured on a model that is being made, and it is to be seen as it is.
+    own: dict[str, Any] = {"kv_budget": None}
+    if config.router.router_preset == "calibrated":
+        own["router_preset"] = "guide"
     return prompt + run.generate(prompt, max_new_tokens=new, seed=config.training.seed, n=1, **own).text
 
 

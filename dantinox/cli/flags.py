@@ -52,7 +52,12 @@ def calibrate(command: argparse.ArgumentParser) -> None:
         required=True,
         help="router: the thresholds of --router_preset calibrated; kv: the heads' entropies, for --kv_signal",
     )
-    command.add_argument("--data_path", type=Path, metavar="FILE", help="the text (default: the run's validation tokens)")
+    command.add_argument(
+        "--data_path",
+        type=Path,
+        metavar="FILE",
+        help="the text (default: the run's own; router: its validation tokens, kv: its training tokens)",
+    )
     command.add_argument("--tokens", type=_whole_number, metavar="N", help="router: tokens to read at most (default: 32768)")
     command.add_argument("--sequences", type=_whole_number, metavar="N", help="kv: sequences to read (default: 20)")
     command.add_argument("--loss", action="store_true", default=None, help="kv: measure also what each head's eviction costs")

@@ -100,7 +100,7 @@ class DataSection(Section):
     """The corpus."""
 
     path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = Field(
-        None, description="text file, folder, glob, .jsonl[.gz], builtin:python, or a list of these"
+        None, description="text file, folder, glob, .jsonl[.gz], builtin:python, builtin:recall, or a list of these"
     )
     val_path: str | None = Field(None, description="a separate validation text (null: the end of the corpus)")
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share of the text kept for validation")

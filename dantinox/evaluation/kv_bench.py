@@ -41,6 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 RATIOS = (0.5, 0.3, 0.2, 0.1)
 NEAR = 64  # keys a token is left with, to see what those before them are worth
 FREE_TOKENS, FREE_ROWS = 64, 8
+TIMED = 3  # batches at least, the fastest of which counts
 ROWS = 32  # read together, fewer of a long text or with a large vocabulary
 NUMBERS = 1 << 27  # logits or attention weights held at once
 
@@ -214,10 +215,10 @@ class Bench:
         settings = {**NEUTRAL, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
         params = run.params([run.settings(settings)] * FREE_ROWS)
         found: list[list[Written]] = [[] for _ in self.caches]
-        for picked_B in self._batches("continuing prompts", len(prompts_PT), FREE_ROWS, fill=True):
+        for picked_B in self._batches("continuing prompts", max(len(prompts_PT), TIMED * FREE_ROWS), FREE_ROWS, fill=True):
             for cache, parts in zip(self.caches, found, strict=True):
                 if cache.name != ORACLE:
-                    parts.append(_write(cache, prompts_PT[picked_B], params, tokens))
+                    parts.append(_write(cache, prompts_PT[picked_B % len(prompts_PT)], params, tokens))
         return [
             Written(np.concatenate([part.ids for part in parts])[: len(prompts_PT)], max(part.rate for part in parts))
             if parts

@@ -13,8 +13,7 @@ from dantinox.text import Tokenizer, TokenStore, recall
 SEEDS = 3
 STREAM_TOKENS = 1 << 22  # sequences are taken from so many first tokens of the validation text
 REPEATED = 0.2  # a text that repeats itself more often is refused
-FACTS = 8
-COPIED = 32  # words of a list, fewer in a short prompt
+FACTS = 8  # in a prompt
 TRIES = 100  # to make a task
 KINDS = ("needle", "copy")
 
@@ -85,7 +84,7 @@ class Tasks(NamedTuple):
 
     Attributes:
       tokens: `[P, T]`, right-padded, `lengths`: `[P]`, `answers`: `[P]`.
-      needles: `[P]`, which of them ask for a fact; the others say a list again.
+      needles: `[P]`, which of them ask for a fact; the others say a record of facts again.
       context: tokens in front of the question.
     """
 
@@ -99,7 +98,8 @@ class Tasks(NamedTuple):
 def spells_words(tokenizer: Tokenizer) -> bool:
     """Whether every word of the tasks is one token, so that a model can have learnt them."""
     try:
-        return all(len(ids) == 1 for ids in tokenizer.encode_batch([f" {word}" for word in recall.KEYS + recall.VALUES]))
+        words = [word for topic, words in recall.TOPICS.items() for word in (topic, *words)]
+        return all(len(ids) == 1 for ids in tokenizer.encode_batch([f" {word}" for word in words]))
     except UserError:
         return False
 
@@ -111,15 +111,14 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
       UserError: the sequences are too short for tasks.
     """
     T = sequences.ids.shape[1]
-    words = int(np.clip(T // 16, 4, COPIED))
-    longest = recall.copy(random.Random(0), words).question
+    longest = recall.copy(random.Random(0), FACTS).question
     context = T - len(tokenizer.encode(longest))
     rows, answers = [], []
     for kind in KINDS:
         for seed, share in enumerate(shares(count)):
             rng = random.Random(seed)
             for _ in range(share):
-                ids, answer = _task(tokenizer, sequences.ids, rng, kind, words, context)
+                ids, answer = _task(tokenizer, sequences.ids, rng, kind, context)
                 rows.append(ids)
                 answers.append(answer)
     tokens_PT = np.zeros((len(rows), T), np.int32)
@@ -129,21 +128,18 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
     return Tasks(tokens_PT, np.array([len(ids) for ids in rows], np.int32), np.array(answers), needles, context)
 
 
-def _task(
-    tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, words: int, context: int
-) -> tuple[list[int], int]:
+def _task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, context: int) -> tuple[list[int], int]:
     """Tokens of a prompt, `context` of them before the question, and the token of its answer."""
     for _ in range(TRIES):
         lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
-        lines = [line for line in lines if not line.startswith((f"{recall.FACT} ", f"{recall.ASK} "))]
+        lines = [line for line in lines if not line.startswith(f"{recall.MARK} ")]
         if kind == "needle":
             task = recall.facts(rng, lines, FACTS)
         else:
-            task = recall.copy(rng, words)
+            task = recall.copy(rng, FACTS)
             task = task._replace(context="".join(lines) + task.context)
         ids = tokenizer.encode(task.context)[-context:]
-        told = task.question.replace(recall.ASK, recall.FACT) + task.answer
-        if len(ids) == context and told in tokenizer.decode(ids):
+        if len(ids) == context and task.question + task.answer in tokenizer.decode(ids):
             return ids + tokenizer.encode(task.question), tokenizer.encode(task.answer)[0]
     raise UserError(
         f"no {kind} task can be made of sequences of {ids_ST.shape[1]} tokens of the validation text: raise --tokens"

@@ -198,7 +198,7 @@ def _draw(axes: Any, record: Record, key: str) -> None:
 
 def _done(record: Record) -> str:
     places = " that overlap, as the text is short" if record["overlapping"] else ""
-    tasks = "" if record["tasks"] is None else f"; {record['tasks']} needles and as many lists to copy"
+    tasks = "" if record["tasks"] is None else f"; {record['tasks']} needles and as many records to copy"
     return (
         f"{record['run']}: {record['sequences']} sequences{places}, {record['tokens']} tokens of validation text each, "
         f"{record['prompt']} of them as a prompt, drawn with {record['seeds']} seeds; {record['continued']} prompts continued"
@@ -232,9 +232,9 @@ def _notes(record: Record) -> list[str]:
     ]
     if record["tasks"] is not None:
         notes.insert(-2, (
-            "needle: a fact asked for among eight in lines of the text; copy: the last word of a list that is said again. The "
-            "first number is with the question before the cache when it chooses what stays, the second, unaware, with the "
-            "question read afterwards. Both are answered from what stayed, not while the prompt is read."
+            "needle: one of eight facts among lines of the text is asked for; copy: a record of eight facts is said again, up to "
+            "its last word. The first number is with the question before the cache when it chooses what stays, the second, "
+            "unaware, with the question read afterwards. Both are answered from what stayed, not while the prompt is read."
         ))  # fmt: skip
     return notes
 

@@ -156,7 +156,8 @@ def toy(tmp_path_factory):
     """A run with a token for every word, random weights, and validation text."""
     path = tmp_path_factory.mktemp("runs") / "toy"
     draw = random.Random(0)
-    lists = [" ".join(draw.sample(recall.KEYS + recall.VALUES, 60)) for _ in range(40)]
+    words = [word for topic, its in recall.TOPICS.items() for word in (topic, *its)]
+    lists = [" ".join(draw.sample(words, 60)) for _ in range(40)]
     documents = [prose(n, n) for n in (120, 90, 2, 30, 3, 100)]
     corpus = path.parent / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -248,13 +249,10 @@ def test_tasks_are_of_one_length_and_hold_their_answer(run, text):
     for ids, length, answer, needle in zip(tasks.tokens, tasks.lengths, tasks.answers, tasks.needles, strict=True):
         context, question = (run.tokenizer.decode(part) for part in (ids[: tasks.context], ids[tasks.context : length]))
         answer = run.tokenizer.decode([answer])
-        told = [line for line in context.splitlines() if line.startswith(recall.FACT)]
-        assert answer.strip() in recall.KEYS + recall.VALUES
-        if needle:
-            key = question.removeprefix(f"{recall.ASK} ")
-            assert key in recall.KEYS and f"{recall.FACT} {key}{answer}" in told
-        else:
-            assert told[-1] == question + answer and len(question.split()) == 1 + 4 - 1
+        told = [line for line in context.splitlines() if line.startswith(recall.MARK)]
+        assert answer.strip() in recall.TOPICS[question.split()[-1]]
+        assert question + answer in told and (needle or told[-1] == question + answer)
+        assert len(question.split()) == (2 if needle else 2 * 8)
         assert run.tokenizer.encode(context + question + answer) == [*ids[:length].tolist(), *run.tokenizer.encode(answer)]
     again = draw_tasks(run.tokenizer, text, 8)
     assert (again.tokens == tasks.tokens).all()
