@@ -120,22 +120,22 @@ class Group:
     def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window) -> tuple["Group", Attended, jax.Array]:
         """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen."""
         B, K, C = self.position_BKS.shape
-        T = positions_BT.shape[1]
-        new_BKT = jnp.broadcast_to(positions_BT[:, None], (B, K, T))
-        position_BKU = jnp.concatenate([self.position_BKS, new_BKT], axis=2)
-        union = self.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
+        held = self._in_order()
+        new_BKT = jnp.broadcast_to(positions_BT[:, None], (B, K, positions_BT.shape[1]))
+        position_BKU = jnp.concatenate([held.position_BKS, new_BKT], axis=2)
+        union = held.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
         valid_BKTS = visible(positions_BT, position_BKU, window)
         seen = attention(q_BTKGH, union, valid_BKTS)
         last_B11 = jnp.max(positions_BT, axis=1)[:, None, None]
-        importance_BKU = self._importance_of_prompt(seen, positions_BT, last_B11, position_BKU)
+        importance_BKU = held._importance_of_prompt(seen, positions_BT, last_B11, position_BKU)
         kept = position_BKU >= 0
         if window is not None:
             kept &= position_BKU > last_B11 + 1 - window
         worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, self._worth(position_BKU, importance_BKU))
         best, index_BKC = jax.lax.top_k(jnp.where(kept, worth, -jnp.inf), C)
-        order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, C + T), axis=2)  # by position, as the candidates are
-        taken_BKC = jnp.minimum(order_BKC, C + T - 1)
-        position_BKS = jnp.where(order_BKC < C + T, jnp.take_along_axis(position_BKU, taken_BKC, axis=2), -1)
+        order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, -1), axis=2)  # by position, as the candidates are
+        taken_BKC = jnp.maximum(order_BKC, 0)
+        position_BKS = jnp.where(order_BKC >= 0, jnp.take_along_axis(position_BKU, taken_BKC, axis=2), -1)
         busy_B11 = last_B11 >= 0
         store = union.take(taken_BKC).where(jnp.broadcast_to(busy_B11, (B, 1, C)), self.store)
         importance_BKS = self.importance_BKS
@@ -143,6 +143,15 @@ class Group:
             chosen = jnp.take_along_axis(importance_BKU, taken_BKC, axis=2)
             importance_BKS = jnp.where(busy_B11, chosen, importance_BKS)
         return self._with(store, jnp.where(busy_B11, position_BKS, self.position_BKS), importance_BKS), seen, valid_BKTS
+
+    def _in_order(self) -> "Group":
+        """The same by position, empty slots first: what is new then follows without a gap."""
+        index_BKS = jnp.argsort(self.position_BKS, axis=2)
+        position_BKS = jnp.take_along_axis(self.position_BKS, index_BKS, axis=2)
+        importance_BKS = self.importance_BKS
+        if importance_BKS is not None:
+            importance_BKS = jnp.take_along_axis(importance_BKS, index_BKS, axis=2)
+        return self._with(self.store.take(index_BKS), position_BKS, importance_BKS)
 
     def _importance_of_prompt(self, seen: Attended, positions_BT, last_B11, position_BKU) -> jax.Array | None:
         """What the held tokens had, shrunk, and the attention of the last queries, spread over neighbours."""

@@ -22,6 +22,8 @@ from dantinox.sampling import SamplingParams
 
 from . import builder
 
+pytestmark = pytest.mark.slow
+
 CONFIG = builder.config(max_context=512, kv_heads=2)
 PROMPT, NEW, SLOTS = 70, 58, 128
 RATIOS = (0.5, 0.3, 0.2)
