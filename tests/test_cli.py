@@ -94,6 +94,12 @@ def test_without_a_cache(generate, flags):
     assert code == 0 and record["text"] == AROUND[:6] and record["cache"] is None
 
 
+def test_a_budget_for_a_text_that_fits_anyway_is_exact_and_said_so(generate):
+    _, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, "--kv_budget", 0.2)
+    assert out == "a" + AROUND[:6] + "\n"
+    assert re.search(r"cache [\d.]+ MB \(whole: a text of at most 16 tokens has nothing to give up\)\n", err)
+
+
 @pytest.mark.parametrize("stream", ["--stream", "--no_stream"])
 def test_streamed_or_not_the_output_is_the_same(generate, stream):
     _, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 25, stream)
@@ -338,6 +344,10 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--stop", ""], ["generation.stop"]),
         (["--max_new_tokens", "3", "--max_generations", "4"], ["max_generations", "another name"]),
         (["--no_cache", "--use_cache", "true"], ["--no_cache", "contradict"]),
+        (["--no_cache", "--kv_budget", "0.5"], ["kv.budget has no effect", "generation.use_cache is false"]),
+        (["--kv_budget", "0"], ["kv.budget must be a number in (0, 1]", "got 0"]),
+        (["--kv_budget", "1.5"], ["kv.budget must be", "got 1.5"]),
+        (["--kv_budget", "0.5", "--kv_calibration", "nowhere.json", "--kv_signal", "entropy"], ["nowhere.json"]),
         (["--prompt", "a", "--prompt_file", "b"], ["--prompt_file", "use one of them"]),
         (["--logprobs", "3"], ["--logprobs needs --json"]),
         (["--json", "--logprobs", "-3"], ["--logprobs", "-3"]),

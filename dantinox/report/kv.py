@@ -232,8 +232,8 @@ def _notes(record: Record) -> list[str]:
     ]
     if record["tasks"] is not None:
         notes.insert(-2, (
-            "needle: one of eight facts among lines of the text is asked for; copy: a record of eight facts is said again, up to "
-            "its last word. The first number is with the question before the cache when it chooses what stays, the second, "
+            "needle: one of eight facts among lines of the text is asked for; copy: a record of eight facts is said again, up "
+            "to its last word. The first number is with the question before the cache when it chooses what stays, the second, "
             "unaware, with the question read afterwards. Both are answered from what stayed, not while the prompt is read."
         ))  # fmt: skip
     return notes
