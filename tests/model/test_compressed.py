@@ -1,0 +1,343 @@
+"""Compressed caches keep what the reference in Python lists keeps, row by row and head by head, and say what it says."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.model import Compression
+from dantinox.model.compressed import Compressed, hashed
+
+from .kv_reference import HeadReference
+
+ROWS, CHUNK, SIZE = 3, 16, 6  # SIZE is a head's
+STEPS = 30  # of decoding
+EXAMPLES = 3
+NEAR = 1e-4  # float32 may settle a decision that was closer than this the other way
+POLICIES = ["snapkv+ema", "streaming", "tova", "h2o", "random"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layer: G query heads per key head, the key heads in groups `(heads, slots)`, the span of its sliding window."""
+
+    query_heads: int
+    groups: tuple[tuple[int, int], ...]
+    span: int | None
+    sinks: int
+    recent: int
+    window: int
+    pool: int
+
+    @property
+    def key_heads(self) -> int:
+        return sum(heads for heads, _ in self.groups)
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        return (0.98, 0.85, 0.6)[: self.key_heads]
+
+    def rule(self, policy: str) -> Compression:
+        decay = {"tova": 0.0, "h2o": 1.0}.get(policy)
+        return Compression(
+            groups=(self.groups,),
+            decays=(self.decays if decay is None else (decay,) * self.key_heads,),
+            window={"snapkv+ema": self.window, "tova": 1}.get(policy),
+            pool=self.pool if policy == "snapkv+ema" else 1,
+            fixed={"streaming": "position", "random": "hash"}.get(policy),
+            sinks=self.sinks,
+            recent=self.recent,
+        )
+
+    def empty(self, policy: str, dtype="float32", rows: int = ROWS) -> Compressed:
+        return Compressed.empty(rows, SIZE, self.rule(policy), 0, jnp.dtype(dtype))
+
+    def references(self, policy: str) -> list[list[HeadReference]]:
+        """One for every row and key head."""
+        slots = [slots for heads, slots in self.groups for _ in range(heads)]
+        return [
+            [
+                HeadReference(
+                    slots[head], policy, head, self.sinks, self.recent, self.window, self.pool, self.decays[head],
+                    self.span, lambda position, head: float(HASHES[head, position]),
+                )
+                for head in range(self.key_heads)
+            ]
+            for _ in range(ROWS)
+        ]  # fmt: skip
+
+
+# Groups of 1, 2 and 4 query heads. The first has the settings' defaults; the second's window covers as many tokens as one group
+# has slots and more than the other has; the third's covers more than either.
+LAYOUTS = {
+    "full": Layout(1, ((1, 16), (2, 8)), None, sinks=4, recent=16, window=32, pool=7),
+    "short window": Layout(2, ((1, 12), (2, 8)), 12, sinks=2, recent=3, window=5, pool=3),
+    "long window": Layout(4, ((1, 13), (1, 7)), 30, sinks=0, recent=1, window=20, pool=5),
+}
+HASHES = np.asarray(hashed(jnp.arange(4 * CHUNK + STEPS), jnp.arange(3)[:, None]))
+attend = jax.jit(Compressed.attend, static_argnames=("window", "probe"))
+
+
+@dataclass
+class Text:
+    """Queries, keys and values of every position, and how much of it each row has read."""
+
+    q: np.ndarray  # [B, S, K, G, H]
+    k: np.ndarray  # [B, S, K, H]
+    v: np.ndarray
+    read: np.ndarray  # [B]
+
+    @classmethod
+    def of(cls, layout: Layout, seed: int) -> "Text":
+        random = np.random.default_rng(seed)
+        shape = ROWS, HASHES.shape[1], layout.key_heads
+        q = 2 * random.standard_normal((*shape, layout.query_heads, SIZE), np.float32)
+        k, v = random.standard_normal((2, *shape, SIZE), np.float32)
+        return cls(q, k, v, np.zeros(ROWS, int))
+
+    def next(self, counts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The next `counts` tokens of every row and their positions, padded on the right to one token or a chunk."""
+        length = 1 if max(counts) <= 1 else CHUNK
+        places_BT = self.read[:, None] + np.arange(length)
+        positions_BT = np.where(np.arange(length) < np.array(counts)[:, None], places_BT, -1).astype(np.int32)
+        rows = np.arange(ROWS)[:, None]  # padding gets numbers too, those of position −1
+        parts = [x[rows, positions_BT] for x in (self.q, self.k, self.v)]
+        self.read += counts
+        return *parts, positions_BT
+
+
+def compare(policy: str, layout: Layout, seed: int, calls) -> float:
+    """Reads a text call by call through the cache and the references, which are to agree after each.
+
+    Returns:
+      The share of the heads that were compared to the end: the others met a decision too close for float32.
+    """
+    text, cache, references = Text.of(layout, seed), layout.empty(policy), layout.references(policy)
+    for counts in calls:
+        q, k, v, positions_BT = text.next(counts)
+        out_BTKGH, cache, _ = attend(cache, q, k, v, positions_BT, layout.span)
+        assert np.isfinite(out_BTKGH).all()
+        out_BTKGH, held = np.asarray(out_BTKGH), list(heads_of(cache))
+        for row, heads in enumerate(references):
+            for head, reference in enumerate(heads):
+                mine = q[row, :, head], k[row, :, head], v[row, :, head]
+                if len(positions_BT[row]) > 1:
+                    expected_TGH, _ = reference.prefill(*mine, positions_BT[row])
+                else:
+                    expected_TGH, _ = reference.decode(*(x[0] for x in mine), positions_BT[row, 0])
+                if reference.closest < NEAR:
+                    continue
+                where = f"row {row}, head {head}, {text.read[row]} tokens read"
+                wrong_TGH = np.abs(out_BTKGH[row, :, head] - expected_TGH)[positions_BT[row] >= 0]
+                assert wrong_TGH.max(initial=0) <= 2e-5, where
+                check_slots([None if x is None else x[row] for x in held[head]], reference, text, row, head, where)
+    return float(np.mean([reference.closest >= NEAR for heads in references for reference in heads]))
+
+
+def heads_of(cache: Compressed):
+    """Positions `[B, S]`, importances, keys and values of each head, in NumPy."""
+    for group in cache.groups:
+        leaves = group.position_BKS, group.importance_BKS, group.store.k_BKHS.swapaxes(2, 3), group.store.v_BKSH
+        arrays = [None if leaf is None else np.asarray(leaf) for leaf in leaves]
+        for head in range(group.position_BKS.shape[1]):
+            yield [None if array is None else array[:, head] for array in arrays]
+
+
+def check_slots(held, reference: HeadReference, text: Text, row: int, head: int, where: str) -> None:
+    """The positions are the reference's, and with them lie their own keys and values, to the bit."""
+    position_S, importance_S, key_SH, value_SH = held
+    order = np.argsort(position_S, kind="stable")[np.sum(position_S < 0) :]
+    kept = position_S[order]
+    assert kept.tolist() == reference.positions, where
+    assert np.array_equal(key_SH[order], text.k[row, kept, head]), where
+    assert np.array_equal(value_SH[order], text.v[row, kept, head]), where
+    if importance_S is not None:
+        expected = [slot.importance for slot in sorted(reference.slots, key=lambda slot: slot.position)]
+        np.testing.assert_allclose(importance_S[order], expected, rtol=1e-4, atol=1e-7, err_msg=where)
+
+
+@st.composite
+def readings(draw, parts=3):
+    """Prompts of 0 to 48 tokens in parts as the engine cuts them, then steps in which a row or another is idle."""
+    lengths = np.array([draw(st.integers(0, parts * CHUNK)) for _ in range(ROWS)])
+    calls = [np.clip(lengths - CHUNK * part, 0, CHUNK) for part in range(parts)]
+    idle = draw(st.sets(st.tuples(st.integers(0, STEPS - 1), st.integers(0, ROWS - 1)), max_size=12))
+    steps = [[int((step, row) not in idle) for row in range(ROWS)] for step in range(STEPS)]
+    return [tuple(int(count) for count in counts) for counts in [*calls, *steps]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", ["full", "short window"])
+def test_outputs_and_kept_tokens(layout, policy):
+    agrees(layout, policy)
+
+
+@pytest.mark.parametrize("policy", ["snapkv+ema", "tova", "h2o"])
+def test_outputs_and_kept_tokens_of_groups_of_four(policy):
+    agrees("long window", policy)
+
+
+def agrees(layout: str, policy: str) -> None:
+    shares = []
+
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
+    @given(readings(), st.integers(0, 2**32 - 1))
+    def agree(calls, seed):
+        shares.append(compare(policy, LAYOUTS[layout], seed, calls))
+
+    agree()
+    assert np.mean(shares) > 0.7, "too little was compared"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_of_any_length_and_between_steps(policy):
+    """Chunks that leave slots empty and go on later, and chunks after steps, when the slots are not in order."""
+    step = (1, 1, 1)
+    calls = [(3, 0, 16), (9, 16, 2), *[step] * 9, (16, 2, 7), *[step] * 5, (5, 11, 0), (1, 0, 1), *[step] * 9]
+    assert np.mean([compare(policy, LAYOUTS["short window"], seed, calls) for seed in range(2)]) > 0.7
+
+
+def test_pooling_across_chunks():
+    """The last token held and the first new one are neighbours, whatever slots are empty. Here the tokens weigh 1, 2, 1 and
+    then 30, 1: of the first chunk's last query 0, 1 and 2 have 2/4 after pooling; of the second's 3 has 30/35, and so has 2."""
+    rule = Compression(groups=(((1, 4),),), decays=((1.0,),), window=1, pool=3, sinks=0, recent=1)
+    cache = Compressed.empty(1, 1, rule, 0, jnp.float32)
+    for weights, positions in (([1, 2, 1], [0, 1, 2]), ([30, 1, 1], [3, 4, -1])):
+        k_BTKH = np.log(np.array(weights, np.float32))[None, :, None, None]
+        _, cache, _ = attend(cache, np.ones((*k_BTKH.shape, 1), np.float32), k_BTKH, k_BTKH, np.array([positions]), None)
+    assert cache.groups[0].position_BKS.ravel().tolist() == [0, 2, 3, 4]
+
+
+def after_reading(policy: str, layout: Layout, calls, dtype="float32", seed: int = 0) -> tuple[Compressed, Text]:
+    text, cache = Text.of(layout, seed), layout.empty(policy, dtype)
+    for counts in calls:
+        _, cache, _ = attend(cache, *text.next(counts), layout.span)
+    return cache, text
+
+
+@pytest.mark.parametrize("count", [1, CHUNK])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_idle_row_writes_nothing_and_disturbs_nobody(policy, count):
+    layout = LAYOUTS["full"]
+    before, text = after_reading(policy, layout, [(16, 16, 5), (1, 1, 1)])
+    *qkv, positions_BT = text.next((count, count, count))
+    out, busy, _ = attend(before, *qkv, positions_BT, layout.span)
+    positions_BT[1] = -1
+    idle_out, idle, _ = attend(before, *qkv, positions_BT, layout.span)
+    assert np.isfinite(idle_out).all()
+    np.testing.assert_array_equal(np.asarray(idle_out)[[0, 2]], np.asarray(out)[[0, 2]])
+    for now, then, other in zip(*map(jax.tree.leaves, (idle, before, busy)), strict=True):
+        np.testing.assert_array_equal(now[1], then[1])
+        np.testing.assert_array_equal(np.asarray(now)[[0, 2]], np.asarray(other)[[0, 2]])
+
+
+@pytest.mark.parametrize("count", [1, CHUNK])
+@pytest.mark.parametrize("layout, policy", [(name, "snapkv+ema") for name in LAYOUTS] + [("full", p) for p in POLICIES[1:]])
+def test_only_what_is_held_counts(layout, policy, count):
+    """Another key or value in a slot changes what a head says next if and only if the slot is visible to the new tokens: not
+    if it is empty, passed by the window, or if its token goes in this very step. Slot by slot, key by key, value by value."""
+    layout = LAYOUTS[layout]
+    before, text = after_reading(policy, layout, [(16, 16, 5), *[(1, 1, 0)] * 5])
+    q, k, v, positions_BT = text.next((count, count, count))
+    out, after, _ = attend(before, q, k, v, positions_BT, layout.span)
+    first_B1 = positions_BT[:, :1]
+    seen = []
+    for was, now in zip(before.groups, after.groups, strict=True):
+        visible_BKS = (was.position_BKS >= 0) & (was.position_BKS > first_B1[..., None] - (layout.span or np.inf))
+        seen.append(visible_BKS & ((was.position_BKS == now.position_BKS) | (count > 1)))
+    assert any(not x.all() for x in seen) and all(x.any() for x in seen)
+    for slot in range(max(slots for _, slots in layout.groups)):
+        expected_BK = np.concatenate([x[:, :, min(slot, x.shape[2] - 1)] for x in seen], axis=1)
+        for side in ("k_BKHS", "v_BKSH"):
+            changed = Compressed(tuple(with_other(group, side, slot) for group in before.groups))
+            other_out, other, _ = attend(changed, q, k, v, positions_BT, layout.span)
+            differs_BK = (np.asarray(out) != np.asarray(other_out)).any(axis=(1, 3, 4))
+            np.testing.assert_array_equal(differs_BK, expected_BK, f"{side}, slot {slot}")
+            for head, states in enumerate(zip(heads_of(after), heads_of(other), strict=True)):
+                for a, b in zip(*(state[:2] for state in states), strict=True):  # positions and importances
+                    assert a is None or np.array_equal(a[~expected_BK[:, head]], b[~expected_BK[:, head]])
+
+
+def with_other(group, side: str, slot: int):
+    """The group with another key or value in a slot, its last if it has no such."""
+    axis = 3 if side == "k_BKHS" else 2
+    slot = min(slot, group.store.slots - 1)
+    leaf = getattr(group.store, side)
+    index = (slice(None),) * axis + (slot,)
+    return replace(group, store=replace(group.store, **{side: leaf.at[index].set(1 - leaf[index])}))
+
+
+@pytest.mark.parametrize("policy, dtype", [("snapkv+ema", "int8"), ("streaming", "int8"), ("streaming", "bfloat16")])
+def test_narrow_stores_are_close(policy, dtype):
+    """Within 2 % of float32, as long as they hold the same tokens: always, if the importance is no attention."""
+    layout = LAYOUTS["full"]
+    text, caches = Text.of(layout, 3), [layout.empty(policy), layout.empty(policy, dtype)]
+    assert caches[1].groups[0].store.v_BKSH.itemsize == jnp.dtype(dtype).itemsize
+    alike_BK, compared = np.ones((ROWS, layout.key_heads), bool), []
+    for counts in [(16, 16, 5), (16, 3, 0), *[(1, 1, 1)] * 20]:
+        *qkv, positions_BT = text.next(counts)
+        outs = []
+        for i, cache in enumerate(caches):
+            out, caches[i], _ = attend(cache, *qkv, positions_BT, layout.span)
+            outs.append(np.asarray(out) * (positions_BT >= 0)[..., None, None, None])
+        wrong_BK = np.abs(outs[1] - outs[0]).max(axis=(1, 3, 4))
+        for head, (a, b) in enumerate(zip(*map(heads_of, caches), strict=True)):
+            alike_BK[:, head] &= (a[0] == b[0]).all(axis=1)
+        assert (wrong_BK[alike_BK] <= 0.02 * np.abs(outs[0]).max()).all()
+        compared.append(alike_BK.mean())
+    assert np.mean(compared) > 0.5 if policy == "snapkv+ema" else np.mean(compared) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ten_times_as_many_tokens_as_slots(policy):
+    """The shapes stay, and in every head the sinks, the most recent tokens, and no position twice."""
+    layout, random = LAYOUTS["full"], np.random.default_rng(0)
+    cache = layout.empty(policy)
+    shapes = jax.tree.map(jnp.shape, cache)
+    for t in range(160):
+        q = random.standard_normal((ROWS, 1, layout.key_heads, 1, SIZE), np.float32)
+        k, v = random.standard_normal((2, ROWS, 1, layout.key_heads, SIZE), np.float32)
+        _, cache, _ = attend(cache, q, k, v, np.full((ROWS, 1), t, np.int32), None)
+        if t % 20 < 19:
+            continue
+        for position_BS, *_ in heads_of(cache):
+            for position_S in position_BS:
+                held, recent = set(position_S.tolist()), len(position_S) // 2
+                assert len(held) == len(position_S) and held <= set(range(t + 1))
+                assert held >= {0, 1, 2, 3} | set(range(t + 1 - recent, t + 1))
+    assert jax.tree.map(jnp.shape, cache) == shapes
+
+
+def test_probe():
+    """The softmax of the scores a probe is told, where they count, gives the output; they fill the largest group."""
+    layout = LAYOUTS["short window"]
+    before, text = after_reading("h2o", layout, [(16, 3, 0), (1, 1, 0)])
+    *qkv, positions_B1 = text.next((1, 1, 1))
+    out_B1KGH, after, (scores_BNS, valid_BNS) = attend(before, *qkv, positions_B1, layout.span, probe=both)
+    scores = np.where(valid_BNS, scores_BNS, -np.inf).astype(float).reshape(ROWS, layout.key_heads, 2, 12)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for head, (_, _, _, value_BSH) in enumerate(heads_of(after)):
+        slots = value_BSH.shape[1]
+        assert not weights[:, head, :, slots:].any()
+        expected_BGH = np.einsum("BGS,BSH->BGH", weights[:, head, :, :slots], value_BSH)
+        np.testing.assert_allclose(out_B1KGH[:, 0, head], expected_BGH, atol=2e-5)
+
+
+def both(scores_BNS, valid_BNS):
+    return scores_BNS, valid_BNS
+
+
+def test_hash():
+    """MurmurHash3's finaliser of position · 0x9E3779B1 + head · 0x85EBCA77, in Python's integers."""
+    for head in range(3):
+        for position in (0, 1, 77, HASHES.shape[1] - 1):
+            x = (position * 0x9E3779B1 + head * 0x85EBCA77) % 2**32
+            x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+            x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+            assert HASHES[head, position] == ((x ^ x >> 16) >> 8) / 2**24
+    assert len(np.unique(HASHES)) == HASHES.size
