@@ -53,8 +53,8 @@ class Layout:
             recent=self.recent,
         )
 
-    def empty(self, policy: str, dtype="float32", rows: int = ROWS) -> Compressed:
-        return Compressed.empty(rows, SIZE, self.rule(policy), 0, jnp.dtype(dtype))
+    def empty(self, policy: str, dtype="float32") -> Compressed:
+        return Compressed.empty(ROWS, SIZE, self.rule(policy), 0, jnp.dtype(dtype))
 
     def references(self, policy: str) -> list[list[HeadReference]]:
         """One for every row and key head."""
@@ -212,8 +212,8 @@ def test_pooling_across_chunks():
     assert cache.groups[0].position_BKS.ravel().tolist() == [0, 2, 3, 4]
 
 
-def after_reading(policy: str, layout: Layout, calls, dtype="float32", seed: int = 0) -> tuple[Compressed, Text]:
-    text, cache = Text.of(layout, seed), layout.empty(policy, dtype)
+def after_reading(policy: str, layout: Layout, calls) -> tuple[Compressed, Text]:
+    text, cache = Text.of(layout, seed=0), layout.empty(policy)
     for counts in calls:
         _, cache, _ = attend(cache, *text.next(counts), layout.span)
     return cache, text
