@@ -10,41 +10,48 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.generation.budgets import UNIT
 from dantinox.generation.engine import CachePlan
 from dantinox.generation.prepare import widen
 from dantinox.model import Transformer, make_cache
 from dantinox.model.cache import Full, KVCache
 from dantinox.model.store import Store, attention, probed, visible
 
+SINKS, LEAST_KEPT = 4, 32
 LOSS_SHARE = 0.2  # of all slots: the budget whose greedy division is the signal `loss`
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["full", "kept_K"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["full", "kept_K"], meta_fields=["best"])
 @dataclass(frozen=True)
-class Oracle:
-    """A full layer that keeps everything and lets every later query see only the keys it attends to most.
-
-    No cache can choose better than with the query at hand: an upper bound.
+class Limited:
+    """A full layer that keeps everything, of which every later query sees only some keys.
 
     Attributes:
-      kept_K: for each key head how many keys a query sees.
+      kept_K: for each key head how many.
+      best: those it attends to most, which is an oracle: no cache can choose better than with the query at hand. Else the
+        first `SINKS` and the newest.
     """
 
     full: Full
     kept_K: jax.Array
+    best: bool = True
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
         out_BTKGH, full, told = self.full.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe)
         if positions_BT.shape[1] > 1:  # a prompt is read whole by every cache
             return out_BTKGH, replace(self, full=full), told
         store = full.store
-        valid_BKTS = visible(positions_BT, jnp.arange(store.slots)[None, None], window)
+        places_S = jnp.arange(store.slots)
+        valid_BKTS = visible(positions_BT, places_S[None, None], window)
+        if self.best:
+            weights_BKGTS = attention(q_BTKGH, store, valid_BKTS).weights_BKGTS
+            mean_BKTS = jnp.where(valid_BKTS, jnp.mean(weights_BKGTS, axis=2), -1)
+            last_1K11 = (jnp.minimum(self.kept_K, store.slots) - 1)[None, :, None, None]
+            least_BKT1 = jnp.take_along_axis(-jnp.sort(-mean_BKTS, axis=3), last_1K11, axis=3)
+            valid_BKTS &= mean_BKTS >= least_BKT1
+        else:
+            oldest_BK11 = positions_BT[:, :, None, None] - (self.kept_K - SINKS)[None, :, None, None]
+            valid_BKTS &= (places_S < SINKS) | (places_S > oldest_BK11)
         seen = attention(q_BTKGH, store, valid_BKTS)
-        mean_BKTS = jnp.where(valid_BKTS, jnp.mean(seen.weights_BKGTS, axis=2), -1)
-        last_1K11 = (jnp.minimum(self.kept_K, store.slots) - 1)[None, :, None, None]
-        least_BKT1 = jnp.take_along_axis(-jnp.sort(-mean_BKTS, axis=3), last_1K11, axis=3)
-        seen = attention(q_BTKGH, store, valid_BKTS & (mean_BKTS >= least_BKT1))
         return seen.out_BTKGH, replace(self, full=full), probed(probe, seen, valid_BKTS, positions_BT)
 
 
@@ -54,19 +61,26 @@ def kept_by(plan: CachePlan) -> np.ndarray:
     return np.array([[slots for heads, slots in groups for _ in range(heads)] for groups in plan.compression.groups])
 
 
-def _oracle_cache(model: Transformer, batch: int, plan: CachePlan, kept_LK: jax.Array) -> KVCache:
+def _limited_cache(model: Transformer, batch: int, plan: CachePlan, kept_LK: jax.Array, best: bool) -> KVCache:
     cache = make_cache(model.config, batch, plan.slots, plan.dtype)
     K, H = model.config.kv_heads, model.config.head_size
-    layers = [Oracle(Full(Store.empty(batch, K, H, plan.slots, jnp.dtype(plan.dtype))), kept_K) for kept_K in kept_LK]
+    layers = [Limited(Full(Store.empty(batch, K, H, plan.slots, jnp.dtype(plan.dtype))), kept_K, best) for kept_K in kept_LK]
     return replace(cache, layers=tuple(layers))  # type: ignore[arg-type]
 
 
-_compiled: Any = partial(nnx.jit, static_argnames=("plan", "start"), graph_updates=False)
+_compiled: Any = partial(nnx.jit, static_argnames=("plan", "start", "best"), graph_updates=False)
 
 
 @_compiled
 def read_through(
-    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, kept_LK: Any = None, *, plan: CachePlan, start: int
+    model: Transformer,
+    tokens_BT: jax.Array,
+    lengths_B: jax.Array,
+    kept_LK: Any = None,
+    *,
+    plan: CachePlan,
+    start: int,
+    best: bool = True,
 ) -> jax.Array:
     """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on, through a cache.
 
@@ -74,14 +88,14 @@ def read_through(
 
     Args:
       tokens_BT: right-padded; what stands behind a row's length is not read.
-      kept_LK: read through the oracle, which shows each key head so many keys; the plan's compression is not used.
+      kept_LK: keep all and show each key head so many keys, the `best` or the newest; the plan's compression is not used.
     """
     B, T = tokens_BT.shape
     model = widen(model)
     if kept_LK is None:
         empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
     else:
-        empty = _oracle_cache(model, B, plan, kept_LK)
+        empty = _limited_cache(model, B, plan, kept_LK, best)
     places_T = jnp.arange(T)
     positions_BT = jnp.where(places_T < lengths_B[:, None], places_T, -1)
     x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)
@@ -132,8 +146,9 @@ def loss_signal(
 ) -> np.ndarray:
     """The signal `loss` `[L, K]`: how many slots each key head gets where every slot goes to the head it helps most.
 
-    For each head alone, the rise of the loss is measured when a query sees through it only the 8, 16, 32 … keys it attends to
-    most, all other heads seeing all. Then `LOSS_SHARE` of all slots is given away by the largest fall of the loss per slot.
+    For each head alone, the rise of the loss is measured when a query sees through it only the first tokens and the newest, 32,
+    64, 128 … in all, and through all other heads everything. Then `LOSS_SHARE` of all slots is given away by the largest fall
+    of the loss per slot.
 
     Args:
       tokens_BT, lengths_B: sequences; the second half of the longest is decoded token by token.
@@ -141,14 +156,14 @@ def loss_signal(
     """
     L, K = model.config.num_blocks, model.config.kv_heads
     start = int(lengths_B.max()) // 2
-    sizes = [UNIT << i for i in range((slots // UNIT).bit_length()) if UNIT << i < slots] + [slots]
+    sizes = [LEAST_KEPT << i for i in range(slots.bit_length()) if LEAST_KEPT << i < slots] + [slots]
     plan = CachePlan(slots, jnp.dtype(model.dtype).name)
     inputs = model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)
     rows = lengths_B > start
-    full = read_through(*inputs, np.full((L, K), slots), plan=plan, start=start)
+    full = read_through(*inputs, np.full((L, K), slots), plan=plan, start=start, best=False)
 
     def loss(kept_LK: np.ndarray) -> float:
-        read = read_through(*inputs, kept_LK, plan=plan, start=start)
+        read = read_through(*inputs, kept_LK, plan=plan, start=start, best=False)
         return float(np.mean(damage(read, full, tokens_BT, lengths_B, start).loss_B[rows]))
 
     base = loss(np.full((L, K), slots))

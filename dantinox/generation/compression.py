@@ -91,6 +91,7 @@ class KVPlan:
             window=window,
             pool=pool,
             fixed={"streaming": "position", "random": "hash"}.get(kv.policy),
+            recency=kv.policy == "snapkv+ema",
             sinks=kv.sinks,
             recent=kv.recent,
             ratio=(kv.budget or wanted / whole),

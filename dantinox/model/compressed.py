@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 
 from dantinox.model.store import Attended, Store, attention, newest_scores, visible
 
+MOST_DECAY = 0.999
+
 
 @dataclass(frozen=True)
 class Compression:
@@ -29,6 +31,8 @@ class Compression:
       window: the last queries of a prompt whose attention chooses what stays of it; None: all.
       pool: tokens that a large importance in a prompt is spread over, an odd number.
       fixed: importance is no attention but `position` or `hash`.
+      recency: tokens are ranked as if every query had paid 1 / age to each, besides what it did pay. Where a head attends to a
+        few tokens, the attention of all others is noise, and the newer ones are likelier to be wanted.
       sinks, recent: the first and the newest tokens, which are never given up.
       ratio: the share of all slots that was asked for.
     """
@@ -38,6 +42,7 @@ class Compression:
     window: int | None = 32
     pool: int = 7
     fixed: str | None = None
+    recency: bool = False
     sinks: int = 4
     recent: int = 16
     ratio: float = 1.0
@@ -82,13 +87,16 @@ class Group:
     def _decay_K1(self) -> jax.Array:
         return jnp.asarray(self.decays, jnp.float32)[:, None]
 
-    def _worth(self, position_BKS: jax.Array, importance_BKS: jax.Array | None) -> jax.Array:
+    def _worth(self, position_BKS: jax.Array, importance_BKS: jax.Array | None, last_B11: jax.Array) -> jax.Array:
         """What tokens are ranked by."""
         if self.rule.fixed == "position":
             return position_BKS.astype(jnp.float32)
         if importance_BKS is None:
             return hashed(position_BKS, self.first + jnp.arange(position_BKS.shape[1])[:, None])
-        return importance_BKS
+        if not self.rule.recency:
+            return importance_BKS
+        queries_K1 = 1 / (1 - jnp.minimum(self._decay_K1, MOST_DECAY))  # that an importance is made of
+        return importance_BKS + queries_K1 / (1 + last_B11 - position_BKS)
 
     def _protected(self, position_BKS: jax.Array, last_B11: jax.Array) -> jax.Array:
         return (position_BKS < self.rule.sinks) | (position_BKS > last_B11 - self._recent)
@@ -101,7 +109,7 @@ class Group:
         if window is not None:
             held &= self.position_BKS > t_B11 - window
         worth = jnp.where(
-            self._protected(self.position_BKS, t_B11), jnp.inf, self._worth(self.position_BKS, self.importance_BKS)
+            self._protected(self.position_BKS, t_B11), jnp.inf, self._worth(self.position_BKS, self.importance_BKS, t_B11)
         )
         slot_BK = jnp.argmin(jnp.where(held, worth, -jnp.inf), axis=2)
         slot_BK = jnp.where(positions_B1 < 0, C, slot_BK)  # a finished row writes nothing
@@ -131,7 +139,8 @@ class Group:
         kept = position_BKU >= 0
         if window is not None:
             kept &= position_BKU > last_B11 + 1 - window
-        worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, self._worth(position_BKU, importance_BKU))
+        pooled_BKU = None if importance_BKU is None else self._pooled(importance_BKU)
+        worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, self._worth(position_BKU, pooled_BKU, last_B11))
         best, index_BKC = jax.lax.top_k(jnp.where(kept, worth, -jnp.inf), C)
         order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, -1), axis=2)  # by position, as the candidates are
         taken_BKC = jnp.maximum(order_BKC, 0)
@@ -164,7 +173,10 @@ class Group:
         got_BKU = jnp.einsum("BKGTU,BT->BKU", seen.weights_BKGTS, counted_BT / G)
         read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
         before_BKU = jnp.pad(self.importance_BKS * self._decay_K1**read_B11, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
-        importance_BKU = jnp.where(position_BKU >= 0, before_BKU + got_BKU, 0)
+        return jnp.where(position_BKU >= 0, before_BKU + got_BKU, 0)
+
+    def _pooled(self, importance_BKU: jax.Array) -> jax.Array:
+        """The largest importance among a token and its neighbours."""
         width, side = (1, 1, self.rule.pool), self.rule.pool // 2
         return jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), ((0, 0), (0, 0), (side, side)))
 
