@@ -18,6 +18,7 @@ class Slot:
     importance: float
     key: Array
     value: Array
+    rank: float = 0.0
 
 
 @dataclass
@@ -29,9 +30,10 @@ class HeadReference:
       span: the width W of a sliding-window layer: a query at t sees the positions after t − W.
       decay: g, what is left of an importance after one token ("snapkv+ema" only).
       window: how many of a chunk's last queries count ("snapkv+ema" only).
+      recency: rank as if each of the 1 / (1 − g) queries that an importance is made of had paid 1 / age besides.
       importance: the importance of a position in a head (the policy "random" only).
       slots: in the order of the slots; the empty ones come after them and are not in the list.
-      closest: the least difference, relative to the larger, between unequal importances of which one stayed and one went. A
+      closest: the least difference, relative to the larger, between unequal ranks of which one stayed and one went. A
         calculation in fewer bits keeps the same tokens if it is more exact than this.
     """
 
@@ -44,6 +46,7 @@ class HeadReference:
     pool: int = 7
     decay: float = 0.98
     span: int | None = None
+    recency: bool = False
     importance: Callable[[int, int], float] | None = None
     slots: list[Slot] = field(default_factory=list)
     closest: float = math.inf
@@ -73,8 +76,8 @@ class HeadReference:
             if t in valid[-self._counted(len(valid)) :]:
                 for slot, weight in zip(candidates, weights_GS.mean(axis=0), strict=True):
                     slot.importance += weight
-        self._pool(candidates)
         self._fix(candidates)
+        self._rank(candidates, new[-1].position, self.pool // 2 if self.policy == "snapkv+ema" else 0)
         self.slots = self._chosen(candidates, last=new[-1].position)
         return out_TGH, self.positions
 
@@ -115,12 +118,13 @@ class HeadReference:
         """How many of a chunk's last queries count."""
         return {"snapkv+ema": self.window, "tova": 1}.get(self.policy, queries)
 
-    def _pool(self, candidates: list[Slot]) -> None:
-        if self.policy != "snapkv+ema":
-            return
-        importances, reach = [slot.importance for slot in candidates], self.pool // 2
-        for place, slot in enumerate(candidates):
-            slot.importance = max(importances[max(place - reach, 0) : place + reach + 1])
+    def _rank(self, slots: list[Slot], t: int, reach: int = 0) -> None:
+        """What the slots are compared by at t: the largest importance within `reach` places, and what newness adds."""
+        importances, queries = [slot.importance for slot in slots], 1 / (1 - min(self._kept_share(), 0.999))
+        for place, slot in enumerate(slots):
+            slot.rank = max(importances[max(place - reach, 0) : place + reach + 1])
+            if self.recency:
+                slot.rank += queries / (1 + t - slot.position)
 
     def _fix(self, slots: list[Slot]) -> None:
         """The importances of the policies that do not look at attention."""
@@ -137,7 +141,7 @@ class HeadReference:
         protected = [slot for slot in inside if self._protected(slot, last)]
         others = [slot for slot in inside if not self._protected(slot, last)]
         room = max(self.capacity - len(protected), 0)
-        ranked = sorted(others, key=lambda slot: (-slot.importance, slot.position))
+        ranked = sorted(others, key=lambda slot: (-slot.rank, slot.position))
         self._compare(ranked[:room], ranked[room:])
         return sorted(protected[: self.capacity] + ranked[:room], key=lambda slot: slot.position)
 
@@ -150,14 +154,15 @@ class HeadReference:
         elif len(self.slots) < self.capacity:
             self.slots.append(new)
         else:
+            self._rank(self.slots, t)
             free = [s for s, slot in enumerate(self.slots) if not self._protected(slot, t)]
-            least = min(free, key=lambda s: (self.slots[s].importance, s))
+            least = min(free, key=lambda s: (self.slots[s].rank, s))
             self._compare([self.slots[s] for s in free if s != least], [self.slots[least]])
             self.slots[least] = new
 
     def _compare(self, stayed: list[Slot], gone: list[Slot]) -> None:
         for a in stayed:
             for b in gone:
-                if a.importance != b.importance:
-                    gap = abs(a.importance - b.importance) / max(abs(a.importance), abs(b.importance))
+                if a.rank != b.rank:
+                    gap = abs(a.rank - b.rank) / max(abs(a.rank), abs(b.rank))
                     self.closest = min(self.closest, gap)

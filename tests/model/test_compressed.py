@@ -49,6 +49,7 @@ class Layout:
             window={"snapkv+ema": self.window, "tova": 1}.get(policy),
             pool=self.pool if policy == "snapkv+ema" else 1,
             fixed={"streaming": "position", "random": "hash"}.get(policy),
+            recency=policy == "snapkv+ema",
             sinks=self.sinks,
             recent=self.recent,
         )
@@ -63,7 +64,7 @@ class Layout:
             [
                 HeadReference(
                     slots[head], policy, head, self.sinks, self.recent, self.window, self.pool, self.decays[head],
-                    self.span, lambda position, head: float(HASHES[head, position]),
+                    self.span, policy == "snapkv+ema", lambda position, head: float(HASHES[head, position]),
                 )
                 for head in range(self.key_heads)
             ]

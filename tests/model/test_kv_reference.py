@@ -87,7 +87,7 @@ def test_snapkv_looks_through_the_last_queries_and_pools():
     np.testing.assert_allclose(importances(head), sums[[0, 1, 2, 3, 6, 9]])
     head = HeadReference(6, "snapkv+ema", sinks=0, recent=1, window=2, pool=3)
     assert read(head, weights)[1] == [2, 3, 4, 5, 6, 9]
-    np.testing.assert_allclose(importances(head), [sums[3]] * 3 + [sums[6]] * 2 + [sums[8]])
+    np.testing.assert_allclose(importances(head), sums[[2, 3, 4, 5, 6, 9]])
 
 
 def test_snapkv_decays():
@@ -106,7 +106,14 @@ def test_pooling_goes_by_places_in_the_list_of_what_is_held():
     assert head.positions == [0, 3, 4, 7]
     # 0, 3, 4, 7, 8, 9 see 1, 1, 7, 1, 1, 20: both 3 and 7 stand next to 4, and 8 next to 9.
     assert read(head, [1, 20], start=8)[1] == [0, 3, 8, 9]
-    np.testing.assert_allclose(importances(head), np.array([1, 7, 20, 20]) / 31)
+    np.testing.assert_allclose(importances(head), np.array([1, 1, 1, 20]) / 31)
+
+
+def test_newer_tokens_rank_higher():
+    """g = 0.5: an importance is made of two queries, so 2 / age is added to 16, 8, 4, 2, 1 parts of 31."""
+    for recency, kept in ((False, [0, 1, 4]), (True, [0, 3, 4])):
+        head = HeadReference(3, "snapkv+ema", sinks=0, recent=1, window=1, pool=1, decay=0.5, recency=recency)
+        assert read(head, [16, 8, 4, 2, 1])[1] == kept
 
 
 def test_a_prompt_that_fits_is_kept_whole():
