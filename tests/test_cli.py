@@ -510,11 +510,14 @@ def test_a_full_disk_is_one_sentence(environment, run_dir):
 def test_ctrl_c_while_text_is_coming(environment, run_dir, tmp_path):
     """The text so far, one word on stderr, exit code 130."""
     argv = [sys.executable, ROOT / "generate.py", "--run_dir", run_dir, "--prompt", "a", "--max_new_tokens", "100", "--stream"]
-    environment = environment | {"XDG_CACHE_HOME": str(tmp_path)}  # behind the prompt there is a second of compiling
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as running:
-        assert running.stdout.read(1) == b"a"
-        running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=60)
+    for attempt in range(3):  # Python loses an interrupt that falls into a finalizer
+        own = environment | {"XDG_CACHE_HOME": str(tmp_path / str(attempt))}  # behind the prompt is a second of compiling
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=own) as running:
+            assert running.stdout.read(1) == b"a"
+            running.send_signal(signal.SIGINT)
+            _, err = running.communicate(timeout=60)
+        if running.returncode != 0:
+            break
     assert (running.returncode, err.decode()) == (130, "interrupted\n")
 
 

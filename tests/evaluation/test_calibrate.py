@@ -254,9 +254,9 @@ def test_an_unknown_character_is_placed_in_the_text(tmp_path):
     run = SimpleNamespace(tokenizer=tokenizer, config=build_config({}))
     path = tmp_path / "text.txt"
     path.write_text("ab\n" * 30_000 + "€", encoding="utf-8")
-    assert len(calibrate._read(run, str(path), 1000)) == 1000
+    assert len(calibrate.read_text(run, str(path), 1000)) == 1000
     with pytest.raises(UserError, match="U\\+20AC\\) at position 90000 of the text"):
-        calibrate._read(run, str(path), 100_000)
+        calibrate.read_text(run, str(path), 100_000)
 
 
 # --- table and picture

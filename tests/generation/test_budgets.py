@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from dantinox.generation import budgets
 from dantinox.generation.budgets import UNIT, allocate, by_key_head, head_weights, least_total
 
+pytestmark = pytest.mark.slow
+
 laws = settings(max_examples=100, deadline=None, derandomize=True)
 # A weight is drawn as a byte, which is quick; clipped weights are often equal.
 TABLE = np.clip(np.random.default_rng(0).gamma(1, 1, 256), 0.3, 2.5)

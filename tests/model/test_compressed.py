@@ -14,6 +14,8 @@ from dantinox.model.compressed import Compressed, hashed
 
 from .kv_reference import HeadReference
 
+pytestmark = pytest.mark.slow
+
 ROWS, CHUNK, SIZE = 3, 16, 6  # SIZE is a head's
 STEPS = 30  # of decoding
 EXAMPLES = 3
