@@ -15,7 +15,7 @@ from flax import nnx
 
 from dantinox.config import KVSection, UserError
 from dantinox.evaluation.continuations import NEUTRAL, evenly
-from dantinox.evaluation.kv_measure import Damage, Limited, damage, kept_by, read_through
+from dantinox.evaluation.kv_measure import Damage, damage, kept_by, limited_cache, read_through
 from dantinox.evaluation.kv_tasks import Sequences, Tasks, shares
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
@@ -271,11 +271,10 @@ def _answer(
       kept_LK: the keys that each head of the oracle sees.
     """
     B, T = tokens_BT.shape
-    config = model.config if kept_LK is None else replace(model.config, windows=(None,) * model.config.num_blocks)
-    cache = make_cache(config, B, plan.slots, plan.dtype, plan.compression)
-    if kept_LK is not None:
-        oracles: Any = [Limited(layer, kept_K) for layer, kept_K in zip(cache.layers, kept_LK, strict=True)]  # type: ignore[arg-type]
-        cache = replace(cache, layers=tuple(oracles))
+    if kept_LK is None:
+        cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
+    else:
+        cache = limited_cache(model, B, plan, kept_LK)
     model = widen(model)
     places_T, last_B = jnp.arange(T), lengths_B - 1
     _, read, _ = model.hidden(tokens_BT, jnp.where(places_T < lengths_B[:, None], places_T, -1), cache=cache)

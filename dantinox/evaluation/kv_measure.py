@@ -61,7 +61,8 @@ def kept_by(plan: CachePlan) -> np.ndarray:
     return np.array([[slots for heads, slots in groups for _ in range(heads)] for groups in plan.compression.groups])
 
 
-def _limited_cache(model: Transformer, batch: int, plan: CachePlan, kept_LK: jax.Array, best: bool) -> KVCache:
+def limited_cache(model: Transformer, batch: int, plan: CachePlan, kept_LK: jax.Array, best: bool = True) -> KVCache:
+    """An empty cache of `Limited` layers, whatever the model's windows."""
     cache = make_cache(model.config, batch, plan.slots, plan.dtype)
     K, H = model.config.kv_heads, model.config.head_size
     layers = [Limited(Full(Store.empty(batch, K, H, plan.slots, jnp.dtype(plan.dtype))), kept_K, best) for kept_K in kept_LK]
@@ -95,7 +96,7 @@ def read_through(
     if kept_LK is None:
         empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
     else:
-        empty = _limited_cache(model, B, plan, kept_LK, best)
+        empty = limited_cache(model, B, plan, kept_LK, best)
     places_T = jnp.arange(T)
     positions_BT = jnp.where(places_T < lengths_B[:, None], places_T, -1)
     x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv import KVSection
-from dantinox.generation.budgets import UNIT, allocate, by_key_head, head_weights
+from dantinox.generation.budgets import UNIT, allocate, by_key_head, head_weights, least_total
 from dantinox.generation.engine import CachePlan
 from dantinox.generation.prepare import NarrowLinear
 from dantinox.model import Compression, Transformer, compute_dtype
@@ -69,7 +69,7 @@ class KVPlan:
         tokens = kv.budget_tokens
         wanted = int((kv.budget or 1) * whole) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
         floor = -(-(kv.sinks + kv.recent) // UNIT) * UNIT
-        least = K * sum(min(floor, cap) for cap in caps_L)
+        least = least_total(caps_L, K, floor)
         if least == whole:  # no text of this length has anything to give up
             wanted = whole
         if wanted < least:
@@ -79,7 +79,7 @@ class KVPlan:
                 f"{floor} (kv.sinks + kv.recent, rounded up to {UNIT}): give at least "
                 + (f"{np.ceil(1000 * least / whole) / 1000:g}" if tokens is None else f"{floor}")
             )
-        # A head that kept every slot but for the last few would save nothing and still be in no other head's way.
+        # While something is compressed no buffer is as long as the text, if the budget can be spent without it.
         below_L = [cap - UNIT if cap == slots and cap - UNIT >= floor else cap for cap in caps_L]
         caps = below_L if K * sum(below_L) >= wanted else caps_L
         weights_LK = -np.sort(-self._weights_LK, axis=1)

@@ -163,7 +163,7 @@ class Group:
         return self._with(self.store.take(index_BKS), position_BKS, importance_BKS)
 
     def _importance_of_prompt(self, seen: Attended, positions_BT, last_B11, position_BKU) -> jax.Array | None:
-        """What the held tokens had, shrunk, and the attention of the last queries, spread over neighbours."""
+        """What the held tokens had, shrunk, and the attention of the last queries."""
         if self.importance_BKS is None:
             return None
         counted_BT = positions_BT >= 0

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import UserError
-from dantinox.report.plots import as_png, new_figure
+from dantinox.report.plots import as_png, new_figure, write_all
 
 Record = Mapping[str, Any]
 NOTHING = "–"
@@ -135,13 +134,7 @@ def write_kv(record: Record, folder: Path, write: Callable[[Path, bytes], Any] =
       UserError: a file cannot be written, or matplotlib is not installed; all but the picture is there then.
     """
     texts = (kv_csv(record), kv_markdown(record), json.dumps(record, indent=1, allow_nan=False) + "\n")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(FILES, texts, strict=False):
-            write(folder / name, text.encode())
-        write(folder / FILES[-1], draw_kv(record))
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
+    write_all(folder, dict(zip(FILES, texts, strict=False)), FILES[-1], lambda: draw_kv(record), write)
 
 
 def draw_kv(record: Record) -> bytes:

@@ -3,7 +3,7 @@
 import io
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +105,20 @@ def _add_tokens(axes: Any, per_step: float) -> None:
     top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
     top.xaxis.set_major_formatter(lambda value, _: human_count(value))
     top.set_xlabel("tokens")
+
+
+def write_all(
+    folder: Path, texts: Mapping[str, str], picture: str, draw: Callable[[], bytes], write: Callable[[Path, bytes], Any]
+) -> None:
+    """Writes texts by their file names into a folder, which is made if it is missing, and then the picture.
+
+    Raises:
+      UserError: a file cannot be written, or what `draw` raises; all but the picture is there then.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write(folder / name, text.encode())
+        write(folder / picture, draw())
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
