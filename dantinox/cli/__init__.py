@@ -193,7 +193,8 @@ def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable
         data_path=options.data_path,
         output=options.output,
         from_results=options.from_results,
-        loss=bool(options.loss),
+        loss=not options.no_loss,
+        progress=_tell,
     )
     return record, lambda width: kv_calibration_lines(record, width, options.output), plot_kv_calibration
 
@@ -239,6 +240,7 @@ def _eval_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Cal
         ratios=options.ratios,
         methods=options.methods,
         calibration=options.kv_calibration,
+        kv_dtype=options.kv_dtype or "auto",
         progress=_tell,
         tokens=options.tokens,
         sequences=options.sequences,

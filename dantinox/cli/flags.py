@@ -50,7 +50,7 @@ def calibrate(command: argparse.ArgumentParser) -> None:
         "--what",
         choices=["router", "kv"],
         required=True,
-        help="router: the thresholds of --router_preset calibrated; kv: the heads' entropies, for --kv_signal",
+        help="router: the thresholds of --router_preset calibrated; kv: what a head's share of --kv_budget goes by",
     )
     command.add_argument(
         "--data_path",
@@ -60,7 +60,9 @@ def calibrate(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--tokens", type=_whole_number, metavar="N", help="router: tokens to read at most (default: 32768)")
     command.add_argument("--sequences", type=_whole_number, metavar="N", help="kv: sequences to read (default: 20)")
-    command.add_argument("--loss", action="store_true", default=None, help="kv: measure also what each head's eviction costs")
+    command.add_argument(
+        "--no_loss", action="store_true", default=None, help="kv: leave out what eviction costs each head, the longest part"
+    )
     command.add_argument(
         "--from_results", type=Path, metavar="FILE", help="kv: take over what this file holds instead of measuring"
     )
@@ -80,13 +82,13 @@ def check_calibrate(options: argparse.Namespace) -> None:
     Raises:
       UserError: names the flag.
     """
-    of_one = {"router": ("tokens",), "kv": ("sequences", "loss", "from_results", "output")}
+    of_one = {"router": ("tokens",), "kv": ("sequences", "no_loss", "from_results", "output")}
     for what, names in of_one.items():
         for name in names:
             if what != options.what and getattr(options, name) is not None:
                 raise UserError(f"--{name} belongs to --what {what}: leave it out with --what {options.what}")
     if options.from_results is not None:
-        for name in ("data_path", "sequences", "loss"):
+        for name in ("data_path", "sequences", "no_loss"):
             if getattr(options, name) is not None:
                 raise UserError(f"--from_results measures nothing: leave --{name} out")
 
@@ -118,6 +120,9 @@ def evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--kv_calibration", type=Path, metavar="FILE", help="kv: the heads' measured signals (default: RUN/kv_entropy.json)"
     )
+    command.add_argument(
+        "--kv_dtype", choices=["auto", "float32", "bfloat16", "int8"], help="kv: of the compressed caches (default: auto)"
+    )
 
 
 def check_evaluate(options: argparse.Namespace) -> None:
@@ -126,7 +131,10 @@ def check_evaluate(options: argparse.Namespace) -> None:
     Raises:
       UserError: names the flag.
     """
-    of_one = {"sampling": ("reference", "prompts", "seeds", "trials"), "kv": ("ratios", "sequences", "kv_calibration")}
+    of_one = {
+        "sampling": ("reference", "prompts", "seeds", "trials"),
+        "kv": ("ratios", "sequences", "kv_calibration", "kv_dtype"),
+    }
     for what, names in of_one.items():
         for name in names:
             if what != options.what and getattr(options, name) is not None:

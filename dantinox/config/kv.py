@@ -14,7 +14,7 @@ Signal = Literal["uniform", "entropy", "coverage", "loss"]
 
 BUDGETS = ("budget", "budget_tokens")
 POLICY_KEYS = ("window", "pool", "decay")  # what only snapkv+ema reads
-SIGNAL_KEYS = ("scale_min", "scale_max", "grouping")  # what uniform shares have no use for
+SCALE_KEYS = ("scale_min", "scale_max")  # what uniform shares have no use for
 
 
 class KVSection(Section):
@@ -28,7 +28,10 @@ class KVSection(Section):
         "snapkv+ema",
         description="which tokens stay: by their attention (snapkv+ema, tova, h2o), the last ones (streaming), or any (random)",
     )
-    signal: Signal = Field("uniform", description="what a head's share of the slots goes by (uniform: all alike)")
+    signal: Signal = Field(
+        "loss",
+        description="what a head's share of the slots goes by, as measured by `calibrate --what kv` (uniform: all alike)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         "auto", description="precision of the cached keys and values (auto: the compute dtype)"
     )
@@ -46,7 +49,7 @@ class KVSection(Section):
         2.5, description="largest share of a head, as a multiple of the mean (not with signal uniform)"
     )
     grouping: Literal["max", "mean", "min"] = Field(
-        "max", description="how a key head's signal comes from those of its query heads (not with signal uniform)"
+        "max", description="how a key head's entropy or coverage comes from those of its query heads"
     )
     calibration: str | None = Field(None, description="the file of the measured signals (null: the run's kv_entropy.json)")
 
@@ -56,10 +59,14 @@ class KVSection(Section):
         return self.budget is not None or self.budget_tokens is not None
 
     @property
+    def decays_by_entropy(self) -> bool:
+        """Whether importances fade as the entropy of their head says."""
+        return self.policy == "snapkv+ema" and self.decay == "entropy"
+
+    @property
     def reads_calibration(self) -> bool:
         """Whether something measured on the model is asked for."""
-        decays = self.policy == "snapkv+ema" and self.decay == "entropy"
-        return self.compresses and (self.signal != "uniform" or decays)
+        return self.compresses and (self.signal != "uniform" or self.decays_by_entropy)
 
 
 def idle_keys(kv: KVSection, use_cache: bool = True) -> dict[str, str]:
@@ -73,7 +80,9 @@ def idle_keys(kv: KVSection, use_cache: bool = True) -> dict[str, str]:
     if kv.policy != "snapkv+ema":
         idle |= dict.fromkeys(POLICY_KEYS, f"while kv.policy is {kv.policy}: it refines snapkv+ema")
     if kv.signal == "uniform":
-        idle |= dict.fromkeys(SIGNAL_KEYS, "while kv.signal is uniform")
+        idle |= dict.fromkeys(SCALE_KEYS, "while kv.signal is uniform")
+    if kv.signal in ("uniform", "loss") and not kv.decays_by_entropy:
+        idle["grouping"] = f"while kv.signal is {kv.signal}, which is not of query heads"
     if not kv.reads_calibration:
         idle["calibration"] = "while neither kv.signal nor kv.decay asks for what was measured"
     return idle

@@ -1,7 +1,7 @@
-"""What a head's share of a compressed cache can go by: entropy and coverage of its attention, measured on a text."""
+"""What a head's share of a compressed cache can go by: measured on its attention, and on what the model loses without it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,14 @@ def calibrate_kv(
     seed: int = 0,
     output: str | Path | None = None,
     from_results: str | Path | None = None,
-    loss: bool = False,
+    loss: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measures the attention of every query head on a text, and saves it in the run as `kv_entropy.json`.
 
     In each sequence the queries at 25, 50, 75 and 100 % of its tokens are measured: the entropy of their attention over the
-    keys they see, and the smallest number of keys that hold 95 % of it. A head has the mean over queries and sequences.
+    keys they see, and the smallest number of keys that hold 95 % of it. A head has the mean over queries and sequences. Then
+    `loss_signal` finds how many slots every key head is worth, in as many readings as there are key heads and sizes.
 
     Args:
       sequences: how many are read; fewer where the text has no more that differ.
@@ -59,7 +61,8 @@ def calibrate_kv(
       seed: chooses the sequences.
       output: write to this file instead of into the run.
       from_results: measure nothing and take over what this file of format 1 or 2 holds, if it is of this model.
-      loss: measure also `loss_signal`, which takes minutes.
+      loss: measure `loss_signal`, by far the longest part.
+      progress: called with a line before every layer of it.
 
     Returns:
       What is saved, ready for JSON: the keys of format 1 (`head_entropies`, `entropy_stats`, `head_types` …) with
@@ -75,8 +78,8 @@ def calibrate_kv(
     if not path.parent.is_dir():  # told before the work, not after it
         raise UserError(f"cannot write {path}: there is no directory {path.parent}")
     if from_results is None:
-        record = _measured(directory, sequences, data_path, seed, loss)
-    elif data_path is not None or loss:
+        record = _measured(directory, sequences, data_path, seed, loss, progress)
+    elif data_path is not None or not loss:
         raise UserError("from_results measures nothing: leave data_path and loss out")
     else:
         config = load_run_config(directory).architecture(Tokenizer.load(directory.tokenizer).vocab_size)
@@ -85,7 +88,14 @@ def calibrate_kv(
     return record
 
 
-def _measured(directory: RunDirectory, sequences: int, data_path: str | Path | None, seed: int, loss: bool) -> dict[str, Any]:
+def _measured(
+    directory: RunDirectory,
+    sequences: int,
+    data_path: str | Path | None,
+    seed: int,
+    loss: bool,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
@@ -117,7 +127,7 @@ def _measured(directory: RunDirectory, sequences: int, data_path: str | Path | N
     }
     if loss:
         lengths = np.array([len(text) for text in texts])
-        found["loss"] = _named(loss_signal(run.model, _padded(texts), lengths, config.max_context), "K")
+        found["loss"] = _named(loss_signal(run.model, _padded(texts), lengths, progress), "K")
     return described(directory, config, found)
 
 

@@ -67,6 +67,7 @@ def evaluate_kv(
     ratios: Sequence[float] | None = None,
     methods: Sequence[str] | None = None,
     calibration: str | Path | None = None,
+    kv_dtype: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
     tokens: int | None = None,
     **effort: int | None,
@@ -78,6 +79,7 @@ def evaluate_kv(
       ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows.
       methods: names of `METHODS`; None: all for which something was measured.
       calibration: the file of the measured signals; None: the run's own.
+      kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
       progress: called with a line before every stretch of work.
       tokens: of a sequence, at most the context; the first half is the prompt.
       effort: fields of `Effort`.
@@ -95,7 +97,7 @@ def evaluate_kv(
     _check(much, length, ratios)
     measured = run.kv_calibration(None if calibration is None else str(calibration))
     names, left_out = chosen_caches(methods, measured, directory.path)
-    caches, too_small = line_up(run, measured, names, ratios, length)
+    caches, too_small = line_up(run, measured, names, ratios, length, kv_dtype)
     store = open_store(run.config, directory.data, run.tokenizer)
     if store is None:
         raise UserError(f"{directory.data} holds no validation text of this run, which the caches are measured on")
@@ -115,7 +117,7 @@ def evaluate_kv(
         "run": str(directory.path),
         "calibration": None if measured is None else str(measured.path),
         "device": jax.devices()[0].device_kind,
-        "dtype": caches[0].plan.dtype,
+        "dtype": caches[-1].plan.dtype,
         "tokens": length,
         "prompt": length // 2,
         "sequences": much.sequences,

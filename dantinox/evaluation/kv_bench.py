@@ -15,7 +15,7 @@ from flax import nnx
 
 from dantinox.config import KVSection, UserError
 from dantinox.evaluation.continuations import NEUTRAL, evenly
-from dantinox.evaluation.kv_measure import Damage, damage, kept_by, limited_cache, read_through
+from dantinox.evaluation.kv_measure import Damage, damage, kept_by, read_limited, read_through, rows_at_once
 from dantinox.evaluation.kv_tasks import Sequences, Tasks, shares
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
@@ -32,18 +32,16 @@ REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "loss")
 # Name → the keys of `kv` beside the budget. The oracle is no cache: it keeps everything and looks at its best keys alone.
 METHODS: dict[str, dict[str, Any]] = {
-    STREAMING: {"policy": "streaming"},
-    UNIFORM: {},
+    STREAMING: {"policy": "streaming", "signal": "uniform"},
+    UNIFORM: {"signal": "uniform"},
     **{signal: {"signal": signal} for signal in SIGNALS},
-    "random": {"policy": "random"},
-    ORACLE: {},
+    "random": {"policy": "random", "signal": "uniform"},
+    ORACLE: {"signal": "uniform"},
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
 NEAR = 64  # keys a token is left with, to see what those before them are worth
 FREE_TOKENS, FREE_ROWS = 64, 8
 TIMED = 3  # batches at least, the fastest of which counts
-ROWS = 32  # read together, fewer of a long text or with a large vocabulary
-NUMBERS = 1 << 27  # logits or attention weights held at once
 
 
 class Contender(NamedTuple):
@@ -64,17 +62,17 @@ class Contender(NamedTuple):
         """Log-probabilities `[B, T − start + 1, V]`, see `read_through`."""
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name == ORACLE:
-            return read_through(
-                *inputs, jnp.asarray(kept_by(self.plan)), plan=self.plan._replace(compression=None), start=start
-            )
+            return read_limited(*inputs, kept_by(self.plan), jnp.full(len(tokens_BT), start), start=start, best=True)
         return read_through(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
         """The likeliest token `[B]` behind a prompt by what is left of it in the cache."""
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
-        if self.name == ORACLE:
-            return _answer(*inputs, jnp.asarray(kept_by(self.plan)), plan=self.plan._replace(compression=None))
-        return _answer(*inputs, plan=self.plan)
+        if self.name != ORACLE:
+            return _answer(*inputs, plan=self.plan)
+        start = int(lengths_B.min())
+        logprobs = read_limited(*inputs, kept_by(self.plan), inputs[2] - 1, start=start, best=True)
+        return _best(logprobs, inputs[2] - start)
 
 
 def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, path: Path) -> tuple[list[str], list[str]]:
@@ -112,7 +110,12 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
 
 
 def line_up(
-    run: Run, measured: KVCalibration | None, names: Sequence[str], ratios: Sequence[float] | None, length: int
+    run: Run,
+    measured: KVCalibration | None,
+    names: Sequence[str],
+    ratios: Sequence[float] | None,
+    length: int,
+    dtype: str = "auto",
 ) -> tuple[list[Contender], list[str]]:
     """The full cache and the methods at every ratio (None: `RATIOS`), and a line for each ratio that is left out.
 
@@ -128,7 +131,10 @@ def line_up(
     caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
     for ratio in sorted(set(ratios or RATIOS), reverse=True):
         try:
-            made = [contender(name, ratio, KVSection(budget=ratio, **METHODS[name])) for name in names]
+            made = [
+                contender(name, ratio, KVSection.model_validate({"budget": ratio, "dtype": dtype, **METHODS[name]}))
+                for name in names
+            ]
         except UserError as error:
             if ratios is not None or ratio == max(RATIOS):
                 raise
@@ -229,8 +235,7 @@ class Bench:
     @property
     def _rows(self) -> int:
         """How many texts are read together."""
-        c, T = self.caches[0].model.config, self.caches[0].plan.slots
-        return int(np.clip(NUMBERS // (T * max(c.vocab_size, c.n_heads * T)), 1, ROWS))
+        return rows_at_once(self.caches[0].model.config, self.caches[0].plan.slots)
 
     def _batches(self, doing: str, count: int, most: int, fill: bool = False) -> Iterator[np.ndarray]:
         """The numbers below `count` in batches of one size, `most` if they are to be filled; behind the last it begins anew."""
@@ -260,21 +265,13 @@ _compiled: Any = partial(nnx.jit, static_argnames=("plan",), graph_updates=False
 
 
 @_compiled
-def _answer(
-    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, kept_LK: jax.Array | None = None, *, plan: CachePlan
-) -> jax.Array:
+def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
     """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
 
     While a prompt is read it sees all of itself, so its own next token tells nothing of the cache.
-
-    Args:
-      kept_LK: the keys that each head of the oracle sees.
     """
     B, T = tokens_BT.shape
-    if kept_LK is None:
-        cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
-    else:
-        cache = limited_cache(model, B, plan, kept_LK)
+    cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
     model = widen(model)
     places_T, last_B = jnp.arange(T), lengths_B - 1
     _, read, _ = model.hidden(tokens_BT, jnp.where(places_T < lengths_B[:, None], places_T, -1), cache=cache)

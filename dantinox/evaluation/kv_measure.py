@@ -1,7 +1,8 @@
 """What a compressed cache does to a model: a text read through it and through the full one, token by token."""
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,49 +11,54 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dantinox.config import ModelConfig
+from dantinox.evaluation.continuations import evenly
 from dantinox.generation.engine import CachePlan
 from dantinox.generation.prepare import widen
-from dantinox.model import Transformer, make_cache
-from dantinox.model.cache import Full, KVCache
-from dantinox.model.store import Store, attention, probed, visible
+from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.cache import spans
+from dantinox.model.store import Store, attention, visible
 
 SINKS, LEAST_KEPT = 4, 32
 LOSS_SHARE = 0.2  # of all slots: the budget whose greedy division is the signal `loss`
+ROWS = 32  # read together, fewer of a long text or with a large vocabulary
+NUMBERS = 1 << 27  # logits or attention weights held at once
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["full", "kept_K"], meta_fields=["best"])
+@partial(jax.tree_util.register_dataclass, data_fields=["kept_K", "from_B"], meta_fields=["best"])
 @dataclass(frozen=True)
 class Limited:
-    """A full layer that keeps everything, of which every later query sees only some keys.
+    """The keys of one call, of which the queries of a text's later part see only some, as if a cache had dropped the others.
+
+    What a query sees does not depend on the queries before it, so a whole text is read at once.
 
     Attributes:
-      kept_K: for each key head how many.
+      kept_K: for each key head how many keys.
+      from_B: the position from which each row's queries are limited; those before see everything.
       best: those it attends to most, which is an oracle: no cache can choose better than with the query at hand. Else the
         first `SINKS` and the newest.
     """
 
-    full: Full
     kept_K: jax.Array
-    best: bool = True
+    from_B: jax.Array
+    best: bool
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        out_BTKGH, full, told = self.full.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe)
-        if positions_BT.shape[1] > 1:  # a prompt is read whole by every cache
-            return out_BTKGH, replace(self, full=full), told
-        store = full.store
-        places_S = jnp.arange(store.slots)
-        valid_BKTS = visible(positions_BT, places_S[None, None], window)
+        keys_B1S = positions_BT[:, None]
+        store = Store.of(k_BTKH, v_BTKH, q_BTKGH.dtype)
+        valid_BKTS = visible(positions_BT, keys_B1S, window)
         if self.best:
             weights_BKGTS = attention(q_BTKGH, store, valid_BKTS).weights_BKGTS
             mean_BKTS = jnp.where(valid_BKTS, jnp.mean(weights_BKGTS, axis=2), -1)
             last_1K11 = (jnp.minimum(self.kept_K, store.slots) - 1)[None, :, None, None]
-            least_BKT1 = jnp.take_along_axis(-jnp.sort(-mean_BKTS, axis=3), last_1K11, axis=3)
-            valid_BKTS &= mean_BKTS >= least_BKT1
+            sorted_BKTS = jnp.sort(mean_BKTS, axis=3, descending=True)
+            kept_BKTS = mean_BKTS >= jnp.take_along_axis(sorted_BKTS, last_1K11, axis=3)
         else:
-            oldest_BK11 = positions_BT[:, :, None, None] - (self.kept_K - SINKS)[None, :, None, None]
-            valid_BKTS &= (places_S < SINKS) | (places_S > oldest_BK11)
-        seen = attention(q_BTKGH, store, valid_BKTS)
-        return seen.out_BTKGH, replace(self, full=full), probed(probe, seen, valid_BKTS, positions_BT)
+            oldest_BKT = positions_BT[:, None] - (self.kept_K - SINKS)[None, :, None]
+            kept_BKTS = (keys_B1S < SINKS)[:, :, None] | (keys_B1S[:, :, None] > oldest_BKT[..., None])
+        whole_B1T1 = (positions_BT < self.from_B[:, None])[:, None, :, None]
+        seen = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS))
+        return seen.out_BTKGH, self, None
 
 
 def kept_by(plan: CachePlan) -> np.ndarray:
@@ -61,44 +67,22 @@ def kept_by(plan: CachePlan) -> np.ndarray:
     return np.array([[slots for heads, slots in groups for _ in range(heads)] for groups in plan.compression.groups])
 
 
-def limited_cache(model: Transformer, batch: int, plan: CachePlan, kept_LK: jax.Array, best: bool = True) -> KVCache:
-    """An empty cache of `Limited` layers, whatever the model's windows."""
-    cache = make_cache(model.config, batch, plan.slots, plan.dtype)
-    K, H = model.config.kv_heads, model.config.head_size
-    layers = [Limited(Full(Store.empty(batch, K, H, plan.slots, jnp.dtype(plan.dtype))), kept_K, best) for kept_K in kept_LK]
-    return replace(cache, layers=tuple(layers))  # type: ignore[arg-type]
+_compiled: Any = partial(nnx.jit, graph_updates=False)
 
 
-_compiled: Any = partial(nnx.jit, static_argnames=("plan", "start", "best"), graph_updates=False)
-
-
-@_compiled
-def read_through(
-    model: Transformer,
-    tokens_BT: jax.Array,
-    lengths_B: jax.Array,
-    kept_LK: Any = None,
-    *,
-    plan: CachePlan,
-    start: int,
-    best: bool = True,
-) -> jax.Array:
+@partial(_compiled, static_argnames=("plan", "start"))
+def read_through(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int) -> jax.Array:
     """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on, through a cache.
 
     The first `start` tokens are read as a prompt, the others one by one, as decoding does.
 
     Args:
       tokens_BT: right-padded; what stands behind a row's length is not read.
-      kept_LK: keep all and show each key head so many keys, the `best` or the newest; the plan's compression is not used.
     """
-    B, T = tokens_BT.shape
+    B = len(tokens_BT)
     model = widen(model)
-    if kept_LK is None:
-        empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
-    else:
-        empty = limited_cache(model, B, plan, kept_LK, best)
-    places_T = jnp.arange(T)
-    positions_BT = jnp.where(places_T < lengths_B[:, None], places_T, -1)
+    positions_BT = _positions(tokens_BT, lengths_B)
+    empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
     x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)
     last_B = jnp.minimum(lengths_B, start) - 1
     first_BV = model.logits(x_BtD[jnp.arange(B), last_B])
@@ -113,6 +97,38 @@ def read_through(
     return jax.nn.log_softmax(logits_BSV.astype(jnp.float32))
 
 
+@partial(_compiled, static_argnames=("start", "best"))
+def read_limited(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    lengths_B: jax.Array,
+    kept_LK: jax.Array,
+    from_B: jax.Array,
+    *,
+    start: int,
+    best: bool,
+) -> jax.Array:
+    """Log-probabilities as of `read_through`, if from the position `from_B` on each key head shows `kept_LK` keys (`Limited`).
+
+    There is no cache, whatever the model's windows: all is read at once.
+    """
+    model = widen(model)
+    layers = tuple(Limited(kept_K, from_B, best) for kept_K in kept_LK)
+    seen = KVCache(layers, spans(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
+    x_BTD, _, _ = model.hidden(tokens_BT, _positions(tokens_BT, lengths_B), cache=seen)
+    return jax.nn.log_softmax(model.logits(x_BTD[:, start - 1 :]).astype(jnp.float32))
+
+
+def _positions(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    places_T = jnp.arange(tokens_BT.shape[1])
+    return jnp.where(places_T < lengths_B[:, None], places_T, -1)
+
+
+def rows_at_once(config: ModelConfig, tokens: int) -> int:
+    """How many texts of so many tokens are read together."""
+    return int(np.clip(NUMBERS // (tokens * max(config.vocab_size, config.n_heads * tokens)), 1, ROWS))
+
+
 class Damage(NamedTuple):
     """Per sequence: mean loss (nats per token), mean KL(full ‖ compressed) in nats, share of steps with the same best token."""
 
@@ -123,27 +139,36 @@ class Damage(NamedTuple):
 
 def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> Damage:
     """What `logprobs` (of `read_through`) says beside the full cache's, over the tokens behind the prompt."""
-    next_BS = jnp.asarray(tokens_BT[:, start:])
-    counted_BS = start + jnp.arange(next_BS.shape[1]) < jnp.asarray(lengths_B)[:, None]
-    return Damage(*(np.asarray(x, np.float64) for x in _damage(logprobs_BSV, full_BSV, next_BS, counted_BS)))
+    ours, full = (x[:, : tokens_BT.shape[1] - start] for x in (logprobs_BSV, full_BSV))
+    kl_B, same_B = _compared(ours, full, _counted(tokens_BT, lengths_B, start))
+    return Damage(losses(ours, tokens_BT, lengths_B, start), np.asarray(kl_B, np.float64), np.asarray(same_B, np.float64))
+
+
+def losses(logprobs_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> np.ndarray:
+    """Nats per token `[B]` of the tokens from `start` on."""
+    said_B = _said(logprobs_BSV, jnp.asarray(tokens_BT[:, start:]), _counted(tokens_BT, lengths_B, start))
+    return -np.asarray(said_B, np.float64)
+
+
+def _counted(tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
+    return jnp.arange(start, tokens_BT.shape[1]) < jnp.asarray(lengths_B)[:, None]
 
 
 @jax.jit
-def _damage(logprobs_BSV, full_BSV, next_BS, counted_BS):
-    ours, full = (x[:, : next_BS.shape[1]] for x in (logprobs_BSV, full_BSV))
-    said = jnp.take_along_axis(ours, next_BS[:, :, None], axis=2)[..., 0]
-    kl = jnp.sum(jnp.exp(full) * (full - ours), axis=2)
-    same = jnp.argmax(ours, axis=2) == jnp.argmax(full, axis=2)
-    steps_B = jnp.sum(counted_BS, axis=1)
-    return tuple(jnp.sum(jnp.where(counted_BS, x, 0), axis=1) / steps_B for x in (-said, kl, same))
+def _said(logprobs_BSV, next_BS, counted_BS):
+    said_BS = jnp.take_along_axis(logprobs_BSV[:, : next_BS.shape[1]], next_BS[:, :, None], axis=2)[..., 0]
+    return jnp.mean(said_BS, axis=1, where=counted_BS)
+
+
+@jax.jit
+def _compared(ours, full, counted_BS):
+    kl_BS = jnp.sum(jnp.exp(full) * (full - ours), axis=2)
+    same_BS = jnp.argmax(ours, axis=2) == jnp.argmax(full, axis=2)
+    return tuple(jnp.mean(x_BS, axis=1, where=counted_BS) for x_BS in (kl_BS, same_BS))
 
 
 def loss_signal(
-    model: Transformer,
-    tokens_BT: np.ndarray,
-    lengths_B: np.ndarray,
-    slots: int,
-    progress: Callable[[str], None] = lambda _: None,
+    model: Transformer, tokens_BT: np.ndarray, lengths_B: np.ndarray, progress: Callable[[str], None] = lambda _: None
 ) -> np.ndarray:
     """The signal `loss` `[L, K]`: how many slots each key head gets where every slot goes to the head it helps most.
 
@@ -152,30 +177,41 @@ def loss_signal(
     of the loss per slot.
 
     Args:
-      tokens_BT, lengths_B: sequences; the second half of the longest is decoded token by token.
-      slots: of an uncompressed cache.
+      tokens_BT, lengths_B: sequences; the loss is that of the second half of the longest.
+      progress: called with a line before every layer.
     """
-    L, K = model.config.num_blocks, model.config.kv_heads
-    start = int(lengths_B.max()) // 2
-    sizes = [LEAST_KEPT << i for i in range(slots.bit_length()) if LEAST_KEPT << i < slots] + [slots]
-    plan = CachePlan(slots, jnp.dtype(model.dtype).name)
-    inputs = model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)
-    rows = lengths_B > start
-    full = read_through(*inputs, np.full((L, K), slots), plan=plan, start=start, best=False)
+    L, K, T = model.config.num_blocks, model.config.kv_heads, tokens_BT.shape[1]
+    start = T // 2
+    long = lengths_B > start
+    tokens_BT, lengths_B = tokens_BT[long], lengths_B[long]
+    B, rows = len(tokens_BT), evenly(int(long.sum()), rows_at_once(model.config, T))
+    sizes = [LEAST_KEPT << i for i in range(T.bit_length()) if LEAST_KEPT << i < T] + [T]
 
     def loss(kept_LK: np.ndarray) -> float:
-        read = read_through(*inputs, kept_LK, plan=plan, start=start, best=False)
-        return float(np.mean(damage(read, full, tokens_BT, lengths_B, start).loss_B[rows]))
+        told = []
+        for first in range(0, B, rows):
+            ids_BT, ends_B = (x.take(np.arange(first, first + rows), axis=0, mode="wrap") for x in (tokens_BT, lengths_B))
+            read = read_limited(
+                model,
+                jnp.asarray(ids_BT),
+                jnp.asarray(ends_B),
+                jnp.asarray(kept_LK),
+                jnp.full(rows, start),
+                start=start,
+                best=False,
+            )
+            told.append(losses(read, ids_BT, ends_B, start))
+        return float(np.concatenate(told)[:B].mean())
 
-    base = loss(np.full((L, K), slots))
+    whole_LK = np.full((L, K), T)
+    base = loss(whole_LK)
     rises_LKC = np.zeros((L, K, len(sizes)))
     for layer in range(L):
-        for head in range(K):
-            for c, size in enumerate(sizes[:-1]):
-                kept_LK = np.full((L, K), slots)
-                kept_LK[layer, head] = size
-                rises_LKC[layer, head, c] = loss(kept_LK) - base
-        progress(f"layer {layer + 1} of {L}")
+        progress(f"measuring what eviction costs, layer {layer + 1} of {L}")
+        for head, c in itertools.product(range(K), range(len(sizes) - 1)):
+            kept_LK = whole_LK.copy()
+            kept_LK[layer, head] = sizes[c]
+            rises_LKC[layer, head, c] = loss(kept_LK) - base
     return divided(rises_LKC.reshape(L * K, -1), sizes, LOSS_SHARE).reshape(L, K)
 
 

@@ -40,11 +40,11 @@ class KVPlan:
 
     @cached_property
     def _weights_LK(self) -> np.ndarray:
-        """Each key head's share relative to the others; all alike without a calibration."""
+        """Each key head's share relative to the others; all alike without a calibration, and where nothing is dropped."""
         c, kv = self.config, self.kv
-        measured = None if self.calibration is None or kv.signal == "uniform" else self.calibration.signal(kv.signal)
-        if measured is None:
+        if not self.compresses or self.calibration is None or kv.signal == "uniform":
             return np.ones((c.num_blocks, c.kv_heads))
+        measured = self.calibration.signal(kv.signal)
         signal_LK = measured if kv.signal == "loss" else by_key_head(measured, c.kv_heads, kv.grouping)
         return head_weights(signal_LK, kv.scale_min, kv.scale_max)
 

@@ -109,11 +109,19 @@ def _with_room(prompts_NT: np.ndarray, lengths_N: np.ndarray, new: int, pad_id: 
 def _plan(model: Transformer, given: dict[str, Any], use_cache: bool) -> KVPlan:
     """How the caches are made by these keys of `kv`."""
     kv = overlay(Config(), {"use_cache": use_cache} | given).kv
-    if not kv.reads_calibration:
-        return KVPlan(model.config, kv)
-    if kv.calibration is None:
+    plan = KVPlan(model.config, kv)
+    if not plan.compresses or not kv.reads_calibration:
+        return plan
+    if kv.calibration is not None:
+        return KVPlan(model.config, kv, load_kv_calibration(kv.calibration, model.config, None))
+    if "kv_signal" in given or kv.decays_by_entropy:
         raise UserError("kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration")
-    return KVPlan(model.config, kv, load_kv_calibration(kv.calibration, model.config, None))
+    warnings.warn(
+        "every head gets the same share of the cache: name the file of what was measured on them by kv_calibration, or give "
+        "kv_signal uniform",
+        stacklevel=3,
+    )
+    return plan
 
 
 def _decode(session: Session, out: np.ndarray, lengths_N: np.ndarray) -> list[StepInfo | None]:

@@ -39,7 +39,9 @@ def kv_calibration_lines(record: Record, width: int = 80, path: Path | None = No
         yield from textwrap.wrap(line, width)
     yield ""
     use = "saved in the run directory: " if path is None else f"saved in {path}: --kv_calibration {path} with "
-    yield from textwrap.wrap(use + "--kv_budget 0.2 --kv_signal entropy gives a head slots by its entropy", width)
+    entropy = "--kv_signal entropy gives a head slots by its entropy"
+    loss = "--kv_budget 0.2 gives a head slots by what its eviction costs, --kv_signal entropy by its entropy"
+    yield from textwrap.wrap(use + (loss if "loss" in record else f"--kv_budget 0.2 {entropy}"), width)
 
 
 def _headline(record: Record) -> str:
@@ -73,19 +75,23 @@ def _measured(record: Record) -> Iterator[str]:
         keys = heads_of(record, "coverage")
         told = f"{keys.mean():.1f} on average, from {keys.min():.1f} to {keys.max():.1f}"
         yield f"keys that hold 95 % of a head's attention: {told}"
+    if "loss" in record:
+        slots = heads_of(record, "loss")
+        layer, head = np.unravel_index(slots.argmax(), slots.shape)
+        told = f"{np.median(slots):.0f} for a median head, the most {slots.max():.0f} for L{layer}_K{head}"
+        yield f"slots by what eviction costs, if a fifth of them all are given to the heads they help most: {told}"
     correlation = record.get("split_half_correlation")
     if correlation is not None:
         yield f"rank correlation of the heads between odd and even sequences: {correlation:.3f}"
 
 
 def heads_of(record: Record, key: str) -> np.ndarray:
-    """The numbers of all query heads, `[L, N]`."""
-    L, N = record["n_layer"], record["n_head"]
-    return np.array([[record[key][f"L{layer}_H{head}"] for head in range(N)] for layer in range(L)], np.float64)
+    """The numbers of all query heads `[L, N]`, or of all key heads `[L, K]`."""
+    return np.array(list(record[key].values()), np.float64).reshape(record["n_layer"], -1)
 
 
 def plot_kv_calibration(record: Record, out: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes) -> None:
-    """Draws the entropy of every head, layer by layer, and how many heads are of each type.
+    """Draws the entropy of every head, layer by layer, how many heads are of each type, and what eviction costs each.
 
     Args:
       write: puts the PNG into place (`run.atomic_write`).
@@ -93,25 +99,28 @@ def plot_kv_calibration(record: Record, out: Path, write: Callable[[Path, bytes]
     Raises:
       UserError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = new_figure(9, 4.2)
-    heat, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_heads(figure, heat, heads_of(record, "head_entropies"))
+    loss = "loss" in record
+    figure = new_figure(13 if loss else 9, 4.2)
+    heat, bars, *more = figure.subplots(1, 2 + loss, width_ratios=(3, 2, 3)[: 2 + loss])
+    _draw_heads(figure, heat, heads_of(record, "head_entropies"), "mean entropy of a head's attention", "bits")
     _draw_types(bars, record["head_types"])
+    for axes in more:
+        _draw_heads(figure, axes, heads_of(record, "loss"), "slots by what eviction costs, a fifth of them all", "slots")
     try:
         write(out, as_png(figure))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
 
 
-def _draw_heads(figure: Any, axes: Any, entropy_LN: np.ndarray) -> None:
+def _draw_heads(figure: Any, axes: Any, values_LN: np.ndarray, title: str, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    image = axes.imshow(entropy_LN, cmap="viridis", aspect="auto", vmin=0, vmax=max(entropy_LN.max(), 0.5), origin="lower")
+    image = axes.imshow(values_LN, cmap="viridis", aspect="auto", vmin=0, vmax=max(values_LN.max(), 0.5), origin="lower")
     for axis, name in ((axes.xaxis, "head"), (axes.yaxis, "layer")):
         axis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
         axis.set_label_text(name)
-    axes.set_title("mean entropy of a head's attention", loc="left", fontsize=10)
-    figure.colorbar(image, ax=axes, label="bits")
+    axes.set_title(title, loc="left", fontsize=10)
+    figure.colorbar(image, ax=axes, label=unit)
 
 
 def _draw_types(axes: Any, counts: Mapping[str, int]) -> None:

@@ -113,7 +113,7 @@ class KVCalibration:
         """
         found = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LK}[name]
         if found is None:
-            raise UserError(f"the calibration {self.path} holds no {name}: {_kv_again(self.path)}")
+            raise UserError(f"the calibration {self.path} holds no {name}: {_kv_again(self.path)}, or choose another kv.signal")
         return found
 
 

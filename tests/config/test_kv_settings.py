@@ -35,6 +35,7 @@ def sections(draw):
         tree["decay"] = draw(st.floats(0, 1) | st.just("entropy"))
     if tree["signal"] != "uniform":
         tree |= {"scale_min": draw(st.floats(0.01, 1)), "scale_max": draw(st.floats(1, 100))}
+    if tree["signal"] in ("entropy", "coverage") or tree.get("decay") == "entropy":
         tree["grouping"] = draw(st.sampled_from(["max", "mean", "min"]))
     if tree["signal"] != "uniform" or tree.get("decay") == "entropy":
         tree["calibration"] = draw(st.none() | st.just("a/kv.json"))
@@ -77,11 +78,18 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
             for key in ("window", "pool", "decay")
         ),
         *(
-            ({"budget_tokens": 64, key: OTHER[key]}, f"kv.{key} has no effect while kv.signal is uniform")
-            for key in ("scale_min", "scale_max", "grouping")
+            ({"budget_tokens": 64, "signal": "uniform", key: OTHER[key]}, f"kv.{key} has no effect while kv.signal is uniform")
+            for key in ("scale_min", "scale_max")
+        ),
+        *(
+            (
+                {"budget": 0.2, "signal": signal, "grouping": "min"},
+                f"kv.grouping has no effect while kv.signal is {signal}, which is not of query heads",
+            )
+            for signal in ("uniform", "loss")
         ),
         (
-            {"budget": 0.2, "calibration": "k.json"},
+            {"budget": 0.2, "signal": "uniform", "calibration": "k.json"},
             "kv.calibration has no effect while neither kv.signal nor kv.decay asks for what was measured",
         ),
         ({"budget": 0.2, "pool": 4}, "kv.pool must be odd, got 4"),
@@ -124,7 +132,8 @@ def test_a_calibration_is_read_for_a_signal_or_for_the_decay():
     for own in ({"signal": "coverage"}, {"decay": "entropy"}):
         kv = build_config({"kv": {"budget": 0.2, "calibration": "k.json", **own}}).kv
         assert kv.compresses and kv.reads_calibration
-    assert not KVSection(budget=0.2).reads_calibration and not KVSection().compresses
+    assert not KVSection(budget=0.2, signal="uniform").reads_calibration and KVSection(budget=0.2).reads_calibration
+    assert not KVSection().compresses
     assert not KVSection(decay="entropy").reads_calibration, "nothing is compressed"
 
 
@@ -160,15 +169,17 @@ def test_laws_of_laying_over(base, other, share, tokens):
         laid = overlay(config, {"kv_budget": share, "kv_policy": policy}).kv
         assert (laid.window, laid.pool, laid.decay, laid.sinks) == (32, 7, 0.98, base.sinks)
     laid = overlay(config, {"kv_budget": share, "kv_signal": "uniform"}).kv
-    assert (laid.scale_min, laid.scale_max, laid.grouping) == (0.3, 2.5, "max")
-    assert laid.calibration == (base.calibration if base.decay == "entropy" else None)
+    assert (laid.scale_min, laid.scale_max) == (0.3, 2.5)
+    assert (laid.grouping, laid.calibration) == (
+        (base.grouping, base.calibration) if base.decay == "entropy" else ("max", None)
+    )
     assert not set(idle_keys(laid)) & {key for key in OTHER if getattr(laid, key) != KVSection.model_fields[key].default}
 
 
 def test_what_is_left_idle_twice_goes_as_well():
     """The policy takes the decay along, and that the file it alone read."""
-    base = Config(kv={"budget": 0.2, "decay": "entropy", "calibration": "k.json"})
-    assert overlay(base, {"kv_policy": "h2o"}).kv == KVSection(budget=0.2, policy="h2o")
+    base = Config(kv={"budget": 0.2, "signal": "uniform", "decay": "entropy", "grouping": "min", "calibration": "k.json"})
+    assert overlay(base, {"kv_policy": "h2o"}).kv == KVSection(budget=0.2, signal="uniform", policy="h2o")
 
 
 def test_the_other_sections_stay():
@@ -268,15 +279,15 @@ def test_a_file_says_where_a_misplaced_key_belongs(tree):
     ("argv", "sentence"),
     [
         ("--what router --sequences 5", "--sequences belongs to --what kv: leave it out with --what router"),
-        ("--what router --loss", "--loss belongs to --what kv: leave it out with --what router"),
+        ("--what router --no_loss", "--no_loss belongs to --what kv: leave it out with --what router"),
         ("--what router --output o", "--output belongs to --what kv: leave it out with --what router"),
         ("--what router --from_results o", "--from_results belongs to --what kv: leave it out with --what router"),
         ("--what kv --tokens 5", "--tokens belongs to --what router: leave it out with --what kv"),
-        ("--what kv --from_results o --loss", "--from_results measures nothing: leave --loss out"),
+        ("--what kv --from_results o --no_loss", "--from_results measures nothing: leave --no_loss out"),
         ("--what kv --from_results o --sequences 0", "--from_results measures nothing: leave --sequences out"),
         ("--what kv --from_results o --data_path t", "--from_results measures nothing: leave --data_path out"),
         ("--what router --tokens 5 --data_path t --json --plot p.png", ""),
-        ("--what kv --sequences 5 --loss --output o --data_path t --json --plot p.png", ""),
+        ("--what kv --sequences 5 --no_loss --output o --data_path t --json --plot p.png", ""),
         ("--what kv --from_results o --output p --json --plot p.png", ""),
     ],
 )

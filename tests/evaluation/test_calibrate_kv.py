@@ -201,7 +201,7 @@ def run_path(source, tmp_path):
 def measured(source, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
     shutil.copytree(source, path)
-    return path, calibrate_kv(path, sequences=3, seed=4)
+    return path, calibrate_kv(path, sequences=3, seed=4, loss=False)
 
 
 @pytest.fixture
@@ -250,12 +250,23 @@ def test_another_text_another_file(run_path, record, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in texts()), encoding="utf-8")
     out = tmp_path / "out.json"
-    told = calibrate_kv(run_path, sequences=3, seed=4, data_path=text, output=out)
+    told = calibrate_kv(run_path, sequences=3, seed=4, data_path=text, output=out, loss=False)
     assert json.loads(out.read_bytes()) == told and not open_run(run_path).kv.exists()
     assert list(told) == list(record) and told["sequences"] == 3
     shutil.rmtree(run_path / "data")
-    assert calibrate_kv(run_path, sequences=3, seed=4, data_path=text) == told
-    assert calibrate_kv(run_path, sequences=1, seed=4, data_path=text)["split_half_correlation"] is None
+    assert calibrate_kv(run_path, sequences=3, seed=4, data_path=text, loss=False) == told
+    assert calibrate_kv(run_path, sequences=1, seed=4, data_path=text, loss=False)["split_half_correlation"] is None
+
+
+@pytest.mark.slow
+def test_what_eviction_costs_is_measured_unless_left_out(run_path, record):
+    said = []
+    told = calibrate_kv(run_path, sequences=3, seed=4, progress=said.append)
+    assert {key: told[key] for key in record} == record and set(told) - set(record) == {"loss"}
+    assert list(told["loss"]) == [f"L{layer}_K{head}" for layer in range(2) for head in range(2)] and len(said) == 2
+    assert sum(told["loss"].values()) == pytest.approx(4 * 32)  # a fifth of 4 · 128 slots is less than the least
+    found = load_kv_calibration(open_run(run_path).kv, load(run_path).model.config, weights_digest(open_run(run_path)))
+    assert found.loss_LK is not None and found.loss_LK.ravel().tolist() == list(told["loss"].values())
 
 
 def test_format_1_is_taken_over(run_path):
@@ -296,7 +307,7 @@ def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
     other.write_text(json.dumps(tree), encoding="utf-8")
     assert "was measured on other weights" in sentence(run_path, from_results=other)
     assert "cannot read the calibration" in sentence(run_path, from_results=tmp_path / "none.json")
-    for more in ({"data_path": "x.txt"}, {"loss": True}):
+    for more in ({"data_path": "x.txt"}, {"loss": False}):
         assert "from_results measures nothing" in sentence(run_path, from_results=SAMPLE, **more)
     assert not open_run(run_path).kv.exists()
 
@@ -340,7 +351,7 @@ def command(capsys, *argv):
 
 
 def test_the_command_prints_one_object(run_path, capsys):
-    code, out, err = command(capsys, "--run_dir", run_path, "--sequences", 3, "--json")
+    code, out, err = command(capsys, "--run_dir", run_path, "--sequences", 3, "--no_loss", "--json")
     assert (code, err) == (0, "") and out.count("\n") == 1
     assert json.loads(out) == json.loads(open_run(run_path).kv.read_bytes())
 

@@ -12,7 +12,7 @@ from generation import builder
 
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.evaluation import intervals, kv_bench
+from dantinox.evaluation import intervals, kv_bench, kv_measure
 from dantinox.evaluation.continuations import NEUTRAL
 from dantinox.evaluation.intervals import mean_interval
 from dantinox.evaluation.kv import _likeness, _losses, against_uniform, default_signal, evaluate_kv, gap_closed
@@ -358,7 +358,7 @@ def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
 
 @pytest.mark.slow
 def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch):
-    monkeypatch.setattr(kv_bench, "ROWS", 6)
+    monkeypatch.setattr(kv_measure, "ROWS", 6)
     tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows in batches of five, some shorter than others
     last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
     random = np.random.default_rng(0)

@@ -69,13 +69,22 @@ def test_where_it_was_saved_says_how_it_is_used(tmp_path):
     assert f"saved in {tmp_path / 'a.json'}".replace(" ", "") in told.replace(" ", "") and "--kv_calibration" in told
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 4), (24, 16)])
-def test_the_picture(tmp_path, size):
+LOSS = {"L0_K0": 32.0, "L0_K1": 40.0, "L1_K0": 301.0, "L1_K1": 32.0}
+
+
+def test_what_eviction_costs_is_told_where_it_was_measured():
+    told = " ".join(kv_calibration_lines(make(2, 4, loss=LOSS)))
+    assert "to the heads they help most: 36 for a median head, the most 301 for L1_K0" in told
+    assert "directory: --kv_budget 0.2 gives a head slots by what its eviction costs, --kv_signal entropy by its" in told
+
+
+@pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), {"loss": LOSS}, 1950), ((24, 16), {}, 1350)])
+def test_the_picture(tmp_path, size, more, width):
     pytest.importorskip("matplotlib")
     pictures = {}
-    plot_kv_calibration(make(*size), tmp_path / "a.png", write=pictures.__setitem__)
+    plot_kv_calibration(make(*size, **more), tmp_path / "a.png", write=pictures.__setitem__)
     data = pictures[tmp_path / "a.png"]
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (1350, 630)
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (width, 630)
     with pytest.raises(UserError, match="cannot write"):
         plot_kv_calibration(make(*size), tmp_path / "none" / "a.png")
 

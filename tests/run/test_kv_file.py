@@ -101,10 +101,13 @@ def test_a_signal_that_was_not_measured_names_the_command(path):
     found = load_kv_calibration(SAMPLE, CONFIG, None)
     for name in ("coverage", "loss"):
         told = sentence(found.signal, name)
-        assert told == f"the calibration {SAMPLE} holds no {name}: run `dantinox calibrate --run_dir RUN --what kv` again"
+        again = "run `dantinox calibrate --run_dir RUN --what kv` again, or choose another kv.signal"
+        assert told == f"the calibration {SAMPLE} holds no {name}: {again}"
     changed(path, lambda tree: tree.pop("coverage"))
     told = sentence(load_kv_calibration(path, CONFIG, None).signal, "coverage")
-    assert told.endswith(f"holds no coverage: run `dantinox calibrate --run_dir {path.parent} --what kv` again")
+    assert told.endswith(
+        f"holds no coverage: run `dantinox calibrate --run_dir {path.parent} --what kv` again, or choose another kv.signal"
+    )
 
 
 def test_another_model_is_told_with_both_counts(path):
