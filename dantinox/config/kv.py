@@ -14,6 +14,7 @@ Signal = Literal["uniform", "entropy", "coverage", "loss"]
 
 BUDGETS = ("budget", "budget_tokens")
 POLICY_KEYS = ("window", "pool", "decay")  # what only snapkv+ema reads
+PLAIN = {"signal": "uniform"}  # asks for nothing, and stands in runs that were trained when it was the default
 SCALE_KEYS = ("scale_min", "scale_max")  # what uniform shares have no use for
 
 
@@ -98,7 +99,7 @@ def kv_conflicts(kv: KVSection, use_cache: bool) -> list[tuple[bool, str]]:
         ),
         (kv.pool % 2 == 0, f"kv.pool must be odd, got {kv.pool}"),
         *(
-            (getattr(kv, key) != KVSection.model_fields[key].default, f"kv.{key} has no effect {reason}")
+            (getattr(kv, key) not in (KVSection.model_fields[key].default, PLAIN.get(key)), f"kv.{key} has no effect {reason}")
             for key, reason in idle_keys(kv, use_cache).items()
         ),
     ]

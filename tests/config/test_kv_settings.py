@@ -137,6 +137,12 @@ def test_a_calibration_is_read_for_a_signal_or_for_the_decay():
     assert not KVSection(decay="entropy").reads_calibration, "nothing is compressed"
 
 
+def test_a_run_trained_when_uniform_was_the_default_keeps_it():
+    base = build_config({"kv": {"signal": "uniform"}})
+    assert overlay(base, {"kv_budget": 0.2}).kv == KVSection(budget=0.2, signal="uniform")
+    assert overlay(base, {"kv_budget": 0.2, "kv_signal": "loss"}).kv == KVSection(budget=0.2)
+
+
 def test_the_calibration_file_of_a_run_is_no_name_for_a_log():
     assert "kv_entropy.json" in RUN_FILES
     with pytest.raises(UserError, match="must differ from each other"):
