@@ -49,16 +49,28 @@ class Limited:
         valid_BKTS = visible(positions_BT, keys_B1S, window)
         if self.best:
             weights_BKGTS = attention(q_BTKGH, store, valid_BKTS).weights_BKGTS
-            mean_BKTS = jnp.where(valid_BKTS, jnp.mean(weights_BKGTS, axis=2), -1)
-            last_1K11 = (jnp.minimum(self.kept_K, store.slots) - 1)[None, :, None, None]
-            sorted_BKTS = jnp.sort(mean_BKTS, axis=3, descending=True)
-            kept_BKTS = mean_BKTS >= jnp.take_along_axis(sorted_BKTS, last_1K11, axis=3)
+            mean_BKTS = jnp.where(valid_BKTS, jnp.mean(weights_BKGTS, axis=2), 0)
+            kept_BKTS = mean_BKTS >= _kth_largest(mean_BKTS, jnp.minimum(self.kept_K, store.slots)[:, None, None])
         else:
             oldest_BKT = positions_BT[:, None] - (self.kept_K - SINKS)[None, :, None]
             kept_BKTS = (keys_B1S < SINKS)[:, :, None] | (keys_B1S[:, :, None] > oldest_BKT[..., None])
         whole_B1T1 = (positions_BT < self.from_B[:, None])[:, None, :, None]
         seen = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS))
         return seen.out_BTKGH, self, None
+
+
+def _kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
+    """The k-th largest along the last axis, which is kept, of numbers that are not negative; several times faster than sorting.
+
+    The bits of such floats, read as integers, have their order: the result is found bit by bit from the highest on.
+    """
+    bits = x.astype(jnp.float32).view(jnp.int32)
+
+    def with_bit(i: jax.Array, found: jax.Array) -> jax.Array:
+        higher = found | (1 << (30 - i))
+        return jnp.where(jnp.sum(bits >= higher, axis=-1, keepdims=True) >= k, higher, found)
+
+    return jax.lax.fori_loop(0, 31, with_bit, jnp.zeros((*x.shape[:-1], 1), jnp.int32)).view(jnp.float32)
 
 
 def kept_by(plan: CachePlan) -> np.ndarray:
