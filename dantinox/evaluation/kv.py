@@ -53,7 +53,7 @@ class Effort:
     """
 
     sequences: int = 200
-    tasks: int = 200
+    tasks: int = 100
     continued: int = 24
 
 

@@ -13,13 +13,14 @@ from flax import nnx
 
 from dantinox.config import ModelConfig
 from dantinox.evaluation.continuations import evenly
+from dantinox.generation.budgets import UNIT
 from dantinox.generation.engine import CachePlan
 from dantinox.generation.prepare import widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.cache import spans
 from dantinox.model.store import Store, attention, visible
 
-SINKS, LEAST_KEPT = 4, 32
+SINKS, LEAST_KEPT = 4, 32  # the second where texts are long enough
 LOSS_SHARE = 0.2  # of all slots: the budget whose greedy division is the signal `loss`
 ROWS = 32  # read together, fewer of a long text or with a large vocabulary
 NUMBERS = 1 << 27  # logits or attention weights held at once
@@ -156,14 +157,18 @@ def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, 
     return Damage(losses(ours, tokens_BT, lengths_B, start), np.asarray(kl_B, np.float64), np.asarray(same_B, np.float64))
 
 
-def losses(logprobs_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> np.ndarray:
-    """Nats per token `[B]` of the tokens from `start` on."""
-    said_B = _said(logprobs_BSV, jnp.asarray(tokens_BT[:, start:]), _counted(tokens_BT, lengths_B, start))
-    return -np.asarray(said_B, np.float64)
+def losses(
+    logprobs_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int, from_B: np.ndarray | None = None
+) -> np.ndarray:
+    """Nats per token `[B]` of the tokens from `from_B` on (None: from `start`, where the log-probabilities begin)."""
+    counted_BS = _counted(tokens_BT, lengths_B, start)
+    if from_B is not None:
+        counted_BS &= np.arange(start, tokens_BT.shape[1]) >= from_B[:, None]
+    return -np.asarray(_said(logprobs_BSV, jnp.asarray(tokens_BT[:, start:]), counted_BS), np.float64)
 
 
-def _counted(tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
-    return jnp.arange(start, tokens_BT.shape[1]) < jnp.asarray(lengths_B)[:, None]
+def _counted(tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> np.ndarray:
+    return np.arange(start, tokens_BT.shape[1]) < lengths_B[:, None]
 
 
 @jax.jit
@@ -185,35 +190,29 @@ def loss_signal(
     """The signal `loss` `[L, K]`: how many slots each key head gets where every slot goes to the head it helps most.
 
     For each head alone, the rise of the loss is measured when a query sees through it only the first tokens and the newest, 32,
-    64, 128 … in all, and through all other heads everything. Then `LOSS_SHARE` of all slots is given away by the largest fall
-    of the loss per slot.
+    64, 128 … in all (a sixteenth of the longest sequence where that is less than 32, but no fewer than 8), and through all
+    other heads everything. Then `LOSS_SHARE` of all slots is given away by the largest fall of the loss per slot.
 
     Args:
-      tokens_BT, lengths_B: sequences; the loss is that of the second half of the longest.
+      tokens_BT, lengths_B: sequences; the loss is that of each one's second half.
       progress: called with a line before every layer.
     """
-    L, K, T = model.config.num_blocks, model.config.kv_heads, tokens_BT.shape[1]
-    start = T // 2
-    long = lengths_B > start
-    tokens_BT, lengths_B = tokens_BT[long], lengths_B[long]
-    B, rows = len(tokens_BT), evenly(int(long.sum()), rows_at_once(model.config, T))
-    sizes = [LEAST_KEPT << i for i in range(T.bit_length()) if LEAST_KEPT << i < T] + [T]
+    L, K = model.config.num_blocks, model.config.kv_heads
+    B, T = tokens_BT.shape
+    from_B = lengths_B // 2
+    start, rows = int(from_B.min()), evenly(B, rows_at_once(model.config, T))
+    least = int(np.clip(T // 16, UNIT, LEAST_KEPT))
+    sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
 
     def loss(kept_LK: np.ndarray) -> float:
         told = []
         for first in range(0, B, rows):
-            ids_BT, ends_B = (x.take(np.arange(first, first + rows), axis=0, mode="wrap") for x in (tokens_BT, lengths_B))
-            read = read_limited(
-                model,
-                jnp.asarray(ids_BT),
-                jnp.asarray(ends_B),
-                jnp.asarray(kept_LK),
-                jnp.full(rows, start),
-                start=start,
-                best=False,
-            )
-            told.append(losses(read, ids_BT, ends_B, start))
-        return float(np.concatenate(told)[:B].mean())
+            at = np.arange(first, first + rows) % B
+            ids_BT, ends_B, halves_B = tokens_BT[at], lengths_B[at], from_B[at]
+            inputs = (jnp.asarray(x) for x in (ids_BT, ends_B, kept_LK, halves_B))
+            read = read_limited(model, *inputs, start=start, best=False)
+            told.append(losses(read, ids_BT, ends_B, start, halves_B))
+        return float(np.average(np.concatenate(told)[:B], weights=lengths_B - from_B))
 
     whole_LK = np.full((L, K), T)
     base = loss(whole_LK)

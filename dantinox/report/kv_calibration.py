@@ -101,7 +101,7 @@ def plot_kv_calibration(record: Record, out: Path, write: Callable[[Path, bytes]
     """
     loss = "loss" in record
     figure = new_figure(13 if loss else 9, 4.2)
-    heat, bars, *more = figure.subplots(1, 2 + loss, width_ratios=(3, 2, 3)[: 2 + loss])
+    heat, bars, *more = figure.subplots(1, 2 + loss, width_ratios=(3, 2.5, 3)[: 2 + loss])
     _draw_heads(figure, heat, heads_of(record, "head_entropies"), "mean entropy of a head's attention", "bits")
     _draw_types(bars, record["head_types"])
     for axes in more:

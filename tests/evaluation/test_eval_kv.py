@@ -313,7 +313,7 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
 def test_unequal_caches_are_not_compared():
     def cache(bytes, slots, fixed=None):
         plan = CachePlan(64, "float32", SimpleNamespace(fixed=fixed))
-        return Contender("x", 0.5, None, plan, {"bytes": bytes, "slots": [[[2, slots]]]})
+        return Contender("x", 0.5, None, plan, {"payload_bytes": bytes, "slots": [[[2, slots]]]})
 
     check_equal([cache(200_000, 1000), cache(201_000, 1005), cache(150_000, 1000, fixed="position")])
     check_equal([cache(640, 32), cache(720, 36)])  # a unit
