@@ -131,6 +131,10 @@ def _generate(options: argparse.Namespace) -> int:
 def _check_png(path: Path | None) -> None:
     if path is not None and path.suffix != ".png":
         raise UserError(f"--plot must name a .png file, got {path}")
+    if path is not None:
+        from dantinox.run import check_writable
+
+        check_writable(path, "--plot")
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -201,13 +205,15 @@ def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable
 
 def _eval(options: argparse.Namespace) -> int:
     flags.check_evaluate(options)
-    use_compilation_cache()
-    from dantinox.run import atomic_write
+    from dantinox.run import atomic_write, check_folder, open_run
 
+    out = options.out or open_run(options.run_dir).path / "evaluation"
+    check_folder(out, "--out")
+    use_compilation_cache()
     record, lines, write = {"sampling": _eval_sampling, "kv": _eval_kv}[options.what](options)
     for line in lines(record, shutil.get_terminal_size((100, 24)).columns):
         print(line)
-    write(record, options.out or options.run_dir / "evaluation", atomic_write)
+    write(record, out, atomic_write)
     return 0
 
 

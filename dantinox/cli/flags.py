@@ -72,7 +72,7 @@ def calibrate(command: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="router: draw where the text and the strategies lie; kv: draw the entropy of every head",
+        help="router: draw where the text and the strategies lie; kv: draw each head's entropy and what eviction costs it",
     )
 
 

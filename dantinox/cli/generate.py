@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import sys
 from typing import Any
@@ -88,13 +87,10 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
     if options.report is not None and options.report.suffix != ".html":
         raise UserError(f"--report must name a .html file, got {options.report}")
     outputs = [(flag, path) for flag, path in (("--trace", options.trace), ("--report", options.report)) if path is not None]
+    from dantinox.run import check_writable
+
     for flag, path in outputs:
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{flag} cannot write {path}: there is no directory {path.parent}")
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise UserError(f"{flag} cannot write {path}: what is there is no file")
-        if not os.access(path.absolute().parent, os.W_OK):
-            raise UserError(f"{flag} cannot write {path}: the directory {path.parent} is read-only")
+        check_writable(path, flag)
     if len({path.resolve() for _, path in outputs}) < len(outputs):
         raise UserError(f"--trace and --report both write {options.report}: give each a file of its own")
 

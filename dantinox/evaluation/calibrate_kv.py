@@ -20,6 +20,7 @@ from dantinox.report.kv_calibration import HEAD_TYPES
 from dantinox.run import (
     KV_FORMAT,
     RunDirectory,
+    check_writable,
     head_names,
     load_run_config,
     open_run,
@@ -75,15 +76,16 @@ def calibrate_kv(
     """
     directory = open_run(run_dir)
     path = directory.kv if output is None else Path(output)
-    if not path.parent.is_dir():  # told before the work, not after it
-        raise UserError(f"cannot write {path}: there is no directory {path.parent}")
+    check_writable(path)
     if from_results is None:
         record = _measured(directory, sequences, data_path, seed, loss, progress)
     elif data_path is not None or not loss:
         raise UserError("from_results measures nothing: leave data_path and loss out")
     else:
-        config = load_run_config(directory).architecture(Tokenizer.load(directory.tokenizer).vocab_size)
-        record = described(directory, config, read_kv_calibration(from_results, config, weights_digest(directory)))
+        tokenizer = Tokenizer.load(directory.tokenizer)
+        config = load_run_config(directory).architecture(tokenizer.vocab_size)
+        found = read_kv_calibration(from_results, config, weights_digest(directory), tokenizer.fingerprint)
+        record = described(directory, config, found)
     save_kv_calibration(path, record)
     return record
 

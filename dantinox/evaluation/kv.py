@@ -6,7 +6,7 @@ nothing far back matters shows no cache's damage, so how much does is measured t
 
 The rule for the signal that heads should share the slots by, fixed before anything is measured: a signal beats equal shares at
 a ratio if the paired difference of loss lies outside its interval in all three seeds. One that beats them at some ratio and is
-beaten at none becomes the default, of several the one with the least loss; without one, equal shares stay it.
+beaten at none is to be taken, of several the one with the least loss; without one, equal shares are.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -90,6 +90,8 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
             near = difflib.get_close_matches(name.lower(), METHODS, 1)
             hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(METHODS)}"
             raise UserError(f"no method of eval kv is called {name}: {hint}")
+    if names and set(names) == {REFERENCE}:
+        raise UserError(f"{REFERENCE} is what the others are compared with: name at least one of {', '.join(METHODS)}")
     chosen, left_out = [name for name in METHODS if names is None or name in names], list[str]()
     signals = [name for name in chosen if name in SIGNALS]
     if signals and measured is None:

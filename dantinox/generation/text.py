@@ -141,17 +141,19 @@ class Run:
 
     def kv_plan(self, config: Config) -> KVPlan:
         """How these settings have the caches made; the calibration is read where they ask for it."""
-        plan = KVPlan(self.model.config, config.kv)
-        if not plan.compresses or not config.kv.reads_calibration:
+        kv = config.kv
+        plan = KVPlan(self.model.config, kv)
+        if not plan.compresses or not kv.reads_calibration:
             return plan
-        calibration = self.kv_calibration(config.kv.calibration)
-        if calibration is None:
-            warnings.warn(
-                f"every head gets the same share: kv.signal {config.kv.signal} was not measured on this model "
-                "(`dantinox calibrate --run_dir … --what kv` does)",
-                stacklevel=2,
-            )
-        return KVPlan(self.model.config, config.kv, calibration)
+        calibration = self.kv_calibration(kv.calibration)
+        if kv.signal != "uniform":
+            lacking = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
+            if calibration is not None:
+                lacking = calibration.lacks(kv.signal)
+            if lacking:
+                warnings.warn(f"every head gets the same share: {lacking}", stacklevel=2)
+                kv = kv.model_copy(update={"signal": "uniform"})
+        return KVPlan(self.model.config, kv, calibration)
 
     def prepared(self, weights: str, order: HeadOrder | None = None) -> Transformer:
         """The model as decoding wants it, made once per precision and order of the key heads."""
@@ -194,7 +196,9 @@ def load(run_dir: str | Path) -> Run:
     def kv_calibration(path: str | None) -> KVCalibration | None:
         if path is None and not run.kv.exists():
             return None
-        return load_kv_calibration(run.kv if path is None else Path(path), model.config, weights_digest(run))
+        return load_kv_calibration(
+            run.kv if path is None else Path(path), model.config, weights_digest(run), tokenizer.fingerprint
+        )
 
     return Run(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
 

@@ -88,7 +88,7 @@ def conclusions(record: Record) -> list[str]:
     if told:
         default = record["default_signal"]
         why = "no other beats it at some ratio without being worse at another" if default == "uniform" else "it beats uniform"
-        told.append(f"Default signal by the rule of three seeds: {default}, as {why}.")
+        told.append(f"Signal by the rule of three seeds: {default}, as {why}.")
     return told
 
 

@@ -39,9 +39,9 @@ def kv_calibration_lines(record: Record, width: int = 80, path: Path | None = No
         yield from textwrap.wrap(line, width)
     yield ""
     use = "saved in the run directory: " if path is None else f"saved in {path}: --kv_calibration {path} with "
-    entropy = "--kv_signal entropy gives a head slots by its entropy"
-    loss = "--kv_budget 0.2 gives a head slots by what its eviction costs, --kv_signal entropy by its entropy"
-    yield from textwrap.wrap(use + (loss if "loss" in record else f"--kv_budget 0.2 {entropy}"), width)
+    ways = {"loss": "by what its eviction costs", "head_entropies": "by its entropy"}
+    told = [f"--kv_signal {'loss' if key == 'loss' else 'entropy'} {way}" for key, way in ways.items() if key in record]
+    yield from textwrap.wrap(f"{use}--kv_budget 0.3 gives a head slots with {', with '.join(told)}", width)
 
 
 def _headline(record: Record) -> str:
@@ -67,7 +67,7 @@ def _table(record: Record, width: int) -> Iterator[str]:
 
 def _measured(record: Record) -> Iterator[str]:
     """What there is besides entropies, a sentence each."""
-    if "lengths" in record and "length_entropies" in record:
+    if record.get("lengths") and record.get("length_entropies"):
         means = np.mean(list(record["length_entropies"].values()), axis=0)
         told = ", ".join(f"{mean:.2f} at {length:.0f}" for mean, length in zip(means, record["lengths"], strict=True))
         yield f"mean entropy by the tokens up to the query: {told}"

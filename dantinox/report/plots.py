@@ -118,7 +118,7 @@ def write_all(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            write(folder / name, text.encode())
+            write(folder / name, text.encode(errors="replace"))  # the name of a run need not be text
         write(folder / picture, draw())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None

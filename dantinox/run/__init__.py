@@ -13,6 +13,8 @@ from dantinox.run.calibrations import (
 from dantinox.run.directory import (
     RunDirectory,
     atomic_write,
+    check_folder,
+    check_writable,
     create_run,
     load_run_config,
     new_run_directory,
@@ -27,6 +29,8 @@ __all__ = [
     "KV_FORMAT",
     "RunDirectory",
     "atomic_write",
+    "check_folder",
+    "check_writable",
     "create_run",
     "head_names",
     "load_kv_calibration",

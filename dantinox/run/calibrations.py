@@ -111,10 +111,20 @@ class KVCalibration:
         Raises:
           UserError: it was not measured.
         """
-        found = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LK}[name]
+        found = self._signals[name]
         if found is None:
-            raise UserError(f"the calibration {self.path} holds no {name}: {_kv_again(self.path)}, or choose another kv.signal")
+            raise UserError(self.lacks(name))
         return found
+
+    def lacks(self, name: str) -> str:
+        """A sentence where a signal was not measured, else nothing."""
+        if self._signals[name] is not None:
+            return ""
+        return f"the calibration {self.path} holds no {name}: {_kv_again(self.path)}, or choose another kv.signal"
+
+    @property
+    def _signals(self) -> dict[str, np.ndarray | None]:
+        return {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LK}
 
 
 def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
@@ -122,9 +132,11 @@ def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
     atomic_write(path, json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n")
 
 
-def load_kv_calibration(path: str | Path, config: ModelConfig, weights: str | None) -> KVCalibration:
+def load_kv_calibration(
+    path: str | Path, config: ModelConfig, weights: str | None, tokenizer: str | None = None
+) -> KVCalibration:
     """The signals in a file; arguments and errors are those of `read_kv_calibration`."""
-    found = read_kv_calibration(path, config, weights)
+    found = read_kv_calibration(path, config, weights, tokenizer)
 
     def grid(name: str) -> np.ndarray | None:
         return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1) if name in found else None
@@ -134,12 +146,15 @@ def load_kv_calibration(path: str | Path, config: ModelConfig, weights: str | No
     return KVCalibration(entropy_LN, grid("coverage"), grid("loss"), Path(path))
 
 
-def read_kv_calibration(path: str | Path, config: ModelConfig, weights: str | None) -> dict[str, Any]:
+def read_kv_calibration(
+    path: str | Path, config: ModelConfig, weights: str | None, tokenizer: str | None = None
+) -> dict[str, Any]:
     """What a file of format 1 or 2 holds, without what is derived from it; heads in their order, absent what is null.
 
     Args:
       config: the model that it must be of.
       weights: SHA-256 of the weights that it must have been measured on, if it says on which; None: any.
+      tokenizer: the same of the tokenizer.
 
     Raises:
       UserError: the file cannot be read, holds something else, or is of another model or other weights.
@@ -161,8 +176,9 @@ def read_kv_calibration(path: str | Path, config: ModelConfig, weights: str | No
     if theirs != ours:
         counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]
         raise UserError(f"the calibration {path} is of another model: it has {counted[0]}, this model has {counted[1]}")
-    if None not in (weights, file.weights) and file.weights != weights:
-        raise UserError(f"the calibration {path} was measured on other weights: {again}")
+    for what, own, other in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
+        if None not in (own, other) and own != other:
+            raise UserError(f"the calibration {path} was measured on {what}: {again}")
     found = file.model_dump(exclude_none=True)
     for name, letter in PER_HEAD.items():
         if name in found:

@@ -37,6 +37,39 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
+def check_writable(path: str | Path, flag: str = "") -> None:
+    """Whether a file can be put at a path, to be asked before the work that it is to hold.
+
+    Args:
+      flag: that named the path, for the message.
+
+    Raises:
+      UserError: there is no such directory, it is read-only, or there is something else than a file.
+    """
+    path = Path(path)
+    cannot, parent = f"{flag} cannot write {path}".lstrip(), path.absolute().parent
+    if not parent.is_dir():
+        raise UserError(f"{cannot}: there is no directory {path.parent}")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{cannot}: what is there is no file")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{cannot}: the directory {path.parent} is read-only")
+
+
+def check_folder(path: str | Path, flag: str = "") -> None:
+    """Whether files can be put into a folder, which may have to be made: the same for `check_writable`.
+
+    Raises:
+      UserError: there is something else, or no writable directory to make it in.
+    """
+    path = Path(path)
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists() or place.is_symlink())
+    if not there.is_dir():
+        raise UserError(f"{flag} cannot write into {path}: {there} is no directory".lstrip())
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{flag} cannot write into {path}: the directory {there} is read-only".lstrip())
+
+
 def _sync_directory(path: Path) -> None:
     """Makes a rename inside `path` survive a power cut."""
     if os.name != "posix":  # elsewhere a directory cannot be opened

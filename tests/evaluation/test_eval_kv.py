@@ -289,6 +289,8 @@ def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
         chosen_caches(["loss"], calibration(), tmp_path)
     with pytest.raises(UserError, match=r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`"):
         chosen_caches(["uniform", "entropy"], None, tmp_path)
+    with pytest.raises(UserError, match="full is what the others are compared with: name at least one of streaming, uniform"):
+        chosen_caches(["full"], None, tmp_path)
     with pytest.raises(UserError, match=r"no method of eval kv is called Entrpy: did you mean entropy\?"):
         chosen_caches(["Entrpy"], None, tmp_path)
 
@@ -319,6 +321,17 @@ def test_unequal_caches_are_not_compared():
     check_equal([cache(640, 32), cache(720, 36)])  # a unit
     with pytest.raises(AssertionError, match="100000, 103000"):
         check_equal([cache(100_000, 1000), cache(103_000, 1030)])
+
+
+def test_a_windowed_layer_that_is_left_whole_is_no_unfairness():
+    """With these entropies one method keeps all of a window's slots, which are then stored without positions."""
+    small = builder.config(windows=(95, 95, None), max_context=512)
+    run = SimpleNamespace(model=SimpleNamespace(config=small), prepared=lambda weights, order: None)
+    found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
+    (_, uniform, entropy), _ = line_up(run, found, ["uniform", "entropy"], [0.5], 512)
+    kinds = [[len(layer) for layer in cache.report["slots"]] for cache in (uniform, entropy)]
+    assert uniform.report["payload_bytes"] == pytest.approx(entropy.report["payload_bytes"], rel=0.01) and kinds
+    assert uniform.report["metadata_bytes"] != entropy.report["metadata_bytes"]
 
 
 def logprobs(model, ids_BT):

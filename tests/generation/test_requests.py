@@ -24,6 +24,7 @@ def batches(monkeypatch):
     return of
 
 
+@pytest.mark.filterwarnings("ignore:every head gets the same share")
 def test_requests_of_another_cache_are_a_batch_of_their_own(batches):
     small = {"kv_budget": 0.2}
     assert batches([small, {}, {**small, "top_k": 3}, {"kv_budget": 0.5}, {"kv_dtype": "int8"}, small]) == [

@@ -63,7 +63,7 @@ def test_many_heads_become_their_spread(width):
 
 
 def test_where_it_was_saved_says_how_it_is_used(tmp_path):
-    used = "--kv_budget 0.2 --kv_signal entropy gives a head slots by its entropy"
+    used = "--kv_budget 0.3 gives a head slots with --kv_signal entropy by its entropy"
     assert f"saved in the run directory: {used}" in " ".join(kv_calibration_lines(make(1, 2)))
     told = "".join(kv_calibration_lines(make(1, 2), 80, tmp_path / "a.json"))  # a long path is broken at its hyphens
     assert f"saved in {tmp_path / 'a.json'}".replace(" ", "") in told.replace(" ", "") and "--kv_calibration" in told
@@ -75,7 +75,10 @@ LOSS = {"L0_K0": 32.0, "L0_K1": 40.0, "L1_K0": 301.0, "L1_K1": 32.0}
 def test_what_eviction_costs_is_told_where_it_was_measured():
     told = " ".join(kv_calibration_lines(make(2, 4, loss=LOSS)))
     assert "to the heads they help most: 36 for a median head, the most 301 for L1_K0" in told
-    assert "directory: --kv_budget 0.2 gives a head slots by what its eviction costs, --kv_signal entropy by its" in told
+    used = (
+        "--kv_budget 0.3 gives a head slots with --kv_signal loss by what its eviction costs, with --kv_signal entropy by its"
+    )
+    assert f"saved in the run directory: {used} entropy" in told
 
 
 @pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), {"loss": LOSS}, 1950), ((24, 16), {}, 1350)])

@@ -87,9 +87,7 @@ def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
     assert better.startswith(
         "Ratio 0.2: entropy budgets beat uniform ones (-0.0100 nats per token, 95 % interval -0.0120 to -0.0080;"
     )
-    assert better.endswith("outside it in 3 of 3 seeds).") and default.startswith(
-        "Default signal by the rule of three seeds: entropy"
-    )
+    assert better.endswith("outside it in 3 of 3 seeds).") and default.startswith("Signal by the rule of three seeds: entropy")
     record["ratios"] = [record["ratios"][0] | {"against_uniform": {"coverage": against("worse", 0.02, (0.02,) * 3)}}]
     record["default_signal"] = "uniform"
     worse, default = conclusions(record)

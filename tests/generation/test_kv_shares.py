@@ -1,0 +1,64 @@
+"""Which shares the heads get by what was measured of them, and what is said where it was not."""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dantinox.config import Config, UserError
+from dantinox.generation import generate, text
+from dantinox.run import KVCalibration
+
+from . import builder
+
+CONFIG = builder.config(max_context=512)
+ENTROPY = np.array([[4.0, 4.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]])
+LOSS = np.array([[1.0, 3.0], [1.0, 1.0]])
+
+
+def groups(calibration, **kv):
+    """The groups of slots that a run with this calibration makes for 256 tokens, and the warnings on the way."""
+    run = text.Run(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        plan = run.kv_plan(Config(kv={"budget": 0.5, **kv}))(256)
+    return plan.compression.groups, [str(warning.message) for warning in told]
+
+
+def test_slots_go_by_loss_unless_told_otherwise():
+    (first, second), told = groups(KVCalibration(ENTROPY, loss_LK=LOSS))
+    assert first[0][0] == 1 and first[0][1] > first[1][1] and second[0][0] == 2 and not told
+    (first, second), told = groups(KVCalibration(ENTROPY, loss_LK=LOSS), signal="entropy")
+    assert first[1][1] < second[0][1] <= first[0][1] and not told
+
+
+@pytest.mark.parametrize(
+    ("calibration", "why"),
+    [
+        (None, "kv.signal loss was not measured on this model (`dantinox"),
+        (KVCalibration(ENTROPY), "the calibration kv_entropy.json holds no loss: run"),
+    ],
+)
+def test_what_was_not_measured_is_told_and_heads_are_alike(calibration, why):
+    found, (told,) = groups(calibration)
+    assert found == (((2, 128),), ((2, 128),)) and told.startswith(f"every head gets the same share: {why}")
+    assert groups(calibration, signal="uniform") == (found, [])
+
+
+def test_a_decay_by_entropies_that_are_not_there_is_one_error():
+    with pytest.raises(UserError, match=r"^kv.decay entropy needs the heads' entropies"):
+        groups(None, signal="uniform", decay="entropy")
+    assert groups(KVCalibration(ENTROPY), signal="uniform", decay="entropy")[1] == []
+
+
+def test_tokens_without_a_run_name_the_file():
+    model = builder.model(CONFIG)
+    with pytest.warns(
+        UserWarning, match="same share of the cache: name the file .* by kv_calibration, or give kv_signal uniform"
+    ):
+        generate(model, [[1, 2, 3]], 0, kv_budget=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, [[1, 2, 3]], 0, kv_budget=0.5, kv_signal="uniform")
+        generate(model, [[1, 2, 3]], 0, kv_budget=1.0)
