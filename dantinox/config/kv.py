@@ -15,7 +15,7 @@ Signal = Literal["uniform", "entropy", "coverage", "loss"]
 BUDGETS = ("budget", "budget_tokens")
 POLICY_KEYS = ("window", "pool", "decay")  # what only snapkv+ema reads
 PLAIN = {"signal": "uniform"}  # asks for nothing, and stands in runs that were trained when it was the default
-SCALE_KEYS = ("scale_min", "scale_max")  # what uniform shares have no use for
+SCALE_KEYS = ("scale_min", "scale_max")  # of shares by a signal of query heads
 
 
 class KVSection(Section):
@@ -44,10 +44,10 @@ class KVSection(Section):
         0.98, description="snapkv+ema: factor of an importance per token (entropy: from the measured entropy of the head)"
     )
     scale_min: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.3, description="smallest share of a head, as a multiple of the mean (not with signal uniform)"
+        0.3, description="smallest share of a head by entropy or coverage, as a multiple of the mean"
     )
     scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
-        2.5, description="largest share of a head, as a multiple of the mean (not with signal uniform)"
+        2.5, description="largest share of a head by entropy or coverage, as a multiple of the mean"
     )
     grouping: Literal["max", "mean", "min"] = Field(
         "max", description="how a key head's entropy or coverage comes from those of its query heads"
@@ -80,10 +80,9 @@ def idle_keys(kv: KVSection, use_cache: bool = True) -> dict[str, str]:
     idle = dict[str, str]()
     if kv.policy != "snapkv+ema":
         idle |= dict.fromkeys(POLICY_KEYS, f"while kv.policy is {kv.policy}: it refines snapkv+ema")
-    if kv.signal == "uniform":
-        idle |= dict.fromkeys(SCALE_KEYS, "while kv.signal is uniform")
-    if kv.signal in ("uniform", "loss") and not kv.decays_by_entropy:
-        idle["grouping"] = f"while kv.signal is {kv.signal}, which is not of query heads"
+    if kv.signal in ("uniform", "loss"):
+        own = ("grouping",) if not kv.decays_by_entropy else ()
+        idle |= dict.fromkeys((*SCALE_KEYS, *own), f"while kv.signal is {kv.signal}: it refines entropy and coverage")
     if not kv.reads_calibration:
         idle["calibration"] = "while neither kv.signal nor kv.decay asks for what was measured"
     return idle

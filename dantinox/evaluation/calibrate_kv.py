@@ -13,7 +13,7 @@ from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.evaluation.calibrate import read_text
-from dantinox.evaluation.kv_measure import loss_signal
+from dantinox.evaluation.kv_measure import loss_rises
 from dantinox.generation import Run, load
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.kv_calibration import HEAD_TYPES
@@ -54,7 +54,7 @@ def calibrate_kv(
 
     In each sequence the queries at 25, 50, 75 and 100 % of its tokens are measured: the entropy of their attention over the
     keys they see, and the smallest number of keys that hold 95 % of it. A head has the mean over queries and sequences. Then
-    `loss_signal` finds how many slots every key head is worth, in as many readings as there are key heads and sizes.
+    `loss_rises` measures what eviction costs every key head, in as many readings as there are key heads and sizes.
 
     Args:
       sequences: how many are read; fewer where the text has no more that differ.
@@ -62,14 +62,15 @@ def calibrate_kv(
       seed: chooses the sequences.
       output: write to this file instead of into the run.
       from_results: measure nothing and take over what this file of format 1 or 2 holds, if it is of this model.
-      loss: measure `loss_signal`, by far the longest part.
+      loss: measure `loss_rises`, by far the longest part.
       progress: called with a line before every layer of it.
 
     Returns:
       What is saved, ready for JSON: the keys of format 1 (`head_entropies`, `entropy_stats`, `head_types` …) with
       `format_version` 2, and where it was measured here `lengths` (tokens up to the query rows, means over the sequences) and
-      `length_entropies`, `coverage`, `loss`, `split_half_correlation` (of the heads' entropies in odd and in even sequences,
-      null for one sequence), `tokens`, `sequences`, `seed`, and SHA-256 of `tokenizer` and `weights`.
+      `length_entropies`, `coverage`, `loss` (nats per token, a number for each of `loss_slots`), `split_half_correlation` (of
+      the heads' entropies in odd and in even sequences, null for one sequence), `tokens`, `sequences`, `seed`, and SHA-256 of
+      `tokenizer` and `weights`.
 
     Raises:
       UserError: the run cannot be loaded, there is no text or no document long enough in it, or `from_results` does not fit.
@@ -128,8 +129,8 @@ def _measured(
         "weights": weights,
     }
     if loss:
-        lengths = np.array([len(text) for text in texts])
-        found["loss"] = _named(loss_signal(run.model, _padded(texts), lengths, progress), "K")
+        rises_LKC, sizes = loss_rises(run.model, _padded(texts), np.array([len(text) for text in texts]), progress)
+        found |= {"loss": _named(rises_LKC, "K"), "loss_slots": sizes}
     return described(directory, config, found)
 
 

@@ -1,7 +1,7 @@
 """What a compressed cache does to a model: a text read through it and through the full one, token by token."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from dantinox.model.cache import spans
 from dantinox.model.store import Store, attention, visible
 
 SINKS, LEAST_KEPT = 4, 32  # the second where texts are long enough
-LOSS_SHARE = 0.2  # of all slots: the budget whose greedy division is the signal `loss`
 ROWS = 32  # read together, fewer of a long text or with a large vocabulary
 NUMBERS = 1 << 27  # logits or attention weights held at once
 
@@ -184,18 +183,21 @@ def _compared(ours, full, counted_BS):
     return tuple(jnp.mean(x_BS, axis=1, where=counted_BS) for x_BS in (kl_BS, same_BS))
 
 
-def loss_signal(
+def loss_rises(
     model: Transformer, tokens_BT: np.ndarray, lengths_B: np.ndarray, progress: Callable[[str], None] = lambda _: None
-) -> np.ndarray:
-    """The signal `loss` `[L, K]`: how many slots each key head gets where every slot goes to the head it helps most.
+) -> tuple[np.ndarray, list[int]]:
+    """What eviction costs each key head, for the signal `loss`.
 
     For each head alone, the rise of the loss is measured when a query sees through it only the first tokens and the newest, 32,
-    64, 128 … in all (a sixteenth of the longest sequence where that is less than 32, but no fewer than 8), and through all
-    other heads everything. Then `LOSS_SHARE` of all slots is given away by the largest fall of the loss per slot.
+    64, 128 … in all (from a sixteenth of the longest sequence where that is less than 32, but no fewer than 8), and through all
+    other heads everything.
 
     Args:
       tokens_BT, lengths_B: sequences; the loss is that of each one's second half.
       progress: called with a line before every layer.
+
+    Returns:
+      The rises `[L, K, C]` in nats per token, and the C sizes; the last is the whole longest sequence, and costs nothing.
     """
     L, K = model.config.num_blocks, model.config.kv_heads
     B, T = tokens_BT.shape
@@ -223,26 +225,4 @@ def loss_signal(
             kept_LK = whole_LK.copy()
             kept_LK[layer, head] = sizes[c]
             rises_LKC[layer, head, c] = loss(kept_LK) - base
-    return divided(rises_LKC.reshape(L * K, -1), sizes, LOSS_SHARE).reshape(L, K)
-
-
-def divided(rises_NC: np.ndarray, sizes: Sequence[int], share: float) -> np.ndarray:
-    """Slots `[N]` of heads whose loss rises by `rises_NC` at `sizes` slots: each next step to the one it helps most per slot.
-
-    All begin with the least size; a step may be as long as makes it worth most; what no head has a use for is shared equally.
-    """
-    N = len(rises_NC)
-    at_N, left = np.zeros(N, int), share * N * sizes[-1] - N * sizes[0]
-    while True:
-        best = (0.0, -1, 0)
-        for n, at in enumerate(at_N):
-            for to in range(at + 1, len(sizes)):
-                price = sizes[to] - sizes[at]
-                worth = (rises_NC[n, at] - rises_NC[n, to]) / price
-                if price <= left and worth > best[0]:
-                    best = (worth, n, to)
-        if best[1] < 0:
-            return np.array([sizes[at] for at in at_N]) + max(left, 0) / N
-        _, n, to = best
-        left -= sizes[to] - sizes[at_N[n]]
-        at_N[n] = to
+    return rises_LKC, sizes

@@ -3,12 +3,15 @@
 All of it happens before anything is compiled: the numbers here are the shapes of the buffers.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 UNIT = 8
+PRIOR = 1e-3  # nats per token for every halving of a head's slots, of `divided`
+PARTS = 4  # of a doubling
 
 GROUPINGS: dict[str, Callable[..., np.ndarray]] = {"max": np.max, "mean": np.mean, "min": np.min}
 
@@ -44,6 +47,50 @@ def head_weights(signal_LK: np.ndarray, scale_min: float, scale_max: float) -> n
     signal_LK = np.asarray(signal_LK, np.float64)
     mean = signal_LK.mean()
     return np.clip(signal_LK / mean, scale_min, scale_max) if mean > 0 else np.ones_like(signal_LK)
+
+
+def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float) -> np.ndarray:
+    """Slots of each key head `[L, K]`, of a share of all, if every slot goes to the head whose loss it lowers most.
+
+    Between the measured sizes the rise is taken to be linear in log₂ of the slots. `PRIOR` for every halving is added to it:
+    what was measured is noisy, and heads that lose their slots together cost more than each alone. A step may be as long as
+    makes it worth most per slot (the convex hull of each head's curve), and its last part may be left out.
+
+    Args:
+      rises_LKC: by how many nats per token the loss is higher if a head has C sizes alone.
+      slots_C: the sizes, growing; the last one is everything.
+      share: of heads · `slots_C[-1]` slots. No head has fewer than `slots_C[0]`, whatever the share.
+    """
+    L, K, C = rises_LKC.shape
+    log_C = np.log2(np.asarray(slots_C, np.float64))
+    log_S = np.interp(np.linspace(0, C - 1, PARTS * (C - 1) + 1), np.arange(C), log_C)
+    curves_NS = np.stack([np.interp(log_S, log_C, rises_C) for rises_C in rises_LKC.reshape(L * K, C)])
+    curves_NS = np.minimum.accumulate(curves_NS + PRIOR * (log_S[-1] - log_S), axis=1)
+    size_S, steps = 2**log_S, []
+    for n, curve_S in enumerate(curves_NS):
+        for start, end in itertools.pairwise(_hull(size_S, curve_S)):
+            length = size_S[end] - size_S[start]
+            steps.append(((curve_S[start] - curve_S[end]) / length, n, length))
+    slots_N = np.full(L * K, size_S[0])
+    left = share * L * K * size_S[-1] - slots_N.sum()
+    for _, n, length in sorted(steps, key=lambda step: -step[0]):
+        step = min(length, max(left, 0.0))
+        slots_N[n] += step
+        left -= step
+    return slots_N.reshape(L, K)
+
+
+def _hull(x_S: np.ndarray, y_S: np.ndarray) -> list[int]:
+    """Which points of a curve are corners of its lower convex hull (Andrew 1979)."""
+    corners: list[int] = []
+    for i in range(len(x_S)):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (y_S[b] - y_S[a]) * (x_S[i] - x_S[a]) < (y_S[i] - y_S[a]) * (x_S[b] - x_S[a]):
+                break
+            corners.pop()
+        corners.append(i)
+    return corners
 
 
 def least_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv import KVSection
-from dantinox.generation.budgets import UNIT, allocate, by_key_head, head_weights, least_total
+from dantinox.generation.budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
 from dantinox.generation.engine import CachePlan
 from dantinox.generation.prepare import NarrowLinear
 from dantinox.model import Compression, Transformer, compute_dtype
@@ -45,8 +45,10 @@ class KVPlan:
         if not self.compresses or self.calibration is None or kv.signal == "uniform":
             return np.ones((c.num_blocks, c.kv_heads))
         measured = self.calibration.signal(kv.signal)
-        signal_LK = measured if kv.signal == "loss" else by_key_head(measured, c.kv_heads, kv.grouping)
-        return head_weights(signal_LK, kv.scale_min, kv.scale_max)
+        if kv.signal == "loss":
+            slots = self.calibration.loss_slots
+            return divided(measured, slots, kv.budget or min(1.0, (kv.budget_tokens or 0) / slots[-1]))
+        return head_weights(by_key_head(measured, c.kv_heads, kv.grouping), kv.scale_min, kv.scale_max)
 
     @cached_property
     def order(self) -> HeadOrder:

@@ -76,18 +76,19 @@ def _measured(record: Record) -> Iterator[str]:
         told = f"{keys.mean():.1f} on average, from {keys.min():.1f} to {keys.max():.1f}"
         yield f"keys that hold 95 % of a head's attention: {told}"
     if "loss" in record:
-        slots = heads_of(record, "loss")
-        layer, head = np.unravel_index(slots.argmax(), slots.shape)
-        told = f"{np.median(slots):.0f} for a median head, the most {slots.max():.0f} for L{layer}_K{head}"
-        yield f"slots by what eviction costs, if a fifth of them all are given to the heads they help most: {told}"
+        rises = dict(zip(record["loss"], heads_of(record, "loss")[..., 0].ravel(), strict=True))
+        worst = max(rises, key=rises.__getitem__)
+        told = f"{np.median(list(rises.values())):+.4f} for a median head, the most {rises[worst]:+.4f} for {worst}"
+        yield f"nats per token that it costs if a head alone sees no more than {record['loss_slots'][0]} tokens: {told}"
     correlation = record.get("split_half_correlation")
     if correlation is not None:
         yield f"rank correlation of the heads between odd and even sequences: {correlation:.3f}"
 
 
 def heads_of(record: Record, key: str) -> np.ndarray:
-    """The numbers of all query heads `[L, N]`, or of all key heads `[L, K]`."""
-    return np.array(list(record[key].values()), np.float64).reshape(record["n_layer"], -1)
+    """The numbers of all query heads `[L, N]`, or of all key heads and sizes `[L, K, C]`."""
+    values = np.array(list(record[key].values()), np.float64)
+    return values.reshape(record["n_layer"], -1, *values.shape[1:])
 
 
 def plot_kv_calibration(record: Record, out: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes) -> None:
@@ -105,7 +106,9 @@ def plot_kv_calibration(record: Record, out: Path, write: Callable[[Path, bytes]
     _draw_heads(figure, heat, heads_of(record, "head_entropies"), "mean entropy of a head's attention", "bits")
     _draw_types(bars, record["head_types"])
     for axes in more:
-        _draw_heads(figure, axes, heads_of(record, "loss"), "slots by what eviction costs, a fifth of them all", "slots")
+        rises_LK = np.maximum(heads_of(record, "loss")[..., 0], 0)
+        title = f"what it costs if a head alone sees {record['loss_slots'][0]} tokens"
+        _draw_heads(figure, axes, rises_LK, title, "nats per token")
     try:
         write(out, as_png(figure))
     except OSError as error:
@@ -115,7 +118,7 @@ def plot_kv_calibration(record: Record, out: Path, write: Callable[[Path, bytes]
 def _draw_heads(figure: Any, axes: Any, values_LN: np.ndarray, title: str, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    image = axes.imshow(values_LN, cmap="viridis", aspect="auto", vmin=0, vmax=max(values_LN.max(), 0.5), origin="lower")
+    image = axes.imshow(values_LN, cmap="viridis", aspect="auto", vmin=0, vmax=values_LN.max() or 1, origin="lower")
     for axis, name in ((axes.xaxis, "head"), (axes.yaxis, "layer")):
         axis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
         axis.set_label_text(name)

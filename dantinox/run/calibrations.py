@@ -1,5 +1,6 @@
 """What was measured on a run's model, as files in its directory: thresholds of the router, signals of the attention heads."""
 
+import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ MAX_KV_BYTES = 16 << 20
 KV_FORMAT = 2
 PER_HEAD = {"head_entropies": "H", "coverage": "H", "loss": "K", "length_entropies": "H"}  # H: query heads, K: key heads
 Whole = Annotated[int, Field(ge=0)]
+Rise = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # bits, keys: a sum of them stays a number
 
 
@@ -80,7 +82,8 @@ class _KVFile(Section):
     lengths: list[NonNegative] | None = None
     length_entropies: dict[str, list[Signal]] | None = None
     coverage: dict[str, Signal] | None = None
-    loss: dict[str, Signal] | None = None
+    loss: dict[str, list[Rise]] | None = None
+    loss_slots: list[Count] | None = None
     split_half_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
     tokens: Whole | None = None
     sequences: Whole | None = None
@@ -96,17 +99,20 @@ class KVCalibration:
     Attributes:
       entropy_LN: mean entropy of a query head's attention, in bits.
       coverage_LN: mean number of keys that hold 95 % of its mass, or None where it was not measured.
-      loss_LK: what a key head's slots are worth, or None where it was not measured.
+      loss_LKC: by how many nats per token the loss is higher if a key head alone keeps so many slots, or None where it was
+        not measured.
+      loss_slots: how many, C growing numbers; with the last one nothing is lost.
       path: the file, for messages.
     """
 
     entropy_LN: np.ndarray
     coverage_LN: np.ndarray | None = None
-    loss_LK: np.ndarray | None = None
+    loss_LKC: np.ndarray | None = None
+    loss_slots: tuple[int, ...] = ()
     path: Path = Path("kv_entropy.json")
 
     def signal(self, name: str) -> np.ndarray:
-        """`entropy` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K]`.
+        """`entropy` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`.
 
         Raises:
           UserError: it was not measured.
@@ -124,7 +130,7 @@ class KVCalibration:
 
     @property
     def _signals(self) -> dict[str, np.ndarray | None]:
-        return {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LK}
+        return {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LKC}
 
 
 def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
@@ -138,12 +144,12 @@ def load_kv_calibration(
     """The signals in a file; arguments and errors are those of `read_kv_calibration`."""
     found = read_kv_calibration(path, config, weights, tokenizer)
 
-    def grid(name: str) -> np.ndarray | None:
-        return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1) if name in found else None
+    def grid(name: str, *more: int) -> np.ndarray | None:
+        return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1, *more) if name in found else None
 
-    entropy_LN = grid("head_entropies")
+    entropy_LN, slots = grid("head_entropies"), tuple(found.get("loss_slots", ()))
     assert entropy_LN is not None
-    return KVCalibration(entropy_LN, grid("coverage"), grid("loss"), Path(path))
+    return KVCalibration(entropy_LN, grid("coverage"), grid("loss", len(slots)), slots, Path(path))
 
 
 def read_kv_calibration(
@@ -179,15 +185,19 @@ def read_kv_calibration(
     for what, own, other in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
         if None not in (own, other) and own != other:
             raise UserError(f"the calibration {path} was measured on {what}: {again}")
-    found = file.model_dump(exclude_none=True)
+    found: dict[str, Any] = file.model_dump(exclude_none=True)
     for name, letter in PER_HEAD.items():
         if name in found:
             names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
             found[name] = _in_order(path, name, found[name], names)
-    lengths = len(found.get("lengths", ()))
-    for head, values in found.get("length_entropies", {}).items():
-        if len(values) != lengths:
-            raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in length_entropies, not {lengths}")
+    for name, counted in (("length_entropies", "lengths"), ("loss", "loss_slots")):
+        count = len(found.get(counted, []))
+        for head, values in found.get(name, {}).items():
+            if len(values) != count:
+                raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, not {count}")
+    slots = found.get("loss_slots", [1])
+    if not slots or any(a >= b for a, b in itertools.pairwise(slots)):
+        raise UserError(f"the calibration {path} has loss_slots that do not grow: {again}")
     return found
 
 

@@ -33,7 +33,7 @@ def sections(draw):
     if tree["policy"] == "snapkv+ema":
         tree |= {"window": draw(st.integers(1, 99)), "pool": draw(st.integers(0, 9)) * 2 + 1}
         tree["decay"] = draw(st.floats(0, 1) | st.just("entropy"))
-    if tree["signal"] != "uniform":
+    if tree["signal"] in ("entropy", "coverage"):
         tree |= {"scale_min": draw(st.floats(0.01, 1)), "scale_max": draw(st.floats(1, 100))}
     if tree["signal"] in ("entropy", "coverage") or tree.get("decay") == "entropy":
         tree["grouping"] = draw(st.sampled_from(["max", "mean", "min"]))
@@ -78,15 +78,12 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
             for key in ("window", "pool", "decay")
         ),
         *(
-            ({"budget_tokens": 64, "signal": "uniform", key: OTHER[key]}, f"kv.{key} has no effect while kv.signal is uniform")
-            for key in ("scale_min", "scale_max")
-        ),
-        *(
             (
-                {"budget": 0.2, "signal": signal, "grouping": "min"},
-                f"kv.grouping has no effect while kv.signal is {signal}, which is not of query heads",
+                {"budget_tokens": 64, "signal": signal, key: OTHER[key]},
+                f"kv.{key} has no effect while kv.signal is {signal}: it refines entropy and coverage",
             )
             for signal in ("uniform", "loss")
+            for key in ("scale_min", "scale_max", "grouping")
         ),
         (
             {"budget": 0.2, "signal": "uniform", "calibration": "k.json"},

@@ -279,7 +279,7 @@ def calibration(**also):
 
 
 def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
-    whole = calibration(coverage_LN=np.ones((2, 4)), loss_LK=np.ones((2, 2)))
+    whole = calibration(coverage_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
     assert chosen_caches(None, whole, tmp_path) == (list(METHODS), [])
     assert chosen_caches(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
     names, left_out = chosen_caches(None, calibration(), tmp_path)

@@ -1,14 +1,12 @@
-"""What is measured of a head by leaving keys out: attention over some keys in NumPy, and who gets slots for what it costs."""
+"""What is measured of a head by leaving keys out: attention over some keys in NumPy, and what that costs."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from generation import builder
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dantinox.evaluation.kv_measure import LEAST_KEPT, SINKS, Limited, divided, loss_signal, losses, read_limited
+from dantinox.evaluation.kv_measure import SINKS, Limited, loss_rises, losses, read_limited
 
 B, T, K, G, H = 2, 14, 2, 2, 4
 
@@ -65,34 +63,9 @@ def test_losses_are_means_over_the_tokens_behind_the_prompt():
     np.testing.assert_allclose(losses(jnp.asarray(logprobs), tokens, lengths, start), expected, rtol=1e-5)
 
 
-# --- who gets the slots
-
-
-def test_slots_go_where_they_help_most():
-    sizes = [32, 64, 128, 256]
-    needs = np.array([[0.9, 0.9, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, -0.1, 0.01, 0.0]])
-    # 1,024 slots, a quarter of which are 256: the first head's step to 128 costs 96, the second's to 64 costs 32.
-    assert divided(needs, sizes, 0.25).tolist() == [128, 64, 32, 32]  # nothing is left
-    # No step of the first head can be paid for; the second's leaves 16, of which all get as many.
-    assert divided(needs, sizes, 176 / 1024).tolist() == [36, 68, 36, 36]
-    flat = divided(np.zeros((3, 4)), sizes, 0.5)
-    assert flat.tolist() == [128] * 3
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 5), st.floats(0.02, 1), st.integers(0, 2**32 - 1))
-def test_the_slots_are_those_there_are(heads, steps, share, seed):
-    sizes = [LEAST_KEPT << step for step in range(steps)]
-    rises = np.random.default_rng(seed).normal(size=(heads, steps))
-    rises[:, -1] = 0
-    slots = divided(rises, sizes, share)
-    assert slots.min() >= sizes[0]
-    assert slots.sum() == pytest.approx(max(share * heads * sizes[-1], heads * sizes[0]))
-
-
 @pytest.mark.slow
-def test_a_head_that_looks_far_back_gets_the_slots():
-    """Of four heads with random weights three are made to say nothing: their slots are worth nothing."""
+def test_eviction_costs_where_a_head_looks_far_back():
+    """Of four heads with random weights three are made to say nothing."""
     T, start = 320, 160
     model = nnx.clone(builder.model(builder.config(windows=(None, None), max_context=T)))
     for number, block in enumerate(model.blocks):
@@ -104,7 +77,7 @@ def test_a_head_that_looks_far_back_gets_the_slots():
     likeliest = np.asarray(model(jnp.asarray(texts), jnp.broadcast_to(jnp.arange(T), (3, T)))[0]).argmax(-1)
     texts[:, start:] = likeliest[:, start - 1 : -1]
     said = []
-    slots = loss_signal(model, texts, np.array([T, 250, 90]), said.append)  # the last ends within the prompt
-    assert slots.sum() == pytest.approx(0.2 * 4 * T) and slots.min() >= T // 16
-    assert slots[1, 0] > 64 and slots[0, 0] == slots[0, 1] == slots[1, 1] < 48
+    rises, sizes = loss_rises(model, texts, np.array([T, 250, 90]), said.append)
+    assert sizes == [20, 40, 80, 160, T] and rises.shape == (2, 2, 5)
+    assert np.abs(rises[[0, 0, 1], [0, 1, 1]]).max() < 1e-6 and rises[1, 0, 0] > 0.1 and rises[1, 0, -1] == 0
     assert said == [f"measuring what eviction costs, layer {layer} of 2" for layer in (1, 2)]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from dantinox.generation import budgets
-from dantinox.generation.budgets import UNIT, allocate, by_key_head, head_weights, least_total
+from dantinox.generation.budgets import PARTS, PRIOR, UNIT, allocate, by_key_head, divided, head_weights, least_total
 
 pytestmark = pytest.mark.slow
 
@@ -236,3 +237,43 @@ def test_a_large_model_takes_no_time():
         spent = slots_of(allocate(weights, [N] * L, total, floor=20)).sum()
         assert time.perf_counter() - start < 1
         assert 0 <= total - spent < UNIT
+
+
+# --- by what eviction costs
+
+
+def curves(rises, slots):
+    """The sizes that may be chosen between the measured ones, and each head's cost at them."""
+    log = [np.log2(slots[0])]
+    for a, b in itertools.pairwise(np.log2(slots)):
+        log += [a + (b - a) * part / PARTS for part in range(1, PARTS + 1)]
+    cost = [np.interp(log, np.log2(slots), row) + PRIOR * (log[-1] - np.array(log)) for row in rises]
+    return 2 ** np.array(log), np.minimum.accumulate(cost, axis=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.floats(0.02, 1), st.integers(0, 2**32 - 1))
+def test_no_division_costs_less(layers, heads, sizes, share, seed):
+    """Linear programming, free to mix each head's sizes, finds nothing better."""
+    slots = [16 << i for i in range(sizes)]
+    rises = np.random.default_rng(seed).normal(0, 0.01, (layers * heads, sizes)) + np.linspace(0.02, 0, sizes)
+    found = divided(rises.reshape(layers, heads, sizes), slots, share).ravel()
+    total = max(share * layers * heads * slots[-1], layers * heads * slots[0])
+    assert found.sum() == pytest.approx(total) and found.min() >= slots[0] and found.max() <= slots[-1] * (1 + 1e-9)
+    x, y = curves(rises, slots)
+    N, S = y.shape
+    one_each = np.kron(np.eye(N), np.ones(S))
+    program = {"A_eq": np.vstack([one_each, np.tile(x, N)]), "b_eq": [*np.ones(N), total]}
+    least = optimize.linprog(y.ravel(), **program)
+    # What the division costs: the cheapest mix of sizes that gives every head just the slots it got.
+    mixed = [optimize.linprog(y[n], A_eq=np.stack([np.ones(S), x]), b_eq=[1, min(found[n], x[-1])]).fun for n in range(N)]
+    assert sum(mixed) == pytest.approx(least.fun, abs=1e-7)
+
+
+def test_slots_go_where_they_help_most():
+    needs = np.array([[[0.9, 0.9, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]], [[0.0] * 4, [0.0, -0.1, 0.01, 0.0]]])
+    found = divided(needs, [32, 64, 128, 256], 0.25)
+    assert found[0, 0] > 96 and found[0, 1] > found[1, 0] >= 32 and found.sum() == pytest.approx(256)
+    alike = divided(np.zeros((1, 3, 4)), [32, 64, 128, 256], 0.5)
+    assert np.ptp(alike) < 2 * 256 / 10 and alike.sum() == pytest.approx(384)
+    assert divided(needs, [32, 64, 128, 256], 0.01).tolist() == [[32, 32], [32, 32]]

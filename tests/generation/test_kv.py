@@ -35,7 +35,7 @@ def plan_of(config=CONFIG, calibration=None, **kv: Any) -> KVPlan:
 
 
 def calibrated(entropy_LN, **more: Any) -> KVCalibration:
-    return KVCalibration(np.asarray(entropy_LN, float), more.get("coverage"), more.get("loss"), "here")
+    return KVCalibration(np.asarray(entropy_LN, float), more.get("coverage"), path="here")
 
 
 def session(model, prompts, new, plan=None, **settings: Any) -> Session:

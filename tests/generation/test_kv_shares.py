@@ -14,7 +14,8 @@ from . import builder
 
 CONFIG = builder.config(max_context=512)
 ENTROPY = np.array([[4.0, 4.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]])
-LOSS = np.array([[1.0, 3.0], [1.0, 1.0]])
+RISES = np.array([[[0.01, 0.0], [0.3, 0.0]], [[0.01, 0.0], [0.01, 0.0]]])
+LOSS = {"loss_LKC": RISES, "loss_slots": (16, 256)}
 
 
 def groups(calibration, **kv):
@@ -27,9 +28,9 @@ def groups(calibration, **kv):
 
 
 def test_slots_go_by_loss_unless_told_otherwise():
-    (first, second), told = groups(KVCalibration(ENTROPY, loss_LK=LOSS))
+    (first, second), told = groups(KVCalibration(ENTROPY, **LOSS))
     assert first[0][0] == 1 and first[0][1] > first[1][1] and second[0][0] == 2 and not told
-    (first, second), told = groups(KVCalibration(ENTROPY, loss_LK=LOSS), signal="entropy")
+    (first, second), told = groups(KVCalibration(ENTROPY, **LOSS), signal="entropy")
     assert first[1][1] < second[0][1] <= first[0][1] and not told
 
 

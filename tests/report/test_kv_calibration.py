@@ -69,19 +69,22 @@ def test_where_it_was_saved_says_how_it_is_used(tmp_path):
     assert f"saved in {tmp_path / 'a.json'}".replace(" ", "") in told.replace(" ", "") and "--kv_calibration" in told
 
 
-LOSS = {"L0_K0": 32.0, "L0_K1": 40.0, "L1_K0": 301.0, "L1_K1": 32.0}
+LOSS = {
+    "loss": {"L0_K0": [0.01, 0], "L0_K1": [-0.001, 0], "L1_K0": [0.301, 0], "L1_K1": [0.02, 0]},
+    "loss_slots": [32, 512],
+}
 
 
 def test_what_eviction_costs_is_told_where_it_was_measured():
-    told = " ".join(kv_calibration_lines(make(2, 4, loss=LOSS)))
-    assert "to the heads they help most: 36 for a median head, the most 301 for L1_K0" in told
+    told = " ".join(kv_calibration_lines(make(2, 4, **LOSS)))
+    assert "sees no more than 32 tokens: +0.0150 for a median head, the most +0.3010 for L1_K0" in told
     used = (
         "--kv_budget 0.3 gives a head slots with --kv_signal loss by what its eviction costs, with --kv_signal entropy by its"
     )
     assert f"saved in the run directory: {used} entropy" in told
 
 
-@pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), {"loss": LOSS}, 1950), ((24, 16), {}, 1350)])
+@pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), LOSS, 1950), ((24, 16), {}, 1350)])
 def test_the_picture(tmp_path, size, more, width):
     pytest.importorskip("matplotlib")
     pictures = {}

@@ -71,14 +71,14 @@ def test_format_2_comes_back(path):
         np.testing.assert_array_equal(found.entropy_LN, ENTROPIES)
         np.testing.assert_array_equal(found.coverage_LN, [[1, 1.5, 2, 2.5], [3, 3.5, 4, 4.5]])
         np.testing.assert_array_equal(found.signal("entropy"), ENTROPIES)
-        assert found.loss_LK is None and found.path == path
+        assert found.loss_LKC is None and found.path == path
     assert read_kv_calibration(path, CONFIG, None) == {"format_version": 2, **record()}
 
 
 def test_format_1_comes_back():
     found = load_kv_calibration(SAMPLE, CONFIG, "cd" * 32)  # it does not say which weights it was measured on
     np.testing.assert_array_equal(found.entropy_LN, ENTROPIES)
-    assert found.coverage_LN is None and found.loss_LK is None
+    assert found.coverage_LN is None and found.loss_LKC is None
     told = read_kv_calibration(SAMPLE, CONFIG, None)
     assert told["format_version"] == 1 and told["calibration"]["n_sequences"] == 20 and "model_info" not in told
 
@@ -91,8 +91,15 @@ def test_heads_come_in_their_order_whatever_that_of_the_file(path):
 
 
 def test_loss_is_per_key_head(path):
-    changed(path, lambda tree: tree.update(loss={"L0_K0": 1, "L0_K1": 0.5, "L1_K0": 0, "L1_K1": 0.25}))
-    np.testing.assert_array_equal(load_kv_calibration(path, CONFIG, None).signal("loss"), [[1, 0.5], [0, 0.25]])
+    rises = {"L0_K0": [1, 0], "L0_K1": [0.5, 0], "L1_K0": [-0.1, 0], "L1_K1": [0.25, 0]}
+    changed(path, lambda tree: tree.update(loss=rises, loss_slots=[8, 64]))
+    found = load_kv_calibration(path, CONFIG, None)
+    np.testing.assert_array_equal(found.signal("loss"), [[[1, 0], [0.5, 0]], [[-0.1, 0], [0.25, 0]]])
+    assert found.loss_slots == (8, 64)
+    for slots, told in (([8], "has 2 numbers for L0_K0 in loss, not 1"), ([64, 8], "has loss_slots that do not grow")):
+        changed(path, lambda tree, slots=slots: tree.update(loss_slots=slots))
+        assert told in sentence(load_kv_calibration, path, CONFIG, None)
+    changed(path, lambda tree: tree.update(loss_slots=[8, 64]))
     changed(path, lambda tree: tree["loss"].pop("L1_K1"))
     assert "lacks L1_K1 in loss, which this model has" in sentence(load_kv_calibration, path, CONFIG, None)
 
