@@ -190,8 +190,8 @@ def read_kv_calibration(
         if name in found:
             names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
             found[name] = _in_order(path, name, found[name], names)
-    for name, counted in (("length_entropies", "lengths"), ("loss", "loss_slots")):
-        count = len(found.get(counted, []))
+    for name, by in (("length_entropies", "lengths"), ("loss", "loss_slots")):
+        count = len(found.get(by, []))
         for head, values in found.get(name, {}).items():
             if len(values) != count:
                 raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, not {count}")
