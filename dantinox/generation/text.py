@@ -30,6 +30,7 @@ from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
 # The same for all rows of a batch, with router.use_attention and all of kv.
+PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
 SHARED = ("use_cache", "weights", "n", "strategy", "preset", "sampler_order", "ties", "top_p_rule")
 
 
@@ -156,11 +157,14 @@ class Run:
         return KVPlan(self.model.config, kv, calibration)
 
     def prepared(self, weights: str, order: HeadOrder | None = None) -> Transformer:
-        """The model as decoding wants it, made once per precision and order of the key heads."""
-        if (weights, order) not in self._prepared:
-            model = self.model if order is None else with_head_order(self.model, order)
-            self._prepared[weights, order] = prepare(model, weights)
-        return self._prepared[weights, order]
+        """The model as decoding wants it; the `PREPARED` used last, by precision and order of the key heads, are kept."""
+        made = self._prepared.pop((weights, order), None)
+        if made is None:
+            made = prepare(self.model if order is None else with_head_order(self.model, order), weights)
+        self._prepared[weights, order] = made
+        if len(self._prepared) > PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        return made
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Token ids of a prompt; an empty one is the begin token.

@@ -63,3 +63,13 @@ def test_tokens_without_a_run_name_the_file():
         warnings.simplefilter("error")
         generate(model, [[1, 2, 3]], 0, kv_budget=0.5, kv_signal="uniform")
         generate(model, [[1, 2, 3]], 0, kv_budget=1.0)
+
+
+def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
+    made = []
+    monkeypatch.setattr(text, "with_head_order", lambda model, order: order)
+    monkeypatch.setattr(text, "prepare", lambda model, weights: made.append(model) or model)
+    run = text.Run(Config(), SimpleNamespace(config=CONFIG), None)
+    for order in (1, 2, 1, 3, 4, 5, 1, 2):
+        assert run.prepared("auto", order) == order
+    assert made == [1, 2, 3, 4, 5, 2]  # 2 was not used for longest
