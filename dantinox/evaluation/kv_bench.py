@@ -15,7 +15,7 @@ from flax import nnx
 
 from dantinox.config import KVSection, UserError
 from dantinox.evaluation.continuations import NEUTRAL, evenly
-from dantinox.evaluation.kv_measure import Damage, damage, kept_by, read_limited, read_through, rows_at_once
+from dantinox.evaluation.kv_measure import Damage, damage, kept_by, positions_of, read_limited, read_through, rows_at_once
 from dantinox.evaluation.kv_tasks import Sequences, Tasks, shares
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
@@ -277,11 +277,10 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
 
     While a prompt is read it sees all of itself, so its own next token tells nothing of the cache.
     """
-    B, T = tokens_BT.shape
+    B, last_B = len(tokens_BT), lengths_B - 1
     cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
     model = widen(model)
-    places_T, last_B = jnp.arange(T), lengths_B - 1
-    _, read, _ = model.hidden(tokens_BT, jnp.where(places_T < lengths_B[:, None], places_T, -1), cache=cache)
+    _, read, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=cache)
     assert read is not None
     layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]

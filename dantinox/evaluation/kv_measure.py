@@ -93,7 +93,7 @@ def read_through(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array,
     """
     B = len(tokens_BT)
     model = widen(model)
-    positions_BT = _positions(tokens_BT, lengths_B)
+    positions_BT = positions_of(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
     x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)
     last_B = jnp.minimum(lengths_B, start) - 1
@@ -127,11 +127,12 @@ def read_limited(
     model = widen(model)
     layers = tuple(Limited(kept_K, from_B, best) for kept_K in kept_LK)
     seen = KVCache(layers, spans(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
-    x_BTD, _, _ = model.hidden(tokens_BT, _positions(tokens_BT, lengths_B), cache=seen)
+    x_BTD, _, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=seen)
     return jax.nn.log_softmax(model.logits(x_BTD[:, start - 1 :]).astype(jnp.float32))
 
 
-def _positions(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """The position of each token of right-padded texts, −1 behind their ends."""
     places_T = jnp.arange(tokens_BT.shape[1])
     return jnp.where(places_T < lengths_B[:, None], places_T, -1)
 
