@@ -20,7 +20,7 @@ from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.cache import spans
 from dantinox.model.store import Store, attention, visible
 
-SINKS, LEAST_KEPT = 4, 32  # the second where texts are long enough
+SINKS, LEAST_KEPT = 4, 24  # the second is what a head has at least with the usual settings
 ROWS = 32  # read together, fewer of a long text or with a large vocabulary
 NUMBERS = 1 << 27  # logits or attention weights held at once
 
@@ -189,9 +189,8 @@ def loss_rises(
 ) -> tuple[np.ndarray, list[int]]:
     """What eviction costs each key head, for the signal `loss`.
 
-    For each head alone, the rise of the loss is measured when a query sees through it only the first tokens and the newest, 32,
-    64, 128 … in all (from a sixteenth of the longest sequence where that is less than 32, but no fewer than 8), and through all
-    other heads everything.
+    For each head alone, the rise of the loss is measured when a query sees through it only the first tokens and the newest, 24,
+    48, 96 … in all (8, 16, 32 … if no sequence has more than 48), and through all other heads everything.
 
     Args:
       tokens_BT, lengths_B: sequences; the loss is that of each one's second half.
@@ -204,7 +203,7 @@ def loss_rises(
     B, T = tokens_BT.shape
     from_B = lengths_B // 2
     start, rows = int(from_B.min()), evenly(B, rows_at_once(model.config, T))
-    least = int(np.clip(T // 16, UNIT, LEAST_KEPT))
+    least = LEAST_KEPT if T > 2 * LEAST_KEPT else UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
 
     def loss(kept_LK: np.ndarray) -> float:

@@ -3,7 +3,6 @@
 All of it happens before anything is compiled: the numbers here are the shapes of the buffers.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 UNIT = 8
 PRIOR = 1e-3  # nats per token for every halving of a head's slots, of `divided`
 PARTS = 4  # of a doubling
+STEPS = 4096  # that `divided` counts all slots in
 
 GROUPINGS: dict[str, Callable[..., np.ndarray]] = {"max": np.max, "mean": np.mean, "min": np.min}
 
@@ -49,48 +49,66 @@ def head_weights(signal_LK: np.ndarray, scale_min: float, scale_max: float) -> n
     return np.clip(signal_LK / mean, scale_min, scale_max) if mean > 0 else np.ones_like(signal_LK)
 
 
-def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float) -> np.ndarray:
-    """Slots of each key head `[L, K]`, of a share of all, if every slot goes to the head whose loss it lowers most.
+def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: int) -> np.ndarray:
+    """Slots of each key head `[L, K]` with which the loss rises least, for a share of all slots and two sizes in a layer.
 
-    Between the measured sizes the rise is taken to be linear in log₂ of the slots. `PRIOR` for every halving is added to it:
-    what was measured is noisy, and heads that lose their slots together cost more than each alone. A step may be as long as
-    makes it worth most per slot (the convex hull of each head's curve), and its last part may be left out.
+    Rises are summed over heads. Between the measured sizes they are taken to be linear in log₂ of the slots, and `PRIOR` for
+    every halving is added: what was measured is noisy, and heads that lose their slots together cost more than each alone.
+    A dynamic programme over the layers (multiple-choice knapsack, Kellerer, Pferschy and Pisinger 2004, ch. 11) then finds the
+    best of all pairs of sizes, `PARTS` to a doubling, and of heads that get the larger one. It counts slots in `STEPS` parts
+    of the whole, each layer's rounded up, so that a few may be left.
 
     Args:
       rises_LKC: by how many nats per token the loss is higher if a head has C sizes alone.
       slots_C: the sizes, growing; the last one is everything.
-      share: of heads · `slots_C[-1]` slots. No head has fewer than `slots_C[0]`, whatever the share.
+      share: of L · K · `slots_C[-1]` slots.
+      floor: no head has fewer, nor fewer than `slots_C[0]`, whatever the share.
     """
-    L, K, C = rises_LKC.shape
+    L, K, _ = rises_LKC.shape
+    size_S, curves_LKS = _curves(rises_LKC, slots_C, floor)
+    S = len(size_S)
+    # All ways to divide a layer: h heads have the larger size, those that gain most by it.
+    large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
+    slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
+    steps_X = np.ceil(slots_X * STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
+    least_W, taken = np.zeros(STEPS + 1), []
+    for curve_KS in curves_LKS:
+        gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
+        gain_SSK = np.cumsum(np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1)
+        rise_X = curve_KS.sum(axis=0)[small_X] - gain_SSK.ravel()
+        before_W, least_W, way_W = least_W, np.full(STEPS + 1, np.inf), np.full(STEPS + 1, -1)
+        for x in _undominated(steps_X, rise_X):
+            rise_W = before_W[: STEPS + 1 - steps_X[x]] + rise_X[x]
+            better_W = rise_W < least_W[steps_X[x] :]
+            least_W[steps_X[x] :][better_W] = rise_W[better_W]
+            way_W[steps_X[x] :][better_W] = x
+        taken.append(way_W)
+    slots_LK, left = np.zeros((L, K)), STEPS
+    for layer in reversed(range(L)):
+        x = taken[layer][left]
+        gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
+        slots_LK[layer] = size_S[small_X[x]]
+        slots_LK[layer, np.argsort(-gain_K, kind="stable")[: heads_X[x]]] = size_S[large_X[x]]
+        left -= steps_X[x]
+    return slots_LK
+
+
+def _curves(rises_LKC: np.ndarray, slots_C: Sequence[int], floor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes from the floor on, and what each costs every head `[L, K, S]`, never more than a smaller one."""
+    C = len(slots_C)
     log_C = np.log2(np.asarray(slots_C, np.float64))
     log_S = np.interp(np.linspace(0, C - 1, PARTS * (C - 1) + 1), np.arange(C), log_C)
-    curves_NS = np.stack([np.interp(log_S, log_C, rises_C) for rises_C in rises_LKC.reshape(L * K, C)])
-    curves_NS = np.minimum.accumulate(curves_NS + PRIOR * (log_S[-1] - log_S), axis=1)
-    size_S, steps = 2**log_S, []
-    for n, curve_S in enumerate(curves_NS):
-        for start, end in itertools.pairwise(_hull(size_S, curve_S)):
-            length = size_S[end] - size_S[start]
-            steps.append(((curve_S[start] - curve_S[end]) / length, n, length))
-    slots_N = np.full(L * K, size_S[0])
-    left = share * L * K * size_S[-1] - slots_N.sum()
-    for _, n, length in sorted(steps, key=lambda step: -step[0]):
-        step = min(length, max(left, 0.0))
-        slots_N[n] += step
-        left -= step
-    return slots_N.reshape(L, K)
+    log_S = np.unique(np.clip(log_S, min(np.log2(floor), log_C[-1]), None))
+    curves_LKS = np.apply_along_axis(lambda rises_C: np.interp(log_S, log_C, rises_C), 2, rises_LKC)
+    return 2**log_S, np.minimum.accumulate(curves_LKS + PRIOR * (log_C[-1] - log_S), axis=2)
 
 
-def _hull(x_S: np.ndarray, y_S: np.ndarray) -> list[int]:
-    """Which points of a curve are corners of its lower convex hull (Andrew 1979)."""
-    corners: list[int] = []
-    for i in range(len(x_S)):
-        while len(corners) > 1:
-            a, b = corners[-2:]
-            if (y_S[b] - y_S[a]) * (x_S[i] - x_S[a]) < (y_S[i] - y_S[a]) * (x_S[b] - x_S[a]):
-                break
-            corners.pop()
-        corners.append(i)
-    return corners
+def _undominated(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
+    """Those of which no other costs as little and has a lower value, within `STEPS`."""
+    order_X = np.lexsort((value_X, cost_X))
+    lowest_X = np.minimum.accumulate(value_X[order_X])
+    better_X = np.concatenate([[True], lowest_X[1:] < lowest_X[:-1]])
+    return order_X[better_X & (cost_X[order_X] <= STEPS)]
 
 
 def least_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:

@@ -47,8 +47,14 @@ class KVPlan:
         measured = self.calibration.signal(kv.signal)
         if kv.signal == "loss":
             slots = self.calibration.loss_slots
-            return divided(measured, slots, kv.budget or min(1.0, (kv.budget_tokens or 0) / slots[-1]))
+            share = kv.budget or min(1.0, (kv.budget_tokens or 0) / slots[-1])
+            return divided(measured, slots, share, self._floor)
         return head_weights(by_key_head(measured, c.kv_heads, kv.grouping), kv.scale_min, kv.scale_max)
+
+    @property
+    def _floor(self) -> int:
+        """The fewest slots of a head."""
+        return -(-(self.kv.sinks + self.kv.recent) // UNIT) * UNIT
 
     @cached_property
     def order(self) -> HeadOrder:
@@ -70,7 +76,7 @@ class KVPlan:
         whole = K * sum(caps_L)
         tokens = kv.budget_tokens
         wanted = int((kv.budget or 1) * whole) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
-        floor = -(-(kv.sinks + kv.recent) // UNIT) * UNIT
+        floor = self._floor
         least = least_total(caps_L, K, floor)
         if least == whole:  # no text of this length has anything to give up
             wanted = whole

@@ -78,6 +78,6 @@ def test_eviction_costs_where_a_head_looks_far_back():
     texts[:, start:] = likeliest[:, start - 1 : -1]
     said = []
     rises, sizes = loss_rises(model, texts, np.array([T, 250, 90]), said.append)
-    assert sizes == [20, 40, 80, 160, T] and rises.shape == (2, 2, 5)
+    assert sizes == [24, 48, 96, 192, T] and rises.shape == (2, 2, 5)
     assert np.abs(rises[[0, 0, 1], [0, 1, 1]]).max() < 1e-6 and rises[1, 0, 0] > 0.1 and rises[1, 0, -1] == 0
     assert said == [f"measuring what eviction costs, layer {layer} of 2" for layer in (1, 2)]
