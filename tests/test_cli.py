@@ -94,8 +94,9 @@ def test_without_a_cache(generate, flags):
     assert code == 0 and record["text"] == AROUND[:6] and record["cache"] is None
 
 
-def test_a_budget_for_a_text_that_fits_anyway_is_exact_and_said_so(generate):
-    _, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, "--kv_budget", 0.2)
+@pytest.mark.parametrize("budget", [("--kv_budget", 0.2), ("--kv_budget_tokens", 8), ("--kv_budget_tokens", 16)])
+def test_a_budget_for_a_text_that_fits_anyway_is_exact_and_said_so(generate, budget):
+    _, out, err = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, *budget)
     assert out == "a" + AROUND[:6] + "\n"
     assert re.search(r"cache [\d.]+ MB \(whole: a text of at most 16 tokens has nothing to give up\)\n", err)
 
