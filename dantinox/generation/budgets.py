@@ -71,7 +71,7 @@ def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: 
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
     steps_X = np.ceil(slots_X * STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
-    least_W, taken = np.zeros(STEPS + 1), []
+    least_W, taken = np.zeros(STEPS + 1), []  # the least rise of the layers so far for up to W steps, and by which way
     for curve_KS in curves_LKS:
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
         gain_SSK = np.cumsum(np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1)
