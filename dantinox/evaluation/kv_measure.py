@@ -153,18 +153,10 @@ class Damage(NamedTuple):
 def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> Damage:
     """What `logprobs` (of `read_through`) says beside the full cache's, over the tokens behind the prompt."""
     ours, full = (x[:, : tokens_BT.shape[1] - start] for x in (logprobs_BSV, full_BSV))
-    kl_B, same_B = _compared(ours, full, _counted(tokens_BT, lengths_B, start))
-    return Damage(losses(ours, tokens_BT, lengths_B, start), np.asarray(kl_B, np.float64), np.asarray(same_B, np.float64))
-
-
-def losses(
-    logprobs_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int, from_B: np.ndarray | None = None
-) -> np.ndarray:
-    """Nats per token `[B]` of the tokens from `from_B` on (None: from `start`, where the log-probabilities begin)."""
     counted_BS = _counted(tokens_BT, lengths_B, start)
-    if from_B is not None:
-        counted_BS &= np.arange(start, tokens_BT.shape[1]) >= from_B[:, None]
-    return -np.asarray(_said(logprobs_BSV, jnp.asarray(tokens_BT[:, start:]), counted_BS), np.float64)
+    said_B = _said(ours, jnp.asarray(tokens_BT[:, start:]), counted_BS)
+    kl_B, same_B = _compared(ours, full, counted_BS)
+    return Damage(*(np.asarray(x_B, np.float64) for x_B in (-said_B, kl_B, same_B)))
 
 
 def _counted(tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> np.ndarray:
@@ -173,7 +165,7 @@ def _counted(tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> np.nda
 
 @jax.jit
 def _said(logprobs_BSV, next_BS, counted_BS):
-    said_BS = jnp.take_along_axis(logprobs_BSV[:, : next_BS.shape[1]], next_BS[:, :, None], axis=2)[..., 0]
+    said_BS = jnp.take_along_axis(logprobs_BSV, next_BS[:, :, None], axis=2)[..., 0]
     return jnp.mean(said_BS, axis=1, where=counted_BS)
 
 
@@ -189,11 +181,13 @@ def loss_rises(
 ) -> tuple[np.ndarray, list[int]]:
     """What eviction costs each key head, for the signal `loss`.
 
-    For each head alone, the rise of the loss is measured when a query sees through it only the first tokens and the newest, 24,
-    48, 96 … in all (8, 16, 32 … if no sequence has more than 48), and through all other heads everything.
+    Each head alone is made to see no keys but the first and the newest, 24, 48, 96 … in all (8, 16, 32 … if no sequence has
+    more than 48), while all others see everything. What is measured is by how much the loss would rise if tokens came as the
+    whole model expects them, KL(whole ‖ limited): the mean over all continuations, where the rise on a single text is noisy
+    and may be negative.
 
     Args:
-      tokens_BT, lengths_B: sequences; the loss is that of each one's second half.
+      tokens_BT, lengths_B: sequences; what is said of each one's second half counts.
       progress: called with a line before every layer.
 
     Returns:
@@ -205,24 +199,22 @@ def loss_rises(
     start, rows = int(from_B.min()), evenly(B, rows_at_once(model.config, T))
     least = LEAST_KEPT if T > 2 * LEAST_KEPT else UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
-
-    def loss(kept_LK: np.ndarray) -> float:
-        told = []
-        for first in range(0, B, rows):
-            at = np.arange(first, first + rows) % B
-            ids_BT, ends_B, halves_B = tokens_BT[at], lengths_B[at], from_B[at]
-            inputs = (jnp.asarray(x) for x in (ids_BT, ends_B, kept_LK, halves_B))
-            read = read_limited(model, *inputs, start=start, best=False)
-            told.append(losses(read, ids_BT, ends_B, start, halves_B))
-        return float(np.average(np.concatenate(told)[:B], weights=lengths_B - from_B))
-
-    whole_LK = np.full((L, K), T)
-    base = loss(whole_LK)
-    rises_LKC = np.zeros((L, K, len(sizes)))
-    for layer in range(L):
-        progress(f"measuring what eviction costs, layer {layer + 1} of {L}")
-        for head, c in itertools.product(range(K), range(len(sizes) - 1)):
-            kept_LK = whole_LK.copy()
-            kept_LK[layer, head] = sizes[c]
-            rises_LKC[layer, head, c] = loss(kept_LK) - base
+    whole_LK, rises_LKC = np.full((L, K), T), np.zeros((L, K, len(sizes)))
+    for first in range(0, B, rows):
+        at = np.arange(first, first + rows) % B
+        ids_BT, ends_B, halves_B = tokens_BT[at], lengths_B[at], from_B[at]
+        counted_BS = _counted(ids_BT, ends_B, start) & (np.arange(start, T) >= halves_B[:, None])
+        share_B = np.where(np.arange(first, first + rows) < B, ends_B - halves_B, 0) / (lengths_B - from_B).sum()
+        inputs = jnp.asarray(ids_BT), jnp.asarray(ends_B)
+        read = partial(read_limited, model, *inputs, from_B=jnp.asarray(halves_B), start=start, best=False)
+        whole_BSV = read(jnp.asarray(whole_LK))[:, : T - start]
+        for layer in range(L):
+            progress(
+                f"measuring what eviction costs, sequences {first + 1} to {min(first + rows, B)}, layer {layer + 1} of {L}"
+            )
+            for head, c in itertools.product(range(K), range(len(sizes) - 1)):
+                kept_LK = whole_LK.copy()
+                kept_LK[layer, head] = sizes[c]
+                kl_B, _ = _compared(read(jnp.asarray(kept_LK))[:, : T - start], whole_BSV, counted_BS)
+                rises_LKC[layer, head, c] += np.asarray(kl_B, np.float64) @ share_B
     return rises_LKC, sizes

@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 from generation import builder
 
-from dantinox.evaluation.kv_measure import SINKS, Limited, loss_rises, losses, read_limited
+from dantinox.evaluation import kv_measure
+from dantinox.evaluation.kv_measure import SINKS, Limited, damage, loss_rises, read_limited
 
 B, T, K, G, H = 2, 14, 2, 2, 4
 
@@ -60,11 +61,13 @@ def test_losses_are_means_over_the_tokens_behind_the_prompt():
     tokens, lengths, start = random.integers(0, 7, (3, 12)), np.array([12, 9, 6]), 5
     logprobs = -random.random((3, 12 - start + 1, 7))
     expected = [-np.mean([logprobs[b, t - start, tokens[b, t]] for t in range(start, end)]) for b, end in enumerate(lengths)]
-    np.testing.assert_allclose(losses(jnp.asarray(logprobs), tokens, lengths, start), expected, rtol=1e-5)
+    found = damage(jnp.asarray(logprobs), jnp.asarray(logprobs), tokens, lengths, start)
+    np.testing.assert_allclose(found.loss_B, expected, rtol=1e-5)
+    assert found.kl_B.tolist() == [0, 0, 0] and found.top1_B.tolist() == [1, 1, 1]
 
 
 @pytest.mark.slow
-def test_eviction_costs_where_a_head_looks_far_back():
+def test_eviction_costs_where_a_head_looks_far_back(monkeypatch):
     """Of four heads with random weights three are made to say nothing."""
     T, start = 320, 160
     model = nnx.clone(builder.model(builder.config(windows=(None, None), max_context=T)))
@@ -76,8 +79,25 @@ def test_eviction_costs_where_a_head_looks_far_back():
     texts = np.random.default_rng(6).integers(0, builder.V, (3, T))
     likeliest = np.asarray(model(jnp.asarray(texts), jnp.broadcast_to(jnp.arange(T), (3, T)))[0]).argmax(-1)
     texts[:, start:] = likeliest[:, start - 1 : -1]
-    said = []
-    rises, sizes = loss_rises(model, texts, np.array([T, 250, 90]), said.append)
+    said, lengths = [], np.array([T, 250, 90])
+    monkeypatch.setattr(kv_measure, "ROWS", 2)
+    rises, sizes = loss_rises(model, texts, lengths, said.append)
     assert sizes == [24, 48, 96, 192, T] and rises.shape == (2, 2, 5)
     assert np.abs(rises[[0, 0, 1], [0, 1, 1]]).max() < 1e-6 and rises[1, 0, 0] > 0.1 and rises[1, 0, -1] == 0
-    assert said == [f"measuring what eviction costs, layer {layer} of 2" for layer in (1, 2)]
+    assert said == [
+        f"measuring what eviction costs, sequences {rows}, layer {layer} of 2"
+        for rows in ("1 to 2", "3 to 3")
+        for layer in (1, 2)
+    ]
+    # The divergence summed by hand, over the tokens that the later halves say.
+    inputs = jnp.asarray(texts), jnp.asarray(lengths)
+    kept = [jnp.array([[T, T], [count, T]]) for count in (T, 48)]
+    whole, limited = (
+        np.asarray(read_limited(model, *inputs, x, inputs[1] // 2, start=45, best=False), np.float64) for x in kept
+    )
+    parts = [
+        (np.exp(whole[b, t - 45]) * (whole[b, t - 45] - limited[b, t - 45])).sum()
+        for b, end in enumerate(lengths)
+        for t in range(end // 2, end)
+    ]
+    assert rises[1, 0, 1] == pytest.approx(np.mean(parts), rel=1e-4)
