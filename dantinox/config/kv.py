@@ -55,9 +55,14 @@ class KVSection(Section):
     calibration: str | None = Field(None, description="the file of the measured signals (null: the run's kv_entropy.json)")
 
     @property
-    def compresses(self) -> bool:
-        """Whether tokens are dropped at all."""
+    def has_budget(self) -> bool:
+        """Whether a budget is given, be it of everything."""
         return self.budget is not None or self.budget_tokens is not None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether tokens may be dropped at all."""
+        return self.has_budget and self.budget != 1
 
     @property
     def decays_by_entropy(self) -> bool:
@@ -67,14 +72,14 @@ class KVSection(Section):
     @property
     def reads_calibration(self) -> bool:
         """Whether something measured on the model is asked for."""
-        return self.compresses and (self.signal != "uniform" or self.decays_by_entropy)
+        return self.has_budget and (self.signal != "uniform" or self.decays_by_entropy)
 
 
 def idle_keys(kv: KVSection, use_cache: bool = True) -> dict[str, str]:
     """The keys that change nothing beside the others, and when that is so."""
     if not use_cache:
         return dict.fromkeys(KVSection.model_fields, "while generation.use_cache is false")
-    if not kv.compresses:
+    if not kv.has_budget:
         others = [key for key in KVSection.model_fields if key not in (*BUDGETS, "dtype")]
         return dict.fromkeys(others, "without kv.budget or kv.budget_tokens")
     idle = dict[str, str]()

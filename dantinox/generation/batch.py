@@ -267,7 +267,7 @@ def _cache_summary(cache: dict[str, Any] | None, kv: KVSection) -> str:
         return ""
     size = f", cache {cache['bytes'] / 1e6:.2f} MB"
     slots = sorted(slots for layer in cache["slots"] for _, slots in layer)
-    if kv.budget_tokens is None and kv.budget in (None, 1):
+    if not kv.compresses:
         return size
     if cache["bytes"] == cache["full_bytes"]:
         return f"{size} (whole: a text of at most {slots[-1]} tokens has nothing to give up)"

@@ -36,7 +36,7 @@ class KVPlan:
 
     @property
     def compresses(self) -> bool:
-        return self.kv.budget_tokens is not None or self.kv.budget not in (None, 1)
+        return self.kv.compresses
 
     @cached_property
     def _weights_LK(self) -> np.ndarray:
