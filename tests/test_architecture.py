@@ -20,7 +20,7 @@ TIERS = (
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},
-    {"training", "measure", "evaluation"},
+    {"training", "measure"},
     {"studies", "serve"},
     {"cli", "__init__", "__main__"},
 )

@@ -145,9 +145,9 @@ def _explain(options: argparse.Namespace) -> int:
     overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
     prompt = given_prompt(options)
     use_compilation_cache()
-    from dantinox.evaluation.explain import explain
     from dantinox.generation import load
-    from dantinox.report.explain import explanation_lines, plot_explanation
+    from dantinox.measure.explain import explain
+    from dantinox.measure.explain_view import explanation_lines, plot_explanation
 
     record = explain(load(options.run_dir), prompt, settings, options.show).to_dict()
     if options.json:
@@ -179,8 +179,8 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 def _calibrate_router(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
     """The record, what makes lines of a width of it, and what draws it."""
-    from dantinox.evaluation.calibrate import TOKENS, calibrate_router
-    from dantinox.report.calibration import calibration_lines, plot_calibration
+    from dantinox.measure.calibrate_router import TOKENS, calibrate_router
+    from dantinox.measure.calibrate_router_view import calibration_lines, plot_calibration
 
     tokens = TOKENS if options.tokens is None else options.tokens
     record = calibrate_router(options.run_dir, tokens=tokens, data_path=options.data_path)
@@ -188,8 +188,8 @@ def _calibrate_router(options: argparse.Namespace) -> tuple[dict[str, Any], Call
 
 
 def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
-    from dantinox.evaluation.calibrate_kv import SEQUENCES, calibrate_kv
-    from dantinox.report.kv_calibration import kv_calibration_lines, plot_kv_calibration
+    from dantinox.measure.calibrate_kv import SEQUENCES, calibrate_kv
+    from dantinox.measure.calibrate_kv_view import kv_calibration_lines, plot_kv_calibration
 
     record = calibrate_kv(
         options.run_dir,
@@ -219,8 +219,8 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _eval_sampling(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
     """The record, what makes lines of it, and what writes its files."""
-    from dantinox.evaluation.sampling import evaluate_sampling
-    from dantinox.report.sampling import sampling_lines, write_sampling
+    from dantinox.studies.sampling import evaluate_sampling
+    from dantinox.studies.sampling_view import sampling_lines, write_sampling
 
     record = evaluate_sampling(
         options.run_dir,
@@ -237,8 +237,8 @@ def _eval_sampling(options: argparse.Namespace) -> tuple[dict[str, Any], Callabl
 
 
 def _eval_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
-    from dantinox.evaluation.kv import evaluate_kv
-    from dantinox.report.kv import kv_lines, write_kv
+    from dantinox.studies.kv import evaluate_kv
+    from dantinox.studies.kv_view import kv_lines, write_kv
 
     record = evaluate_kv(
         options.run_dir,
@@ -260,7 +260,7 @@ def _tell(line: str) -> None:
 
 def _info(options: argparse.Namespace) -> int:
     use_compilation_cache()
-    from dantinox.evaluation.info import describe
+    from dantinox.measure.info import describe
 
     for line in describe(options.run_dir):
         print(line, flush=True)
@@ -268,7 +268,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from dantinox.evaluation.doctor import examine
+    from dantinox.measure.doctor import examine
 
     for line in examine():
         print(line, flush=True)

@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image
 from sampling import HERE, INK, SHOWN, STYLE, Distribution, bars, measured, plt, write
 
-from dantinox.report.calibration import PRESETS, plot_calibration
-from dantinox.report.explain import ACCENT, AFTER, BEFORE
+from dantinox.measure.calibrate_router_view import PRESETS, plot_calibration
+from dantinox.measure.explain_view import ACCENT, AFTER, BEFORE
 
 STORED = HERE / "router.json"
 PICTURES = HERE.parent / "images" / "entropy"

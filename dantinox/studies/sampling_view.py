@@ -1,4 +1,4 @@
-"""The comparison of sampling methods as a table, as files and as a picture, from the record of `evaluation.sampling`."""
+"""The comparison of sampling methods as a table, as files and as a picture, from the record of `studies.sampling`."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The chain of sampling steps as a table and as a picture, from the record that `evaluation.explain` makes."""
+"""The chain of sampling steps as a table and as a picture, from the record that `explain` makes."""
 
 import itertools
 import json

@@ -14,9 +14,9 @@ from scipy import stats
 
 from dantinox import cli
 from dantinox.config import UserError, build_config
-from dantinox.evaluation import calibrate_kv as kv
-from dantinox.evaluation.calibrate_kv import calibrate_kv, choose, measure, row_ends
 from dantinox.generation import load
+from dantinox.measure import calibrate_kv as kv
+from dantinox.measure.calibrate_kv import calibrate_kv, choose, measure, row_ends
 from dantinox.model.parameters import nested, parameters_of
 from dantinox.run import load_kv_calibration, load_run_config, open_run, save_config, save_weights, weights_digest
 from dantinox.text import prepare_data

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 from generation import builder
 
-from dantinox.evaluation import kv_measure
-from dantinox.evaluation.kv_measure import SINKS, Limited, damage, loss_rises, read_limited
+from dantinox.measure import eviction as kv_measure
+from dantinox.measure.eviction import SINKS, Limited, damage, loss_rises, read_limited
 
 B, T, K, G, H = 2, 14, 2, 2, 4
 

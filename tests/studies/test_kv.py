@@ -12,11 +12,20 @@ from generation import builder
 
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.evaluation import intervals, kv_bench, kv_measure
-from dantinox.evaluation.continuations import NEUTRAL
-from dantinox.evaluation.intervals import mean_interval
-from dantinox.evaluation.kv import _likeness, _losses, against_uniform, default_signal, evaluate_kv, gap_closed
-from dantinox.evaluation.kv_bench import (
+from dantinox.generation import load
+from dantinox.generation.compression import with_head_order
+from dantinox.generation.engine import CachePlan
+from dantinox.generation.prepare import prepare
+from dantinox.measure import eviction as kv_measure
+from dantinox.measure.eviction import Damage
+from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint, nested
+from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
+from dantinox.studies import intervals, kv_bench
+from dantinox.studies.continuations import NEUTRAL
+from dantinox.studies.intervals import mean_interval
+from dantinox.studies.kv import _likeness, _losses, against_uniform, default_signal, evaluate_kv, gap_closed
+from dantinox.studies.kv_bench import (
     METHODS,
     NEAR,
     Bench,
@@ -27,16 +36,8 @@ from dantinox.evaluation.kv_bench import (
     line_up,
     nearsighted,
 )
-from dantinox.evaluation.kv_measure import Damage
-from dantinox.evaluation.kv_tasks import Sequences, draw_sequences, draw_tasks, shares, spells_words
-from dantinox.generation import load
-from dantinox.generation.compression import with_head_order
-from dantinox.generation.engine import CachePlan
-from dantinox.generation.prepare import prepare
-from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint, nested
-from dantinox.report.kv import kv_lines
-from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
+from dantinox.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, shares, spells_words
+from dantinox.studies.kv_view import kv_lines
 from dantinox.text import TokenStore, open_store, prepare_data, recall, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compile_once")

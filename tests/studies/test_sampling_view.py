@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dantinox.config import UserError
-from dantinox.report.sampling import (
+from dantinox.studies.sampling_view import (
     FILES,
     HEADINGS,
     conclusions,

@@ -1,4 +1,4 @@
-"""A calibration of attention heads as lines and as a picture, from the record that `evaluation.calibrate_kv` makes."""
+"""A calibration of attention heads as lines and as a picture, from the record that `calibrate_kv` makes."""
 
 import math
 import textwrap
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.report.calibration import COLOURS, percent
+from dantinox.measure.calibrate_router_view import COLOURS, percent
 from dantinox.report.plots import as_png, new_figure
 
 Record = Mapping[str, Any]

@@ -20,10 +20,12 @@ import jax
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.evaluation.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
-from dantinox.evaluation.diversity import distinct, diversity, repetition, self_bleu
-from dantinox.evaluation.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
-from dantinox.evaluation.methods import (
+from dantinox.generation import Run, load
+from dantinox.run import open_run
+from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
+from dantinox.studies.diversity import distinct, diversity, repetition, self_bleu
+from dantinox.studies.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
+from dantinox.studies.sampling_methods import (
     BASELINES,
     CONTROL,
     FULL,
@@ -35,8 +37,6 @@ from dantinox.evaluation.methods import (
     Effort,
     chosen_methods,
 )
-from dantinox.generation import Run, load
-from dantinox.run import open_run
 from dantinox.text import open_store
 
 MEASURES = ("bits_per_byte", "diversity", "distinct_1", "distinct_2", "distinct_3", "rep_4", "self_bleu")
@@ -62,7 +62,7 @@ def evaluate_sampling(
       effort: fields of `Effort`. Where `tokens` is not given, prompts keep at least a quarter of a small context.
 
     Returns:
-      A JSON-ready record, which `report.sampling` shows: what was done; `methods`, the real text first, with their tuning,
+      A JSON-ready record, which `sampling_view` shows: what was done; `methods`, the real text first, with their tuning,
       measures as [value, low, high] and speeds as [median, lowest, highest]; `ruler`; `comparisons` of the router with others.
 
     Raises:

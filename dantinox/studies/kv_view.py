@@ -1,4 +1,4 @@
-"""The comparison of compressed caches as tables, as files and as a picture, from the record of `evaluation.kv`."""
+"""The comparison of compressed caches as tables, as files and as a picture, from the record of `studies.kv`."""
 
 import csv
 import io

@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.evaluation.calibrate import read_text
-from dantinox.evaluation.kv_measure import loss_rises
 from dantinox.generation import Run, load
+from dantinox.measure.calibrate_kv_view import HEAD_TYPES
+from dantinox.measure.calibrate_router import read_text
+from dantinox.measure.eviction import loss_rises
 from dantinox.model import KVCache, Transformer, make_cache
-from dantinox.report.kv_calibration import HEAD_TYPES
 from dantinox.run import (
     KV_FORMAT,
     RunDirectory,

@@ -13,11 +13,10 @@ from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router import MEASURED, RouterSection
-from dantinox.evaluation import calibrate
-from dantinox.evaluation.calibrate import LEAST_SCALE, calibrate_router, density, thresholds, windows
 from dantinox.generation import load
-from dantinox.model.parameters import nested, parameters_of
-from dantinox.report.calibration import (
+from dantinox.measure import calibrate_router as calibrate
+from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
+from dantinox.measure.calibrate_router_view import (
     areas_of,
     calibration_lines,
     largest_varentropy,
@@ -25,6 +24,7 @@ from dantinox.report.calibration import (
     percent,
     plot_calibration,
 )
+from dantinox.model.parameters import nested, parameters_of
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
 from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
 from dantinox.text import prepare_data, train_tokenizer

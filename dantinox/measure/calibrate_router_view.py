@@ -1,4 +1,4 @@
-"""A calibration of the router as lines and as a picture, from the record that `evaluation.calibrate` makes."""
+"""A calibration of the router as lines and as a picture, from the record that `calibrate_router` makes."""
 
 import math
 import textwrap

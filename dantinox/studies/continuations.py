@@ -16,6 +16,7 @@ from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
 from dantinox.generation.engine import CHUNK, Session
 from dantinox.generation.text import load_model
+from dantinox.measure.eviction import evenly
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
 from dantinox.sampling.router import STRATEGIES
@@ -27,11 +28,6 @@ ROWS = 32  # continued together
 SCORED = 1 << 27  # logits of the reference held at once
 # The run's own defaults must not colour a method: everything that is not the method's is switched off.
 NEUTRAL = {**settings_of(Config()), "ignore_eos": True}
-
-
-def evenly(count: int, most: int) -> int:
-    """The size of batches of at most `most` that hold `count` things with the fewest empty places."""
-    return -(-count // -(-count // most))
 
 
 class Windows(NamedTuple):

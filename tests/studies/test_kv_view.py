@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dantinox.config import UserError
-from dantinox.report.kv import FILES, conclusions, draw_kv, kv_csv, kv_lines, kv_markdown, preconditions, write_kv
+from dantinox.studies.kv_view import FILES, conclusions, draw_kv, kv_csv, kv_lines, kv_markdown, preconditions, write_kv
 
 
 def scoped(value, half):

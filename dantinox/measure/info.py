@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dantinox.config import Config
-from dantinox.evaluation.perplexity import compare
 from dantinox.generation import Run, load, prepare
 from dantinox.generation.prepare import WEIGHTS, weight_bytes
+from dantinox.measure.perplexity import compare
 from dantinox.model import make_cache
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv

@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig
-from dantinox.evaluation.continuations import evenly
 from dantinox.generation.budgets import UNIT
 from dantinox.generation.engine import CachePlan
 from dantinox.generation.prepare import widen
@@ -140,6 +139,11 @@ def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
 def rows_at_once(config: ModelConfig, tokens: int) -> int:
     """How many texts of so many tokens are read together."""
     return int(np.clip(NUMBERS // (tokens * max(config.vocab_size, config.n_heads * tokens)), 1, ROWS))
+
+
+def evenly(count: int, most: int) -> int:
+    """The size of batches of at most `most` that hold `count` things with the fewest empty places."""
+    return -(-count // -(-count // most))
 
 
 class Damage(NamedTuple):

@@ -14,8 +14,13 @@ from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router import MEASURED
-from dantinox.evaluation import continuations, intervals
-from dantinox.evaluation.continuations import (
+from dantinox.generation import load
+from dantinox.model.parameters import blueprint, nested
+from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
+from dantinox.sampling import SamplingParams
+from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
+from dantinox.studies import continuations, intervals
+from dantinox.studies.continuations import (
     FORCED,
     THRESHOLDS,
     Dice,
@@ -27,15 +32,10 @@ from dantinox.evaluation.continuations import (
     prompt_tokens,
     write,
 )
-from dantinox.evaluation.diversity import distinct, diversity, ngrams, repetition, self_bleu
-from dantinox.evaluation.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
-from dantinox.evaluation.methods import FULL, METHODS, QUICK, Effort, Knob, chosen_methods
-from dantinox.evaluation.sampling import MEASURES, _compared, _tune_all, evaluate_sampling, halve
-from dantinox.generation import load
-from dantinox.model.parameters import blueprint, nested
-from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
-from dantinox.sampling import SamplingParams
-from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
+from dantinox.studies.diversity import distinct, diversity, ngrams, repetition, self_bleu
+from dantinox.studies.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
+from dantinox.studies.sampling import MEASURES, _compared, _tune_all, evaluate_sampling, halve
+from dantinox.studies.sampling_methods import FULL, METHODS, QUICK, Effort, Knob, chosen_methods
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]

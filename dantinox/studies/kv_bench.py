@@ -14,19 +14,19 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import KVSection, UserError
-from dantinox.evaluation.continuations import NEUTRAL, evenly
-from dantinox.evaluation.kv_measure import Damage, damage, kept_by, positions_of, read_limited, read_through, rows_at_once
-from dantinox.evaluation.kv_tasks import Sequences, Tasks, shares
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
 from dantinox.generation.budgets import UNIT
 from dantinox.generation.compression import KVPlan
 from dantinox.generation.engine import CHUNK, CachePlan, Session
 from dantinox.generation.prepare import widen
+from dantinox.measure.eviction import Damage, damage, evenly, kept_by, positions_of, read_limited, read_through, rows_at_once
 from dantinox.model import Transformer, make_cache
 from dantinox.model.compressed import Compressed
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
+from dantinox.studies.continuations import NEUTRAL
+from dantinox.studies.kv_tasks import Sequences, Tasks, shares
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "loss")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.report.kv_calibration import HEAD_TYPES, heads_of, kv_calibration_lines, plot_kv_calibration
+from dantinox.measure.calibrate_kv_view import HEAD_TYPES, heads_of, kv_calibration_lines, plot_kv_calibration
 
 
 def make(layers, heads, **more):

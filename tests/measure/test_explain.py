@@ -12,9 +12,9 @@ from rich.cells import cell_len
 
 from dantinox import cli
 from dantinox.config import UserError
-from dantinox.evaluation.explain import explain, visible
 from dantinox.generation import load
-from dantinox.report.explain import explanation_lines, plot_explanation
+from dantinox.measure.explain import explain, visible
+from dantinox.measure.explain_view import explanation_lines, plot_explanation
 
 PROMPT = "abca"
 CHAIN = {"repetition_penalty": 1.4, "temperature": 3.0, "top_k": 40, "top_p": 0.7, "min_p": 0.02, "xtc_probability": 0.0}

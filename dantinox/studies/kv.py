@@ -18,8 +18,11 @@ import jax
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.evaluation.intervals import Interval, mean_interval, percentiles, resamples, verdict
-from dantinox.evaluation.kv_bench import (
+from dantinox.generation import load
+from dantinox.measure.eviction import Damage
+from dantinox.run import open_run
+from dantinox.studies.intervals import Interval, mean_interval, percentiles, resamples, verdict
+from dantinox.studies.kv_bench import (
     FREE_TOKENS,
     NEAR,
     ORACLE,
@@ -32,10 +35,7 @@ from dantinox.evaluation.kv_bench import (
     chosen_caches,
     line_up,
 )
-from dantinox.evaluation.kv_measure import Damage
-from dantinox.evaluation.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_words
-from dantinox.generation import load
-from dantinox.run import open_run
+from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_words
 from dantinox.text import open_store
 
 LEAST_TOKENS, LEAST_SEQUENCES = 32, 2 * SEEDS
@@ -85,7 +85,7 @@ def evaluate_kv(
       effort: fields of `Effort`.
 
     Returns:
-      A JSON-ready record, which `report.kv` shows: what was done, what of it was left out and why, the measures of the `full`
+      A JSON-ready record, which `kv_view` shows: what was done, what of it was left out and why, the measures of the `full`
       cache and of the methods at every ratio. A measure is [value, low, high], shares and changes of it in percent.
 
     Raises:
