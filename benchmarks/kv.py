@@ -33,8 +33,9 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv import KVSection
 from dantinox.generation import prepare
-from dantinox.generation.compression import KVPlan
-from dantinox.generation.engine import CHUNK, CachePlan, Session, bucket
+from dantinox.generation.cache_plan import KVPlan
+from dantinox.generation.decode import CHUNK, CachePlan
+from dantinox.generation.session import Session, bucket
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed, Group
 from dantinox.run import KVCalibration

@@ -98,7 +98,7 @@ def length(o: argparse.Namespace) -> int:
 
 
 def session(o: argparse.Namespace, model: Any, batch: int, case: str, report: int | None = None) -> Any:
-    from dantinox.generation.engine import Session
+    from dantinox.generation.session import Session
     from dantinox.sampling import SamplingParams
 
     ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
@@ -151,7 +151,8 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
     """The lowered decoding program of a case."""
     import jax.numpy as jnp
 
-    from dantinox.generation.engine import _generate_toks, bucket
+    from dantinox.generation.decode import _generate_toks
+    from dantinox.generation.session import bucket
     from dantinox.model import make_cache
     from dantinox.sampling import SamplingParams
 

@@ -1,18 +1,16 @@
 """What decoding reported, as documents that a person or a program can read: a column per quantity, or a record per token."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dantinox.config import Config
 from dantinox.config.router import RouterSection
+from dantinox.generation.result import Result
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.router import STRATEGIES
 from dantinox.text import Detokenizer, Tokenizer
-
-if TYPE_CHECKING:
-    from dantinox.generation.batch import Result
 
 OTHERS = ("seed", "max_new_tokens", "n")  # told elsewhere
 
@@ -47,7 +45,7 @@ def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[s
     return found | {name: list(values) for name, values in _routed(steps).items()}
 
 
-def trace_document(result: "Result", tokenizer: Tokenizer) -> dict[str, Any]:
+def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     """A sample with a record per token: what `--trace`, `--show_entropy` and `--report` are made of.
 
     A record has `id`, `text` (what the token added), `entropy` and `varentropy` of the model's distribution (bits, bits²),
@@ -71,7 +69,7 @@ def trace_document(result: "Result", tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _records(result: "Result", tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """What is told of each token of a sample."""
     steps = result.steps
     if steps is None:

@@ -13,11 +13,12 @@ from flax import nnx
 
 from dantinox.config import ModelConfig
 from dantinox.generation.budgets import UNIT
-from dantinox.generation.engine import CachePlan
+from dantinox.generation.decode import CachePlan
 from dantinox.generation.prepare import widen
 from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.attention import attention, visible
 from dantinox.model.cache import spans
-from dantinox.model.store import Store, attention, visible
+from dantinox.model.store import Store
 
 SINKS, LEAST_KEPT = 4, 24  # the second is what a head has at least with the usual settings
 ROWS = 32  # read together, fewer of a long text or with a large vocabulary

@@ -14,9 +14,10 @@ from dantinox.config import GenerationSection
 from dantinox.config.generation import ROUTED
 from dantinox.config.router import EVERY
 from dantinox.generation import Run
-from dantinox.generation.engine import attention_of, bucket, probe_of
+from dantinox.generation.decode import attention_of, probe_of
+from dantinox.generation.generate import clamp_to_context
 from dantinox.generation.prepare import widen
-from dantinox.generation.tokens import clamp_to_context
+from dantinox.generation.session import bucket
 from dantinox.generation.words import seeded
 from dantinox.model import Transformer
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace

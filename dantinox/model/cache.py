@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
+from dantinox.model.attention import attention, probed, visible
 from dantinox.model.compressed import Compressed, Compression
-from dantinox.model.store import Store, attention, probed, visible
+from dantinox.model.store import Store
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["segments_BT"], meta_fields=[])

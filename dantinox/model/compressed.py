@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dantinox.model.store import Attended, Store, attention, newest_scores, visible
+from dantinox.model.attention import Attended, attention, newest_scores, visible
+from dantinox.model.store import Store
 
 MOST_DECAY = 0.999
 

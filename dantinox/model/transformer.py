@@ -1,7 +1,4 @@
-"""The transformer.
-
-Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
-"""
+"""The transformer."""
 
 import math
 from collections.abc import Callable
@@ -15,12 +12,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
+from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
-from dantinox.model.layers import NORMS, Linear, RMSNorm, dropout, feed_forward
-from dantinox.model.positions import rotary_angles, rotate, sinusoidal
-from dantinox.model.store import Probe
+from dantinox.model.layers import NORMS, Linear, dropout, feed_forward
+from dantinox.model.positions import rotary_angles, sinusoidal
 
-Angles = tuple[jax.Array, jax.Array] | None
 Constrain = Callable[[jax.Array], jax.Array]
 REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -30,35 +26,6 @@ def compute_dtype(name: str) -> DTypeLike:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
-
-
-class Attention(nnx.Module):
-    """Causal attention with grouped queries.
-
-    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`.
-    """
-
-    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
-        D, K, H = config.dim, config.kv_heads, config.head_size
-        G = config.n_heads // K
-        self.groups, self.window = G, window
-        self.qkv = Linear((D,), (K, G + 2, H), dtype=dtype, rngs=rngs)
-        self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
-        self.q_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
-        self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
-
-    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
-        qkv = self.qkv(x_BTD)
-        q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
-        if angles is not None:
-            q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
-        a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe)
-        if self.gate is not None:
-            a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
-        return self.out(a_BTKGH), memory, probed
 
 
 class Block(nnx.Module):

@@ -14,8 +14,9 @@ from flax import nnx
 from dantinox.config import Config, UserError, settings_of
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
-from dantinox.generation.engine import CHUNK, Session
-from dantinox.generation.text import load_model
+from dantinox.generation.decode import CHUNK
+from dantinox.generation.run import load_model
+from dantinox.generation.session import Session
 from dantinox.measure.eviction import evenly
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run

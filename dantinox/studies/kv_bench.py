@@ -17,9 +17,10 @@ from dantinox.config import KVSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
 from dantinox.generation.budgets import UNIT
-from dantinox.generation.compression import KVPlan
-from dantinox.generation.engine import CHUNK, CachePlan, Session
+from dantinox.generation.cache_plan import KVPlan
+from dantinox.generation.decode import CHUNK, CachePlan
 from dantinox.generation.prepare import widen
+from dantinox.generation.session import Session
 from dantinox.measure.eviction import Damage, damage, evenly, kept_by, positions_of, read_limited, read_through, rows_at_once
 from dantinox.model import Transformer, make_cache
 from dantinox.model.compressed import Compressed

@@ -12,9 +12,10 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.config.kv import KVSection
-from dantinox.generation import engine, generate, prepare
-from dantinox.generation.compression import KVPlan, with_head_order
-from dantinox.generation.engine import Session, _generate_toks
+from dantinox.generation import decode, generate, prepare
+from dantinox.generation.cache_plan import KVPlan, with_head_order
+from dantinox.generation.decode import _generate_toks
+from dantinox.generation.session import Session
 from dantinox.model import make_cache
 from dantinox.model.compressed import Compressed
 from dantinox.run import KVCalibration
@@ -246,7 +247,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch):
     model, texts = builder.model(CONFIG), builder.prompts(300, 130, seed=6)
 
     def read(plan, part):
-        monkeypatch.setattr(engine, "PREFILL", part)
+        monkeypatch.setattr(decode, "PREFILL", part)
         jax.clear_caches()
         running = session(model, texts, 3, plan, strategy="entropy", greedy=False, seed=1)
         running.start()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dantinox.config import Config, UserError
-from dantinox.generation import generate, text
+from dantinox.generation import generate
+from dantinox.generation import run as run_module
 from dantinox.run import KVCalibration
 
 from . import builder
@@ -20,7 +21,7 @@ LOSS = {"loss_LKC": RISES, "loss_slots": (16, 256)}
 
 def groups(calibration, **kv):
     """The groups of slots that a run with this calibration makes for 256 tokens, and the warnings on the way."""
-    run = text.Run(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
+    run = run_module.Run(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         plan = run.kv_plan(Config(kv={"budget": 0.5, **kv}))(256)
@@ -67,9 +68,9 @@ def test_tokens_without_a_run_name_the_file():
 
 def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
     made = []
-    monkeypatch.setattr(text, "with_head_order", lambda model, order: order)
-    monkeypatch.setattr(text, "prepare", lambda model, weights: made.append(model) or model)
-    run = text.Run(Config(), SimpleNamespace(config=CONFIG), None)
+    monkeypatch.setattr(run_module, "with_head_order", lambda model, order: order)
+    monkeypatch.setattr(run_module, "prepare", lambda model, weights: made.append(model) or model)
+    run = run_module.Run(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared("auto", order) == order
     assert made == [1, 2, 3, 4, 5, 2]  # 2 was not used for longest

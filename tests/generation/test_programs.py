@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.engine import Session, _generate_toks, bucket
+from dantinox.generation.decode import _generate_toks
+from dantinox.generation.session import Session, bucket
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams
 

@@ -6,20 +6,20 @@ from types import SimpleNamespace
 import pytest
 
 from dantinox.config import Config, UserError, overlay
-from dantinox.generation import text
+from dantinox.generation import run
 from dantinox.generation.requests import read_requests
 
 
 @pytest.fixture
 def batches(monkeypatch):
     """The numbers of the requests in each batch that settings end up in; nothing is decoded."""
-    monkeypatch.setattr(text, "Batch", lambda model, tokenizer, requests, *_: [request.number for request in requests])
-    monkeypatch.setattr(text.Run, "prepared", lambda *_: None)
-    monkeypatch.setattr(text.Run, "prompt_ids", lambda *_: [1])
+    monkeypatch.setattr(run, "Batch", lambda model, tokenizer, requests, *_: [request.number for request in requests])
+    monkeypatch.setattr(run.Run, "prepared", lambda *_: None)
+    monkeypatch.setattr(run.Run, "prompt_ids", lambda *_: [1])
 
     def of(settings, base=None):
         model = SimpleNamespace(config=Config().architecture(259))
-        return text.Run(base or Config(), model, None).start([("a", given) for given in settings])
+        return run.Run(base or Config(), model, None).start([("a", given) for given in settings])
 
     return of
 

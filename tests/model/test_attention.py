@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from dantinox.model import make_cache
-from dantinox.model.store import Store, attention
+from dantinox.model.attention import attention
+from dantinox.model.store import Store
 
 from . import reference
 from .builder import PLACES, TOKENS, Built, build, config, loss_of, quick

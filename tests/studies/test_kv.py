@@ -13,8 +13,8 @@ from generation import builder
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
-from dantinox.generation.compression import with_head_order
-from dantinox.generation.engine import CachePlan
+from dantinox.generation.cache_plan import with_head_order
+from dantinox.generation.decode import CachePlan
 from dantinox.generation.prepare import prepare
 from dantinox.measure import eviction as kv_measure
 from dantinox.measure.eviction import Damage

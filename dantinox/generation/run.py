@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from dantinox.config import Config, UserError, overlay
-from dantinox.generation.batch import Batch, Request, Result
-from dantinox.generation.compression import HeadOrder, KVPlan, with_head_order
+from dantinox.generation.batch import Batch, Request
+from dantinox.generation.cache_plan import HeadOrder, KVPlan, with_head_order
 from dantinox.generation.prepare import prepare
+from dantinox.generation.result import Result
 from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, flattened, nested

@@ -11,7 +11,7 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv import KVSection
 from dantinox.generation.budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
-from dantinox.generation.engine import CachePlan
+from dantinox.generation.decode import CachePlan
 from dantinox.generation.prepare import NarrowLinear
 from dantinox.model import Compression, Transformer, compute_dtype
 from dantinox.model.cache import spans

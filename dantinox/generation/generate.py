@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, UserError, overlay
-from dantinox.generation.compression import KVPlan, with_head_order
-from dantinox.generation.engine import Session, StepInfo
+from dantinox.generation.cache_plan import KVPlan, with_head_order
+from dantinox.generation.session import Session
 from dantinox.model import Transformer
 from dantinox.run import load_kv_calibration
-from dantinox.sampling import SamplingParams
+from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.params import ScoreFn
 
 

@@ -1,0 +1,121 @@
+"""Attention: the layer, and scaled dot products over whatever keys and values its memory holds.
+
+Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+from dantinox.model.layers import Linear, RMSNorm
+from dantinox.model.positions import rotate
+from dantinox.model.store import BITS, Store
+
+Angles = tuple[jax.Array, jax.Array] | None
+Probe = Callable[[jax.Array, jax.Array], Any]
+
+
+class Attention(nnx.Module):
+    """Causal attention with grouped queries.
+
+    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        D, K, H = config.dim, config.kv_heads, config.head_size
+        G = config.n_heads // K
+        self.groups, self.window = G, window
+        self.qkv = Linear((D,), (K, G + 2, H), dtype=dtype, rngs=rngs)
+        self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+        self.q_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
+        self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
+        qkv = self.qkv(x_BTD)
+        q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
+        if angles is not None:
+            q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
+        a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe)
+        if self.gate is not None:
+            a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
+        return self.out(a_BTKGH), memory, probed
+
+
+class Attended(NamedTuple):
+    """What attention found: its output, the scaled scores, and the float32 weights after the softmax."""
+
+    out_BTKGH: jax.Array
+    scores_BKGTS: jax.Array
+    weights_BKGTS: jax.Array
+
+
+def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array) -> Attended:
+    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
+
+    Args:
+      valid_BKTS: which keys each query may see (the K axis may be 1). A query that may see none gets an average of all, to be
+        ignored.
+    """
+    B, T, K, G, H = q_BTKGH.shape
+    # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
+    q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    scores_BKMS = _product(q_BKMH, store.k_BKHS, jnp.float32) * H**-0.5
+    if store.k_scale_BKS is not None:
+        scores_BKMS *= store.k_scale_BKS[:, :, None]
+    scores = scores_BKMS.reshape(B, K, G, T, -1)
+    masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(masked, axis=-1)
+    weights_BKMS = weights.reshape(scores_BKMS.shape)
+    if store.v_scale_BKS is not None:
+        weights_BKMS *= store.v_scale_BKS[:, :, None]
+    out_BKMH = _product(weights_BKMS.astype(q_BTKGH.dtype), store.v_BKSH, q_BTKGH.dtype)
+    return Attended(out_BKMH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4), scores, weights)
+
+
+def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """x · w for every row and head, w in whatever it is stored in."""
+    if w_BKIO.dtype != x_BKMI.dtype and jax.default_backend() == "cpu":
+        # Head by head, the conversion stays in the cores' caches: at once, it would make a wide copy of the whole layer. The
+        # barrier keeps XLA from moving it out of the loop to the same end.
+        B, K = w_BKIO.shape[:2]
+        flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
+        out = jax.lax.map(lambda pair: pair[0].astype(jnp.float32) @ _wide(jax.lax.optimization_barrier(pair[1])), flat)
+        return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
+    return jnp.einsum("BKMI,BKIO->BKMO", x_BKMI, w_BKIO.astype(x_BKMI.dtype), preferred_element_type=out_dtype)
+
+
+def _wide(w: jax.Array) -> jax.Array:
+    """int8, or bfloat16 by its bits, as float32."""
+    return (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
+
+
+def visible(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:
+    """`[B, K, T, S]`: a query sees keys at its own position and before, at most `window` of them, and no padding."""
+    query, key = query_BT[:, None, :, None], key_BKS[:, :, None, :]
+    seen = (key <= query) & (key >= 0)
+    return seen if window is None else seen & (query - key < window)
+
+
+def probed(probe: Probe | None, seen: Attended, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:
+    """What `probe(scores_BNS, valid_BS)` tells of each row's newest query; `valid_BNS` where heads hold different keys."""
+    if probe is None:
+        return None
+    scores_BNS, valid_BNS = newest_scores(seen, valid_BKTS, positions_BT)
+    return probe(scores_BNS, valid_BNS[:, 0] if valid_BKTS.shape[1] == 1 else valid_BNS)
+
+
+def newest_scores(seen: Attended, valid_BKTS: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scores of each row's last token that is not padding (the first in a row of padding), and which of them count."""
+    B, K, G, _, S = seen.scores_BKGTS.shape
+    rows, newest_B = jnp.arange(B), jnp.argmax(positions_BT, axis=1)
+    scores_BNS = seen.scores_BKGTS[rows, :, :, newest_B].reshape(B, K * G, S)
+    valid_BKS = valid_BKTS[rows, :, newest_B]
+    return scores_BNS, jnp.repeat(valid_BKS, K * G // valid_BKS.shape[1], axis=1)
