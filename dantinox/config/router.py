@@ -6,6 +6,8 @@ entropix guide.
 """
 
 from collections.abc import Mapping
+from itertools import product
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,6 +20,16 @@ Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 WindowCount = Annotated[int, Field(ge=1, le=256)]  # more tokens than the window holds cannot be candidates
 EVERY = 2**30  # a top_k that cuts nothing
 
+# Strategies in the order of their ids, each with its conditions on metrics (metric, relation, threshold); the first whose
+# conditions hold is taken, else `adaptive`.
+RULES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "greedy": (("entropy", "<", "low_entropy"), ("varentropy", "<", "low_varentropy")),
+    "clarify": (("entropy", ">", "clarify_entropy"), ("varentropy", "<", "low_varentropy")),
+    "explore": (("entropy", "<", "high_entropy"), ("varentropy", ">", "high_varentropy")),
+    "resample": (("entropy", ">", "high_entropy"), ("varentropy", ">", "high_varentropy")),
+}
+STRATEGIES = (*RULES, "adaptive")
+THRESHOLDS = tuple(dict.fromkeys(threshold for conditions in RULES.values() for *_, threshold in conditions))
 MEASURED = (
     "low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy", "entropy_scale", "varentropy_scale",
 )  # fmt: skip
@@ -33,7 +45,7 @@ PRESET_NUMBERS: dict[str, dict[str, float]] = {
     "guide": {
         **dict(zip(MEASURED, (0.1, 0.1, 3.0, 5.0, 5.0, 1.0, 1.0), strict=True)),
         "temperature_min": 0.0,
-        "temperature_max": float("inf"),
+        "temperature_max": inf,
         "resample_temperature_min": 2.0,
         "resample_temperature_min_factor": 0.0,
     },
@@ -172,6 +184,28 @@ def bases_of(
     if min_p > 0:
         own["base_min_p"] = min_p
     return own
+
+
+def intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Where the conditions of a strategy of `RULES` hold: metric → (from, to), edges left out; 0: no lower edge."""
+    found = dict.fromkeys(("entropy", "varentropy"), (0.0, inf))
+    for metric, relation, threshold in RULES[strategy]:
+        low, high = found[metric]
+        found[metric] = (low, numbers[threshold]) if relation == "<" else (numbers[threshold], high)
+    return found
+
+
+def forcing(strategy: str) -> dict[str, float]:
+    """Values of `THRESHOLDS` with which a strategy is taken whatever is measured: −1 is below every metric, ∞ above."""
+    for values in product((-1.0, inf), repeat=len(THRESHOLDS)):
+        numbers = dict(zip(THRESHOLDS, values, strict=True))
+        always = {
+            name: all((numbers[threshold] > 0) == (relation == "<") for _, relation, threshold in conditions)
+            for name, conditions in RULES.items()
+        }
+        if next((name for name, holds in always.items() if holds), STRATEGIES[-1]) == strategy:
+            return numbers
+    raise ValueError(f"no strategy is called {strategy}: they are {', '.join(STRATEGIES)}")
 
 
 def idle_keys(r: RouterSection) -> dict[str, str]:

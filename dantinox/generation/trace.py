@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.config.router import RouterSection
+from dantinox.config.router import STRATEGIES, RouterSection
 from dantinox.generation.result import Result
 from dantinox.sampling import SamplingParams, StepInfo
-from dantinox.sampling.router import STRATEGIES
 from dantinox.text import Detokenizer, Tokenizer
 
 OTHERS = ("seed", "max_new_tokens", "n")  # told elsewhere

@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.router import MEASURED, PRESET_NUMBERS, RouterSection
+from dantinox.config.router import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import Run, load
 from dantinox.generation.prepare import widen
 from dantinox.model import Transformer
 from dantinox.run import RunDirectory, open_run, save_router_calibration, weights_digest
-from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, logit_metrics, strategy_of
+from dantinox.sampling.router import Metrics, RouterConfig, logit_metrics, strategy_of
 from dantinox.text import Corpus, open_store
 from dantinox.text.cutting import cut_up
 from dantinox.text.tokenizer import UnknownCharacter

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.config.router import MEASURED, PRESET_NUMBERS
+from dantinox.config.router import MEASURED, PRESET_NUMBERS, RULES, intervals
 from dantinox.report.plots import as_png, new_figure
 
 Record = Mapping[str, Any]
@@ -89,13 +89,13 @@ def draw_density(axes: Any, record: Record, preset: str) -> None:
     axes.pcolormesh(
         cells["entropy_edges"], cells["varentropy_edges"], counts, cmap="Greys", norm=LogNorm(0.5, max(counts.max(), 2))
     )
-    areas, shown = areas_of(numbers), []
+    shown = list[Any]()
     for name, share in record["shares"][preset].items():
         colour, label = COLOURS[name], f"{name} {percent(share)}"
-        if name not in areas:
+        if name not in RULES:
             shown.append(Patch(fill=False, edgecolor=colour, linestyle=":", label=f"else {label}"))
             continue
-        (left, end), (low, high) = areas[name]
+        (left, end), (low, high) = intervals(name, numbers).values()
         left, low = left or -right, low or -top  # no edge along the axes
         box = (left, low), min(end, 2 * right) - left, min(high, 2 * top) - low
         axes.add_patch(Rectangle(*box, facecolor=colour, alpha=0.13, linewidth=0))
@@ -111,17 +111,6 @@ def draw_density(axes: Any, record: Record, preset: str) -> None:
     axes.legend(
         handles=shown, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=7.5, frameon=False, handlelength=1.4
     )
-
-
-def areas_of(numbers: Mapping[str, float]) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
-    """Where each strategy but `adaptive` is taken: from and to in H, from and to in V, edges left out."""
-    low_V, high_H, high_V = numbers["low_varentropy"], numbers["high_entropy"], numbers["high_varentropy"]
-    return {
-        "greedy": ((0, numbers["low_entropy"]), (0, low_V)),
-        "clarify": ((numbers["clarify_entropy"], math.inf), (0, low_V)),
-        "explore": ((0, high_H), (high_V, math.inf)),
-        "resample": ((high_H, math.inf), (high_V, math.inf)),
-    }
 
 
 def largest_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

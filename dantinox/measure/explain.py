@@ -12,7 +12,7 @@ from flax import nnx
 
 from dantinox.config import GenerationSection
 from dantinox.config.generation import ROUTED
-from dantinox.config.router import EVERY
+from dantinox.config.router import EVERY, STRATEGIES
 from dantinox.generation import Run
 from dantinox.generation.decode import attention_of, probe_of
 from dantinox.generation.generate import clamp_to_context
@@ -22,7 +22,7 @@ from dantinox.generation.words import seeded
 from dantinox.model import Transformer
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.params import ARGUMENTS
-from dantinox.sampling.router import ADAPTIVE, STRATEGIES, Route
+from dantinox.sampling.router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
 
 

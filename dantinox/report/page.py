@@ -14,6 +14,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from dantinox.config.router import RULES, STRATEGIES
+
 Words = dict[tuple[int, str], int]  # (token id, text) → its place in the table that all samples share
 
 SCRIPTS = ("page.js", "page_plots.js", "page_token.js")
@@ -59,8 +61,6 @@ def _escaped(value: Any) -> str:
 
 def _packed(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All samples, and what they share: the table of words, the rules and the signs of the strategies."""
-    from dantinox.sampling.router import RULES, STRATEGIES  # here, as it loads jax and this room does not
-
     words: Words = {}
     samples = [_sample(trace, words) for trace in traces]
     return {

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from dantinox.config import UserError
-from dantinox.config.router import ATTENTION_TERMS, EVERY, RouterSection, with_request
+from dantinox.config.router import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
 from dantinox.sampling.steps import LARGEST, finite_max
 
 Number = Array | float
@@ -251,15 +251,7 @@ def without_attention(config: RouterConfig) -> RouterConfig:
     return replace(config, **dict.fromkeys(ATTENTION_TERMS, 0.0))
 
 
-# Strategies in the order of their ids, each with its two conditions on metrics; the first that holds wins, else `adaptive`.
-RULES: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "greedy": (("entropy", "<", "low_entropy"), ("varentropy", "<", "low_varentropy")),
-    "clarify": (("entropy", ">", "clarify_entropy"), ("varentropy", "<", "low_varentropy")),
-    "explore": (("entropy", "<", "high_entropy"), ("varentropy", ">", "high_varentropy")),
-    "resample": (("entropy", ">", "high_entropy"), ("varentropy", ">", "high_varentropy")),
-}
-STRATEGIES = (*RULES, "adaptive")
-GREEDY, CLARIFY, EXPLORE, RESAMPLE, ADAPTIVE = range(5)
+GREEDY, CLARIFY, EXPLORE, RESAMPLE, ADAPTIVE = range(len(STRATEGIES))
 
 
 class Route(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, UserError, settings_of
+from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
 from dantinox.generation.decode import CHUNK
@@ -20,7 +21,6 @@ from dantinox.generation.session import Session
 from dantinox.measure.eviction import evenly
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
-from dantinox.sampling.router import STRATEGIES
 from dantinox.text import Detokenizer, Tokenizer, TokenStore
 
 PROMPT_TOKENS, LEAST_PROMPT = 64, 8
@@ -171,25 +171,13 @@ def _decode(session: Session, tokens: int, dice: "Dice | None") -> tuple[np.ndar
     return ids_BT, max(seconds, 1e-9), [np.asarray(routed.route.strategy) for routed in routes if routed is not None]
 
 
-NEVER, ALWAYS = -1.0, float("inf")  # bounds that no metric is below, and that every metric is below
-# The five thresholds that make the router take a strategy whatever it measures; conditions stand in `sampling.router.RULES`.
-FORCED = {
-    "greedy": (ALWAYS, ALWAYS, ALWAYS, ALWAYS, ALWAYS),
-    "clarify": (NEVER, ALWAYS, NEVER, ALWAYS, ALWAYS),
-    "explore": (NEVER, NEVER, ALWAYS, ALWAYS, NEVER),
-    "resample": (NEVER, NEVER, ALWAYS, NEVER, NEVER),
-    "adaptive": (NEVER, NEVER, ALWAYS, ALWAYS, ALWAYS),
-}
-THRESHOLDS = ("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy")
-
-
 class Dice:
     """The control: the router's strategies drawn at random, independent of the metrics, its formulas as they are."""
 
     def __init__(self, shares: Mapping[str, float], seed: tuple[int, int]):
         self._chances = [shares[name] for name in STRATEGIES]
         self._random = np.random.default_rng(seed)
-        self._bounds = np.array([FORCED[name] for name in STRATEGIES], np.float32)
+        self._bounds = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)
 
     def throw(self, session: Session) -> None:
         """Draws the strategy of every row's next token."""

@@ -12,12 +12,11 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router import MEASURED, RouterSection
+from dantinox.config.router import MEASURED, RULES, STRATEGIES, RouterSection, intervals
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
 from dantinox.measure.calibrate_router_view import (
-    areas_of,
     calibration_lines,
     largest_varentropy,
     meaning,
@@ -26,7 +25,7 @@ from dantinox.measure.calibrate_router_view import (
 )
 from dantinox.model.parameters import nested, parameters_of
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
-from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
+from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.text import prepare_data, train_tokenizer
 
 T, CONTEXT = 128, 32
@@ -292,7 +291,8 @@ def test_the_areas_are_those_of_the_rules():
         config = RouterConfig.build(RouterSection(router_preset="calibrated", use_attention=False), numbers)
         taken = np.asarray(strategy_of(Metrics(jnp.float32(H), jnp.float32(V)), config))
         inside = np.full(300, STRATEGIES.index("adaptive"))
-        for name, ((left, right), (low, high)) in areas_of(numbers).items():
+        for name in RULES:
+            (left, right), (low, high) = intervals(name, numbers).values()
             inside[(left < H) & (right > H) & (low < V) & (high > V)] = STRATEGIES.index(name)
         np.testing.assert_array_equal(inside, taken)
 

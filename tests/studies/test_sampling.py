@@ -13,16 +13,14 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router import MEASURED
+from dantinox.config.router import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
 from dantinox.model.parameters import blueprint, nested
 from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
 from dantinox.sampling import SamplingParams
-from dantinox.sampling.router import STRATEGIES, Metrics, RouterConfig, strategy_of
+from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.studies import continuations, intervals
 from dantinox.studies.continuations import (
-    FORCED,
-    THRESHOLDS,
     Dice,
     Judge,
     Windows,
@@ -229,7 +227,7 @@ def test_too_little_effort_is_told(wrong, told):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_forced_thresholds_take_their_strategy_whatever_is_measured(name):
     random = np.random.default_rng(0)
-    forced = replace(RouterConfig(), **dict(zip(THRESHOLDS, FORCED[name], strict=True)))
+    forced = replace(RouterConfig(), **forcing(name))
     H, V = random.exponential(3, 500), random.exponential(4, 500)
     H[:5], V[5:10] = 0, 0
     taken = jax.vmap(lambda h, v: strategy_of(Metrics(h, v), forced))(H, V)
