@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dantinox import cli
-from dantinox import run as dantinox_run
+from dantinox import cli, files
 from dantinox.cli import generate as generating
 from dantinox.config import UserError, overlay
 from dantinox.generation import load
@@ -181,7 +180,7 @@ def test_one_output_that_fails_keeps_no_other_away(generate, tmp_path, monkeypat
     """Text, lines and page: what can be written is, and the sentence says what cannot."""
     lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
     flags = ["--prompt", "a", "--greedy", "--max_new_tokens", "3", "--trace", lines, "--report", page]
-    write = dantinox_run.atomic_write
+    write = files.atomic_write
     for broken, whole in ((lines, page), (page, lines)):
         whole.unlink(missing_ok=True)
 
@@ -190,7 +189,7 @@ def test_one_output_that_fails_keeps_no_other_away(generate, tmp_path, monkeypat
                 raise UserError(f"cannot write {path}: No space left on device")
             write(path, data)
 
-        monkeypatch.setattr(dantinox_run, "atomic_write", fails)
+        monkeypatch.setattr(files, "atomic_write", fails)
         code, out, err = generate(*flags)
         assert (code, out) == (2, "aè\ufffd\n")
         assert f"error: cannot write {broken}: No space left on device\n" in err and re.search(SUMMARY, err)

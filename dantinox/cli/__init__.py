@@ -132,7 +132,7 @@ def _check_png(path: Path | None) -> None:
     if path is not None and path.suffix != ".png":
         raise UserError(f"--plot must name a .png file, got {path}")
     if path is not None:
-        from dantinox.run import check_writable
+        from dantinox.files import check_writable
 
         check_writable(path, "--plot")
 
@@ -140,7 +140,8 @@ def _check_png(path: Path | None) -> None:
 def _explain(options: argparse.Namespace) -> int:
     _check_png(options.plot)
     settings = given_settings(options)
-    from dantinox.run import atomic_write, load_run_config, open_run
+    from dantinox.files import atomic_write
+    from dantinox.run import load_run_config, open_run
 
     overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
     prompt = given_prompt(options)
@@ -164,7 +165,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     _check_png(options.plot)
     flags.check_calibrate(options)
     use_compilation_cache()
-    from dantinox.run import atomic_write
+    from dantinox.files import atomic_write
 
     record, lines, plot = {"router": _calibrate_router, "kv": _calibrate_kv}[options.what](options)
     if options.json:
@@ -205,7 +206,8 @@ def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable
 
 def _eval(options: argparse.Namespace) -> int:
     flags.check_evaluate(options)
-    from dantinox.run import atomic_write, check_folder, open_run
+    from dantinox.files import atomic_write, check_folder
+    from dantinox.run import open_run
 
     out = options.out or open_run(options.run_dir).path / "evaluation"
     check_folder(out, "--out")

@@ -87,7 +87,7 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
     if options.report is not None and options.report.suffix != ".html":
         raise UserError(f"--report must name a .html file, got {options.report}")
     outputs = [(flag, path) for flag, path in (("--trace", options.trace), ("--report", options.report)) if path is not None]
-    from dantinox.run import check_writable
+    from dantinox.files import check_writable
 
     for flag, path in outputs:
         check_writable(path, flag)
@@ -105,9 +105,9 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """The reported samples as lines and as a page, whatever was asked for; both, even if one fails."""
+    from dantinox.files import atomic_write
     from dantinox.report.page import page
     from dantinox.report.trace import trace_lines
-    from dantinox.run import atomic_write
 
     with contextlib.ExitStack() as outputs:
         if options.trace is not None:

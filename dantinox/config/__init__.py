@@ -1,11 +1,11 @@
 """The typed settings, their YAML files and their flags. Nothing here imports jax."""
 
-from dantinox.config.base import UserError
 from dantinox.config.files import build_config, differences, dump_config, json_schema, load_config
 from dantinox.config.generation import GenerationSection
 from dantinox.config.kv import KVSection
 from dantinox.config.overlay import overlay, settings_of
 from dantinox.config.sections import Config, DataSection, ModelConfig, TokenizerSection
+from dantinox.files import UserError
 
 __all__ = [
     "Config",

@@ -1,12 +1,8 @@
-"""What all settings are made of: the frozen section, the types of its fields, and the error of a person's mistake."""
+"""What all settings are made of: the frozen section, and the types of its fields."""
 
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-
-class UserError(Exception):
-    """A mistake of the person at the keyboard, as one sentence: what is wrong, where, what is allowed."""
 
 
 def as_tuple(value: Any) -> Any:

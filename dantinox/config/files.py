@@ -10,8 +10,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from dantinox.config.base import UserError
 from dantinox.config.sections import Config
+from dantinox.files import UserError, on_one_line, shown
 
 MAX_FILE_BYTES = 1 << 20
 ALIASES = {
@@ -70,9 +70,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key, mark = self.construct_object(key_node), key_node.start_mark
             if not isinstance(key, str):
-                raise _Refused(problem=f"a key must be a name, got {_shown(key)}", problem_mark=mark)
+                raise _Refused(problem=f"a key must be a name, got {shown(key)}", problem_mark=mark)
             if key in seen:
-                problem = f"the key {_shown(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
+                problem = f"the key {shown(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
                 raise _Refused(problem=problem, problem_mark=mark)
             seen[key] = mark.line + 1
         return super().construct_mapping(node, deep)
@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
             raise
         except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML lets through whatever comes
             kind = node.tag.rpartition(":")[2]
-            value = f"{_shown(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
+            value = f"{shown(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
             raise _Refused(problem=f"{value}cannot be read as {on_one_line(kind)}", problem_mark=node.start_mark) from None
 
     def construct_undefined(self, node: yaml.Node) -> Any:
@@ -149,7 +149,7 @@ def build_config(
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise UserError(f"{section} must be a section of keys, got {_shown(content)}{_place(section, where, source)}")
+            raise UserError(f"{section} must be a section of keys, got {shown(content)}{_place(section, where, source)}")
         flat |= {f"{section}.{key}": value for key, value in content.items()}
     flat = _resolve_aliases(flat, where, source)
     changes = _resolve_aliases(overrides or {}, {}, origin)
@@ -171,10 +171,10 @@ def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None
         if not isinstance(text, str):
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{on_one_line(key)} must be valid Unicode text, got {_shown(text)}{_place(key, where, source)}")
+            raise UserError(f"{on_one_line(key)} must be valid Unicode text, got {shown(text)}{_place(key, where, source)}")
         is_path = key.endswith("path") or key in ("data.dataset_name", "training.init_from", "kv.calibration")
         if is_path and (not text or "\0" in text):
-            raise UserError(f"{on_one_line(key)} must be a path, got {_shown(text)}{_place(key, where, source)}")
+            raise UserError(f"{on_one_line(key)} must be a path, got {shown(text)}{_place(key, where, source)}")
 
 
 def dump_config(config: Config) -> str:
@@ -287,17 +287,7 @@ def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":
         return f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}"
-    return f"{key} must be {allowed(key)}, got {_shown(first['input'])}{place}"
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def on_one_line(text: str) -> str:
-    """A name from outside on one line, without control characters."""
-    return _shown(text)[1:-1]
+    return f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}"
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -318,7 +308,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if tree is None:
         raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(SECTIONS)})")
     if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} must hold sections ({', '.join(SECTIONS)}), got {_shown(tree)}")
+        raise UserError(f"{path} must hold sections ({', '.join(SECTIONS)}), got {shown(tree)}")
     lines: dict[str, int] = {}
     for section, content in node.value:
         lines[section.value] = section.start_mark.line + 1
@@ -344,7 +334,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"{_shown(str(path))} cannot be the name of a config file") from None
+        raise UserError(f"{shown(str(path))} cannot be the name of a config file") from None
 
 
 def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from dantinox.config import kv, router
-from dantinox.config.base import UserError
 from dantinox.config.files import FIELDS, build_config, check_text, did_you_mean, flat_name, nearest_key, on_one_line
 from dantinox.config.generation import CHAIN_KEYS, REFINES, ROUTED, GenerationSection, steps_on
 from dantinox.config.kv import BUDGETS, KVSection
 from dantinox.config.router import RouterSection
 from dantinox.config.sections import Config
+from dantinox.files import UserError
 
 SECTIONS = ("generation", "router", "kv")  # what a request may set
 # Name alone → (section, key).

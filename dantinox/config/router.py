@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, NonNegative, Section, UserError
+from dantinox.config.base import Count, CountOrZero, Fraction, NonNegative, Section
+from dantinox.files import UserError
 
 Threshold = NonNegative | None
 Coefficient = Annotated[float, Field(ge=-1000, le=1000)]

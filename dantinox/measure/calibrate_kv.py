@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
+from dantinox.files import check_writable
 from dantinox.generation import Run, load
 from dantinox.measure.calibrate_kv_view import HEAD_TYPES
 from dantinox.measure.calibrate_router import read_text
@@ -20,7 +21,6 @@ from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.run import (
     KV_FORMAT,
     RunDirectory,
-    check_writable,
     head_names,
     load_run_config,
     open_run,

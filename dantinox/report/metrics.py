@@ -9,12 +9,12 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dantinox.config import UserError
+from dantinox.files import UserError, atomic_write
 
 COLUMNS = (
     "step",
@@ -57,14 +57,10 @@ class MetricsLog:
         _append(self.path_csv, "".join(",".join(line) + "\n" for line in lines))
         self._append_json("evaluation", row)
 
-    def cut(self, step: int, write: Callable[[Path, bytes], None]) -> None:
-        """Removes all rows past `step`, and whatever a crash tore, from both files.
-
-        Args:
-          write: replaces a file atomically; called only where something has to go.
-        """
-        cut(self.path_csv, step, write)
-        cut(self.path_jsonl, step, write)
+    def cut(self, step: int) -> None:
+        """Removes all rows past `step`, and whatever a crash tore, from both files."""
+        _cut(self.path_csv, step)
+        _cut(self.path_jsonl, step)
 
     def _append_json(self, kind: Literal["interval", "evaluation"], row: Mapping[str, Any]) -> None:
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
@@ -85,7 +81,7 @@ class MetricsLog:
         return bool(header)
 
 
-def cut(path: Path, step: int, write: Callable[[Path, bytes], None]) -> None:
+def _cut(path: Path, step: int) -> None:
     """Keeps the header and the leading whole rows up to `step` of a CSV or JSON-lines file; a missing file stays missing."""
     try:
         content = path.read_bytes()
@@ -102,7 +98,7 @@ def cut(path: Path, step: int, write: Callable[[Path, bytes], None]) -> None:
             break
         kept.append(line)
     if len(result := b"".join(kept)) != len(content):
-        write(path, result)
+        atomic_write(path, result)
 
 
 def read_csv(path: Path) -> list[dict[str, float]]:

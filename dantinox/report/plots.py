@@ -7,18 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import UserError
+from dantinox.files import UserError, atomic_write
 from dantinox.report.metrics import read_csv, read_jsonl
 from dantinox.report.summary import human_count
 
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
 
 
-def plot_loss(path_csv: Path, path_jsonl: Path, out: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes) -> None:
+def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     """Draws train and validation loss over steps, tokens along the upper edge where the log has them.
-
-    Args:
-      write: puts the PNG into place (`run.atomic_write` in a run).
 
     Raises:
       UserError: matplotlib is not installed, there is no row to draw yet, or a file cannot be read or written.
@@ -32,7 +29,7 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path, write: Callable[[Path
     picture = _draw(train, validation, _tokens_per_step([*rows, *evaluations]))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write(out, picture)
+        atomic_write(out, picture)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
 

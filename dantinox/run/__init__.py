@@ -12,9 +12,6 @@ from dantinox.run.calibrations import (
 )
 from dantinox.run.directory import (
     RunDirectory,
-    atomic_write,
-    check_folder,
-    check_writable,
     create_run,
     load_run_config,
     new_run_directory,
@@ -28,9 +25,6 @@ __all__ = [
     "KVCalibration",
     "KV_FORMAT",
     "RunDirectory",
-    "atomic_write",
-    "check_folder",
-    "check_writable",
     "create_run",
     "head_names",
     "load_kv_calibration",

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
-from dantinox.config import ModelConfig, UserError
+from dantinox.config import ModelConfig
 from dantinox.config.base import Count, NonNegative, Section
 from dantinox.config.router import MEASURED, Scale
-from dantinox.run.directory import RunDirectory, atomic_write
-from dantinox.run.weights import short, weights_digest
+from dantinox.files import UserError, atomic_write, on_one_line
+from dantinox.run.directory import RunDirectory
+from dantinox.run.weights import weights_digest
 
 MAX_ROUTER_BYTES = 1 << 20
 _NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in MEASURED}
@@ -53,7 +54,7 @@ def load_router_calibration(run: RunDirectory) -> dict[str, float] | None:
     except OSError as error:
         raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
     except ValidationError as error:
-        where = short("".join(f"{part}: " for part in error.errors()[0]["loc"]))
+        where = on_one_line("".join(f"{part}: " for part in error.errors()[0]["loc"]))
         raise UserError(f"the calibration {path} is no good ({where}{error.errors()[0]['msg']}): {again}") from None
     return found.measured.model_dump()
 
@@ -175,7 +176,7 @@ def read_kv_calibration(
         raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = short(": ".join(map(str, first["loc"])))
+        where = on_one_line(": ".join(map(str, first["loc"])))
         told = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
         raise UserError(f"the calibration {path} {told}: {again}") from None
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
@@ -213,7 +214,7 @@ def _in_order(path: Path, key: str, values: Mapping[str, Any], names: Sequence[s
             raise UserError(f"the calibration {path} lacks {name} in {key}, which this model has: {_kv_again(path)}")
     if len(values) > len(names):
         known = set(names)
-        name = short(next(name for name in values if name not in known))
+        name = on_one_line(next(name for name in values if name not in known))
         raise UserError(f"the calibration {path} holds {name} in {key}, which this model has not: {_kv_again(path)}")
     return {name: values[name] for name in names}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.config import UserError
-from dantinox.run.directory import RunDirectory, atomic_write
+from dantinox.files import UserError, atomic_write, on_one_line
+from dantinox.run.directory import RunDirectory
 
 # Flax's msgpack format: an array is extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks.
 ARRAY_EXTENSION = 1
@@ -88,13 +88,7 @@ def _compare(path: Path, found: dict[str, tuple[tuple[int, ...], np.dtype]], sha
             raise UserError(f"the weights {path} hold {name} as {found[name][1]}, expected float32")
     for name in found:
         if name not in shapes:
-            raise UserError(f"the weights {path} hold {short(name)} of shape {found[name][0]}, which this model has not")
-
-
-def short(name: str) -> str:
-    """A name out of a file, on one line and no longer than a sentence can bear."""
-    text = repr(name)[1:-1]
-    return text if len(text) <= 100 else text[:99] + "…"
+            raise UserError(f"the weights {path} hold {on_one_line(name)} of shape {found[name][0]}, which this model has not")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

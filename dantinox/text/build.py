@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config
+from dantinox.files import UserError, atomic_write
 from dantinox.text.corpus import Corpus, Extent
 from dantinox.text.cutting import cut_up
 from dantinox.text.store import Counts, TokenStore
@@ -192,12 +192,10 @@ def _build(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
 
 
 def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, progress: Progress | None) -> Header:
-    for leftover in directory.glob(".tokens-*"):  # of a build that was killed: we hold the lock
-        leftover.unlink()
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    handle, name = tempfile.mkstemp(prefix=".tokens-", dir=directory)
+    partial = directory / ".tokens.tmp"  # one name is enough: we hold the lock
     try:
-        with open(handle, "wb") as file:
+        with open(partial, "wb") as file:
             digest, counts = hashlib.sha256(), [Counts(0, 0, 0, 0), Counts(0, 0, 0, 0)]
             done = 0
             for batch in _batches(_chunks(plan, tokenizer)):
@@ -217,10 +215,13 @@ def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
             "train": counts[0]._asdict(),
             "val": counts[1]._asdict(),
         }
-        os.replace(name, directory / header["file"])
+        os.replace(partial, directory / header["file"])
     finally:
-        Path(name).unlink(missing_ok=True)
-    _write_header(directory, header)
+        partial.unlink(missing_ok=True)
+    atomic_write(directory / HEADER, json.dumps(header, indent=1))
+    for old in directory.glob("tokens-*.bin"):
+        if old.name != header["file"]:
+            old.unlink()
     return header
 
 
@@ -247,26 +248,6 @@ def _added(counts: Counts, chunk: Chunk, tokens: int) -> Counts:
         counts.characters + len(chunk.text),
         counts.bytes + len(chunk.text.encode()),
     )
-
-
-def _write_header(directory: Path, header: Header) -> None:
-    handle, name = tempfile.mkstemp(prefix=".tokens-", dir=directory)
-    try:
-        with open(handle, "w") as file:
-            json.dump(header, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, directory / HEADER)
-    finally:
-        Path(name).unlink(missing_ok=True)
-    folder = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    for old in directory.glob("tokens-*.bin"):
-        if old.name != header["file"]:
-            old.unlink()
 
 
 def _read_header(directory: Path, wanted: Header) -> Header | None:

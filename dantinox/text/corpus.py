@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from dantinox.config import UserError
+from dantinox.files import UserError, shown
 from dantinox.text.cutting import last_cut
 from dantinox.text.recall import FIELD
 from dantinox.text.sources import Source, find_sources
@@ -187,12 +187,12 @@ def _records(source: Source, field: str, digest: _Digest) -> Iterator[tuple[bool
             continue
         record = _parse(line, where)
         if not isinstance(record, dict):
-            raise UserError(f"a record must be a JSON object, got {_shown(record)} ({where})")
+            raise UserError(f"a record must be a JSON object, got {shown(record)} ({where})")
         if field not in record:
             raise UserError(f"a record without the field {field!r} (data.text_field); it has {_fields(record)} ({where})")
         text = record[field]
         if not isinstance(text, str):
-            raise UserError(f"the field {field!r} must hold text, got {_shown(text)} ({where})")
+            raise UserError(f"the field {field!r} must hold text, got {shown(text)} ({where})")
         bad = next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), None) if _suspect(text) else None
         if bad is not None:
             raise UserError(f"the field {field!r} holds U+{ord(bad):04X} at character {text.index(bad)}, not text ({where})")
@@ -217,11 +217,6 @@ def _suspect(text: str) -> bool:
         return b"\0" in text.encode()
     except UnicodeEncodeError:
         return True
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:39] + "…"
 
 
 def _fields(record: dict[str, Any]) -> str:

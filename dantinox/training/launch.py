@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config
+from dantinox.files import UserError, atomic_write
 from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
 from dantinox.report import Console, human_count, open_console, table
-from dantinox.run import RunDirectory, atomic_write, create_run, load_run_config, save_config
+from dantinox.run import RunDirectory, create_run, load_run_config, save_config
 from dantinox.text import Tokenizer, TokenStore, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config
+from dantinox.files import UserError, atomic_write
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, nested
 from dantinox.report import Console, MetricsLog, plot_loss
-from dantinox.run import RunDirectory, atomic_write, save_weights
+from dantinox.run import RunDirectory, save_weights
 from dantinox.text import Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.clock import Clock
@@ -102,7 +103,7 @@ class Trainer:
         if not restored:
             given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
             self.state = initial_state(self.config, self.model, self.steps, given)
-        self.logs.cut(self.step, atomic_write)
+        self.logs.cut(self.step)
         self.console.start(self.steps, self.step)
         feed = Feed(self.store.batch, self.step, self.steps)
         try:
@@ -278,7 +279,7 @@ class Trainer:
 
     def _plot(self) -> None:
         try:
-            plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png", atomic_write)
+            plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png")
         except UserError as error:
             self.console.note(f"no plot: {error}")
 

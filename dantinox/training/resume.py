@@ -7,7 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dantinox.config import Config, ModelConfig, UserError, differences, dump_config
+from dantinox.config import Config, ModelConfig, differences, dump_config
+from dantinox.files import UserError, shown
 from dantinox.model.parameters import Parameters, blueprint, flattened, nested
 from dantinox.run import load_weights, open_run
 
@@ -32,7 +33,7 @@ def resumed_config(saved: Config, given: Config) -> Config:
     for key, (old, new) in differences(saved, given).items():
         if key not in FREE and not key.startswith("logging."):
             raise UserError(
-                f"{key} cannot change when a run is resumed: the run has {_shown(old)}, got {_shown(new)} "
+                f"{key} cannot change when a run is resumed: the run has {shown(old)}, got {shown(new)} "
                 "(only steps, intervals and logging may differ)"
             )
     return given
@@ -88,7 +89,3 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> Pa
         )
     _, shapes = blueprint(model)
     return flattened(load_weights(source.weights, nested(shapes), lambda _, array: jnp.array(array)))
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,6 +1,5 @@
-"""The run directory: atomic files, paths and locks, and one sentence for whatever stands in the way."""
+"""The run directory: paths and locks, and one sentence for whatever stands in the way."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 from dantinox.config import UserError, build_config
 from dantinox.run import (
     RunDirectory,
-    atomic_write,
     create_run,
     directory,
     load_run_config,
@@ -24,54 +22,6 @@ from dantinox.run import (
 )
 
 from .small import sentence
-
-# --- atomic_write
-
-
-def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path):
-    path = tmp_path / "a.txt"
-    atomic_write(path, "perché\n")
-    assert path.read_text(encoding="utf-8") == "perché\n"
-    atomic_write(path, b"\x00\x01")
-    assert path.read_bytes() == b"\x00\x01"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="named pipes")
-def test_atomic_write_replaces_no_pipe_and_no_device(tmp_path):
-    """Whoever may write in /dev would be left without it."""
-    os.mkfifo(tmp_path / "pipe")
-    assert sentence(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: what is there is no file"
-    assert (tmp_path / "pipe").is_fifo()
-
-
-def test_atomic_write_honours_the_umask(tmp_path):
-    old = os.umask(0o022)
-    try:
-        atomic_write(tmp_path / "a", b"x")
-    finally:
-        os.umask(old)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
-
-
-def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
-    path = tmp_path / "a.txt"
-    atomic_write(path, "old")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(directory.os, "fsync", full)
-    assert sentence(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_a_vanished_directory_is_a_sentence(tmp_path):
-    assert "No such file or directory" in sentence(atomic_write, tmp_path / "gone" / "a", b"")
-
-
-# --- directories
 
 
 def test_paths_are_absolute_and_follow_the_logging_section(tmp_path, monkeypatch):

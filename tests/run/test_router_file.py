@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dantinox.config.router import MEASURED, RouterSection
+from dantinox.files import atomic_write
 from dantinox.run import (
     RunDirectory,
-    atomic_write,
     load_router_calibration,
     save_router_calibration,
     save_weights,

@@ -197,7 +197,7 @@ def test_leftovers_are_never_trusted(built, monkeypatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for step in ("_write_header", "_added"):
+    for step in ("atomic_write", "_added"):
         with monkeypatch.context() as patch:
             patch.setattr(build, step, die)
             with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,93 @@
+"""The ground floor: a mistake as one sentence, values inside such sentences, and the one way files are written."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+LONGEST = 60  # characters of a value in a sentence
+
+
+class UserError(Exception):
+    """A mistake of the person at the keyboard, as one sentence: what is wrong, where, what is allowed."""
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: on one line, not too long, `null`, `true` and `false` as YAML and JSON spell them."""
+    return _cut("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
+
+
+def on_one_line(name: str) -> str:
+    """A name from outside, without quotes, line breaks or control characters, not too long."""
+    return _cut(repr(name)[1:-1])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    """Replaces `path` by `data` (text as UTF-8): whoever reads it, after whatever crash, finds the old file or the new one.
+
+    Raises:
+      UserError: the disk is full, read-only or gone, and the old file intact; or `path` is a device, a pipe or a directory.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"cannot write {path}: what is there is no file")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_writable(path: str | Path, flag: str = "") -> None:
+    """Checks that a file can be put at a path, before the work that it is to hold.
+
+    Args:
+      flag: that named the path, for the message.
+
+    Raises:
+      UserError: there is no such directory, it is read-only, or there is something else than a file.
+    """
+    path = Path(path)
+    cannot, parent = f"{flag} cannot write {path}".lstrip(), path.absolute().parent
+    if not parent.is_dir():
+        raise UserError(f"{cannot}: there is no directory {path.parent}")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{cannot}: what is there is no file")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{cannot}: the directory {path.parent} is read-only")
+
+
+def check_folder(path: str | Path, flag: str = "") -> None:
+    """Checks that files can be put into a folder, which may have to be made: what `check_writable` is for a file.
+
+    Raises:
+      UserError: there is something else, or no writable directory to make it in.
+    """
+    path = Path(path)
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists() or place.is_symlink())
+    if not there.is_dir():
+        raise UserError(f"{flag} cannot write into {path}: {there} is no directory".lstrip())
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{flag} cannot write into {path}: the directory {there} is read-only".lstrip())
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes a rename inside `path` survive a power cut."""
+    if os.name != "posix":  # elsewhere a directory cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

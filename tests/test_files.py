@@ -1,0 +1,76 @@
+"""The ground floor: values in sentences, atomic files, and one sentence for whatever stands in the way."""
+
+import errno
+import os
+
+import pytest
+
+from dantinox.files import UserError, atomic_write, on_one_line, shown
+
+
+def sentence(call, *args) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (0.5, "0.5"),
+        ("a\nb", r"'a\nb'"),
+        (["x", None], "['x', None]"),
+        ("x" * 99, "'" + "x" * 58 + "…"),
+    ],
+)
+def test_a_value_in_a_sentence_is_short_and_on_one_line(value, text):
+    assert shown(value) == text
+
+
+def test_a_name_from_outside_has_no_quotes_and_no_control_characters():
+    assert on_one_line("a\x1b[31m\n") == r"a\x1b[31m\n" and on_one_line("y" * 61) == "y" * 59 + "…"
+
+
+def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "a.txt"
+    atomic_write(path, "perché\n")
+    assert path.read_text(encoding="utf-8") == "perché\n"
+    atomic_write(path, b"\x00\x01")
+    assert path.read_bytes() == b"\x00\x01"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes")
+def test_atomic_write_replaces_no_pipe_and_no_device(tmp_path):
+    """Whoever may write in /dev would be left without it."""
+    os.mkfifo(tmp_path / "pipe")
+    assert sentence(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: what is there is no file"
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_atomic_write_honours_the_umask(tmp_path):
+    old = os.umask(0o022)
+    try:
+        atomic_write(tmp_path / "a", b"x")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    atomic_write(path, "old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert sentence(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_vanished_directory_is_a_sentence(tmp_path):
+    assert "No such file or directory" in sentence(atomic_write, tmp_path / "gone" / "a", b"")
