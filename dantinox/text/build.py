@@ -193,7 +193,9 @@ def _build(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
 
 def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, progress: Progress | None) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    partial = directory / ".tokens.tmp"  # one name is enough: we hold the lock
+    for leftover in directory.glob(".tokens*"):  # of a build that was killed: we hold the lock
+        leftover.unlink()
+    partial = directory / ".tokens.tmp"
     try:
         with open(partial, "wb") as file:
             digest, counts = hashlib.sha256(), [Counts(0, 0, 0, 0), Counts(0, 0, 0, 0)]
