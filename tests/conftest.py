@@ -52,10 +52,8 @@ def ending_run_dir(tmp_path_factory):
 
 def make_run(path, end=False):
     """Writes a run directory with a vocabulary of bytes and a model in which the last byte decides the next one."""
-    from flax import nnx
-
     from dantinox.config import TokenizerSection, build_config
-    from dantinox.model import Transformer
+    from dantinox.model.parameters import blueprint
     from dantinox.run import create_run, save_config, save_weights
     from dantinox.text import train_tokenizer
 
@@ -65,22 +63,18 @@ def make_run(path, end=False):
     model = size | {"weight_tying": False, "dtype": "float32"}
     config = build_config({"model": model, "tokenizer": {"tokenizer_type": "byte"}})
     V = tokenizer.vocab_size
-    abstract = nnx.eval_shape(lambda: Transformer(config.architecture(V), rngs=nnx.Rngs(0)))
     random = np.random.default_rng(0)
-    tree = _filled(nnx.to_pure_dict(nnx.state(abstract)), lambda shape: 0.02 * random.standard_normal(shape))
+    weights = {
+        name: 0.02 * random.standard_normal(leaf.shape) if len(leaf.shape) > 1 else np.ones(leaf.shape)  # ones: of the norms
+        for name, leaf in blueprint(config.architecture(V))[1].items()
+    }
     embed_VD = random.standard_normal((V, 32))
-    tree["embed"] = embed_VD = embed_VD / np.linalg.norm(embed_VD, axis=1, keepdims=True)
+    weights["embed"] = embed_VD = embed_VD / np.linalg.norm(embed_VD, axis=1, keepdims=True)
     ids = tokenizer.encode(CIRCLE)
     successors = dict(zip(ids, [*ids[1:], tokenizer.eos_id if end else ids[0]], strict=True))
     for token, successor in successors.items():
-        tree["head"]["kernel"][:, successor] += 2 * embed_VD[token]
+        weights["head/kernel"][:, successor] += 2 * embed_VD[token]
     save_config(run, config)
-    save_weights(run.weights, tree)
+    save_weights(run.weights, weights)
     tokenizer.save(run.tokenizer)
     return run.path
-
-
-def _filled(tree, draw):
-    if isinstance(tree, dict):
-        return {key: _filled(value, draw) for key, value in tree.items()}
-    return draw(tree.shape) if len(tree.shape) > 1 else np.ones(tree.shape)  # ones: the normalisations' scales

@@ -16,7 +16,7 @@ from dantinox.generation.prepare import prepare
 from dantinox.generation.result import Result
 from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint, flattened, nested
+from dantinox.model.parameters import blueprint
 from dantinox.run import (
     KVCalibration,
     load_kv_calibration,
@@ -211,4 +211,4 @@ def load(run_dir: str | Path) -> Run:
 def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:
     """The transformer of a config with the weights of a file, each placed on the device as it is read."""
     build, shapes = blueprint(config.architecture(vocab_size))
-    return build(flattened(load_weights(weights, nested(shapes), place=lambda _, array: jax.device_put(array))))
+    return build(load_weights(weights, shapes, place=lambda _, array: jax.device_put(array)))

@@ -185,9 +185,7 @@ def _stored(directory: RunDirectory, run: Run, tokens: int) -> np.ndarray:
     store = open_store(run.config, directory.data, run.tokenizer)
     if store is None:
         raise UserError(f"{directory.path} keeps no validation text of its training: give a text with --data_path")
-    count = min(tokens, store.val_tokens - 1)
-    parts = [batch.tokens_BT.reshape(-1) for batch in store.validation(1, count)]
-    return np.concatenate(parts)[:count] if parts else np.zeros(0, np.int32)
+    return store.validation_ids[:-1][:tokens].astype(np.int32)
 
 
 def read_text(run: Run, path: str, tokens: int) -> np.ndarray:

@@ -45,25 +45,5 @@ def parameters_of(model: Transformer) -> Parameters:
     return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """`{"blocks/0/norm1/scale": x}` as `{"blocks": {"0": {"norm1": {"scale": x}}}}`: the form of weight files."""
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
-
-
-def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The reverse of `nested`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flattened(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
 def _name(path: tuple[Any, ...]) -> str:
     return "/".join(str(part) for part in path)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,51 +19,47 @@ CHUNK_BYTES = 1 << 30
 CHUNKED = "__msgpack_chunked_array__"
 
 
-def save_weights(path: str | Path, tree: dict[str, Any]) -> None:
-    """Writes a nested dict of arrays as float32 in Flax's msgpack format; equal weights give equal bytes.
+def save_weights(path: str | Path, parameters: Mapping[str, Any]) -> None:
+    """Writes arrays as float32 in Flax's msgpack format; equal weights give equal bytes.
+
+    Args:
+      parameters: arrays by their paths, "blocks/0/norm1/scale"; the file holds them as nested dicts.
 
     Raises:
       UserError: the file cannot be written.
     """
     import msgpack
 
-    atomic_write(path, msgpack.packb(_packable(tree), default=_pack_array, strict_types=True))
+    atomic_write(path, msgpack.packb(_packable(_nested(parameters)), default=_pack_array, strict_types=True))
 
 
 def load_weights(
-    path: str | Path, expected: dict[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
+    path: str | Path, expected: Mapping[str, Any], place: Callable[[str, np.ndarray], Any] = lambda path, array: array
 ) -> dict[str, Any]:
     """Reads what `save_weights` wrote. Nothing in the file is run, and no array of a wrong size is ever held.
 
     Args:
-      expected: nested dict whose leaves have a `shape`.
-      place: called with "blocks/0/ffn/down" and a read-only float32 array; what it returns stands in the result.
+      expected: for every path something that has a `shape`.
+      place: called with a path and a read-only float32 array; what it returns stands in the result.
 
     Raises:
       UserError: the file is missing, damaged, or does not hold exactly the expected names and shapes.
     """
     path = Path(path)
-    shapes = {name: tuple(leaf.shape) for name, leaf in _flatten(expected)}
+    shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
     total = sum(4 * math.prod(shape) for shape in shapes.values())
     overhead = 1024 + sum(256 + len(name) for name in shapes)
     try:
         size = path.stat().st_size
         fits = total <= size <= total + overhead
         # A file of another size is only listed, to name the parameter that differs.
-        found = dict(_flatten(_unpack(path, keep=fits)))
+        found = dict(_flat(_unpack(path, keep=fits)))
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
     _compare(path, {name: (array.shape, array.dtype) for name, array in found.items()}, shapes)
     if not fits:
         raise UserError(f"the weights {path} are damaged: {size} bytes, expected {total} and at most {overhead} around them")
-    result: dict[str, Any] = {}
-    for name in shapes:
-        *parents, last = name.split("/")
-        node = result
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = place(name, found.pop(name))
-    return result
+    return {name: place(name, found.pop(name)) for name in shapes}
 
 
 def weights_digest(run: RunDirectory) -> str:
@@ -91,11 +87,23 @@ def _compare(path: Path, found: dict[str, tuple[tuple[int, ...], np.dtype]], sha
             raise UserError(f"the weights {path} hold {on_one_line(name)} of shape {found[name][0]}, which this model has not")
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("blocks/0/norm", leaf) for every leaf of a nested dict."""
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"blocks/0/norm1/scale": x}` as `{"blocks": {"0": {"norm1": {"scale": x}}}}`."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What `_nested` was made from."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}/")
+            yield from _flat(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 

@@ -61,8 +61,7 @@ def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: in
       UserError: the validation text has fewer.
     """
     length = prompt + tokens
-    parts = [batch.tokens_BT.ravel() for batch in store.validation(8, STREAM_TOKENS)]
-    stream_S = np.concatenate(parts)[: min(store.val_tokens - 1, STREAM_TOKENS)]  # behind it is padding
+    stream_S = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     ids_WT = stream_S[: len(stream_S) // length * length].reshape(-1, length)
     ids_WT = ids_WT[~np.isin(ids_WT, list(tokenizer.special_ids)).any(axis=1)]
     found = list(_spelt(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt, 2 * count))

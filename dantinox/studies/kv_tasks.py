@@ -44,8 +44,7 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
     Raises:
       UserError: it has fewer, or repeats itself so much that nothing can be learnt from it.
     """
-    parts = [batch.tokens_BT.ravel() for batch in store.validation(8, STREAM_TOKENS)]
-    stream_N = np.concatenate(parts)[: min(store.val_tokens - 1, STREAM_TOKENS)]  # behind it is padding
+    stream_N = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     apart, left = _places(np.isin(stream_N, list(tokenizer.special_ids)), length)
     if len(left) < count:
         raise UserError(

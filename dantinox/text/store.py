@@ -106,6 +106,11 @@ class TokenStore:
         """The training tokens in order, mapped from the disk."""
         return self._train
 
+    @property
+    def validation_ids(self) -> np.ndarray:
+        """The validation tokens in order, mapped from the disk."""
+        return self._val
+
     def batch(self, step: int) -> Batch:
         """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length]."""
         first = step * self.batch_size

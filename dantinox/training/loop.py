@@ -17,7 +17,7 @@ import numpy as np
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint, nested
+from dantinox.model.parameters import blueprint
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, save_weights
 from dantinox.text import Tokenizer, TokenStore
@@ -232,7 +232,7 @@ class Trainer:
         self.clock.restart()
 
     def _export(self) -> None:
-        save_weights(self.run.weights, nested(jax.device_get(self.state.parameters)))
+        save_weights(self.run.weights, jax.device_get(self.state.parameters))
 
     def _save(self) -> None:
         """Sends this step to the disk; never one whose weights are NaN."""

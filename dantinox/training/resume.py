@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.files import UserError, shown
-from dantinox.model.parameters import Parameters, blueprint, flattened, nested
+from dantinox.model.parameters import Parameters, blueprint
 from dantinox.run import load_weights, open_run
 
 # None of these has a part in what a step computes, but for `steps` and `epochs`, which stretch the schedule.
@@ -88,4 +88,4 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> Pa
             f"set tokenizer.tokenizer_type: file and tokenizer.tokenizer_path: {source.tokenizer}"
         )
     _, shapes = blueprint(model)
-    return flattened(load_weights(source.weights, nested(shapes), lambda _, array: jnp.array(array)))
+    return load_weights(source.weights, shapes, lambda _, array: jnp.array(array))

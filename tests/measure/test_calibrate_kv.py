@@ -17,7 +17,7 @@ from dantinox.config import UserError, build_config
 from dantinox.generation import load
 from dantinox.measure import calibrate_kv as kv
 from dantinox.measure.calibrate_kv import calibrate_kv, choose, measure, row_ends
-from dantinox.model.parameters import nested, parameters_of
+from dantinox.model.parameters import parameters_of
 from dantinox.run import load_kv_calibration, load_run_config, open_run, save_config, save_weights, weights_digest
 from dantinox.text import prepare_data
 
@@ -181,7 +181,7 @@ def source(run_dir, tmp_path_factory):
     for name, array in parameters.items():
         if name.endswith("qkv/kernel"):
             parameters[name] = (random.standard_normal(array.shape) * np.array([0.05, 0.8])[:, None, None]).astype(np.float32)
-    save_weights(open_run(path).weights, nested(parameters))
+    save_weights(open_run(path).weights, parameters)
     corpus = path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()), encoding="utf-8")
     data = {"data.path": str(corpus), "data.val_path": str(corpus), "training.batch_size": 1}
@@ -338,7 +338,7 @@ def test_weights_that_are_no_numbers(run_path):
     run = open_run(run_path)
     parameters = {name: np.array(array) for name, array in parameters_of(load(run_path).model).items()}
     parameters["embed"][:] = np.nan
-    save_weights(run.weights, nested(parameters))
+    save_weights(run.weights, parameters)
     assert "its weights are damaged" in sentence(run_path, sequences=3)
     assert not run.kv.exists()
 

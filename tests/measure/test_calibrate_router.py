@@ -23,7 +23,7 @@ from dantinox.measure.calibrate_router_view import (
     percent,
     plot_calibration,
 )
-from dantinox.model.parameters import nested, parameters_of
+from dantinox.model.parameters import parameters_of
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
 from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.text import prepare_data, train_tokenizer
@@ -59,7 +59,7 @@ def source(run_dir, tmp_path_factory):
     for name in parameters:
         if name.endswith("kernel") and name != "head/kernel":
             parameters[name] = parameters[name] * 10
-    save_weights(open_run(path).weights, nested(parameters))
+    save_weights(open_run(path).weights, parameters)
     config = load_run_config(open_run(path))
     data = {"path": str(corpus(path / "corpus.jsonl", texts() * 4)), "val_fraction": 0.25}
     given = {"model": config.model.model_dump(), "tokenizer": {"tokenizer_type": "byte"}, "data": data}
@@ -237,7 +237,7 @@ def test_weights_that_are_no_numbers(run_path):
     run = open_run(run_path)
     parameters = {name: np.array(array) for name, array in parameters_of(load(run_path).model).items()}
     parameters["embed"][:] = np.nan
-    save_weights(run.weights, nested(parameters))
+    save_weights(run.weights, parameters)
     assert "its weights are damaged" in sentence(run_path)
     assert not run.router.exists()
 

@@ -15,5 +15,5 @@ def sentence(call, *args, **kwargs) -> str:
 
 def some_weights(seed: int = 0) -> dict:
     draw = np.random.default_rng(seed).standard_normal
-    blocks = {str(i): {"qkv": draw((4, 2, 3, 5)).astype(np.float32)} for i in range(2)}
-    return {"embed": draw((7, 4)).astype(np.float32), "blocks": blocks, "norm_f": np.ones(4, np.float32)}
+    blocks = {f"blocks/{i}/qkv": draw((4, 2, 3, 5)).astype(np.float32) for i in range(2)}
+    return {"embed": draw((7, 4)).astype(np.float32), **blocks, "norm_f": np.ones(4, np.float32)}

@@ -19,7 +19,7 @@ from dantinox.generation.prepare import prepare
 from dantinox.measure import eviction as kv_measure
 from dantinox.measure.eviction import Damage
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint, nested
+from dantinox.model.parameters import blueprint
 from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
 from dantinox.studies import intervals, kv_bench
 from dantinox.studies.continuations import NEUTRAL
@@ -175,7 +175,7 @@ def toy(tmp_path_factory):
     shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
     filled = {name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
     save_config(run, config)
-    save_weights(run.weights, nested({name: (0.5 * x).astype(np.float32) for name, x in filled.items()}))
+    save_weights(run.weights, {name: (0.5 * x).astype(np.float32) for name, x in filled.items()})
     tokenizer.save(run.tokenizer)
     prepare_data(config, run.data, tokenizer)
     return path

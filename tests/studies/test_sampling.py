@@ -15,7 +15,7 @@ from flax import nnx
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
-from dantinox.model.parameters import blueprint, nested
+from dantinox.model.parameters import blueprint
 from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
@@ -278,7 +278,7 @@ def make_run(path, tokenizer, draw, **sections):
     shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
     weights = {name: (draw if len(x.shape) > 1 else np.ones)(x.shape).astype(np.float32) for name, x in shapes.items()}
     save_config(run, config)
-    save_weights(run.weights, nested(weights))
+    save_weights(run.weights, weights)
     tokenizer.save(run.tokenizer)
     return config, run
 

@@ -7,7 +7,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint, flattened, nested
+from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights
 from dantinox.training.loop import Trainer
@@ -39,7 +39,7 @@ def test_a_run_learns_and_leaves_everything_behind(workshop):
 
 
 def _weights(run, config):
-    return flattened(load_weights(run.weights, nested(blueprint(config.architecture(VOCABULARY))[1])))
+    return load_weights(run.weights, blueprint(config.architecture(VOCABULARY))[1])
 
 
 def test_the_exported_weights_are_those_of_the_best_evaluation(workshop):
