@@ -5,14 +5,16 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test lint schema clean
+.PHONY: help demo test test-all test-browser lint schema clean
 
 help:
-	@echo "make demo    train a small model on this machine's own Python sources, then write with it (about 3 minutes)"
-	@echo "make test    all tests"
-	@echo "make lint    ruff and mypy"
-	@echo "make schema  rewrite configs/schema.json from the settings"
-	@echo "make clean   remove caches and build products, not runs"
+	@echo "make demo          train a small model on this machine's own Python sources, then write with it (about 3 minutes)"
+	@echo "make test          the tests (about 8 minutes on two cores)"
+	@echo "make test-all      the same, and what takes minutes"
+	@echo "make test-browser  the trace page in chromium"
+	@echo "make lint          ruff and mypy"
+	@echo "make schema        rewrite configs/schema.json from the settings"
+	@echo "make clean         remove caches and build products, not runs"
 
 demo: $(VENV)/.plot
 	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
@@ -20,6 +22,12 @@ demo: $(VENV)/.plot
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2
+
+test-all: $(VENV)/.dev
+	$(PY) -m pytest -n 2 -m "not browser"
+
+test-browser: $(VENV)/.browser
+	$(PY) -m pytest -m browser tests/report
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -14,14 +14,16 @@ from dantinox.sampling.router import RULES, Metrics, RouterConfig, why
 
 from .page_sample import HOSTILE, STRATEGY_NAMES, trace
 
+pytestmark = pytest.mark.browser
+
 
 @pytest.fixture(scope="module")
 def browser():
-    driver = pytest.importorskip("selenium.webdriver", reason="the page is tried in a browser only with selenium installed")
+    from selenium import webdriver as driver
+
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     service = shutil.which("chromedriver")
-    if not binary or not service:
-        pytest.skip("the page is tried in a browser only where chromium and chromedriver are installed")
+    assert binary and service, "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
     options = driver.ChromeOptions()
     options.binary_location = binary
     for argument in (
