@@ -1,10 +1,16 @@
 """What tests of several rooms use: a run directory to generate from."""
 
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Most of the time goes into compiling small programs that run a few times: half of it without optimisation. Said in the
+# environment before jax is loaded, so it holds for the programs that tests start too.
+CHEAP = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{CHEAP} {os.environ.get('XLA_FLAGS', '')}"
 
 CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per character
 
