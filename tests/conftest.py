@@ -1,6 +1,7 @@
 """What tests of several rooms use: a run directory to generate from."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def compile_once(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture
+def interruptible():
+    """Lets child processes be interrupted: an ignored signal, as in a background job of a shell, would be ignored by them too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

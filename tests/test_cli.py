@@ -13,8 +13,7 @@ import pytest
 
 from dantinox import cli, files
 from dantinox.cli import generate as generating
-from dantinox.config import UserError, overlay
-from dantinox.generation import load
+from dantinox.config import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
@@ -224,16 +223,6 @@ def test_a_reader_who_leaves_takes_no_trace_along(generate, tmp_path, monkeypatc
     monkeypatch.setattr(cli, "_discard_output", lambda: None)
     assert generate("--prompt", "a", "--greedy", "--max_new_tokens", "3", "--json", "--trace", lines)[0] == 0
     assert lines.is_file()
-
-
-def test_samples_of_a_training_need_no_calibration(run_dir):
-    """Nothing is measured before there is a model: they take the guide's numbers."""
-    run = load(run_dir)
-    settings = {"strategy": "entropy", "router_preset": "calibrated", "temperature": 5, "max_new_tokens": 6, "n": 2}
-    config = run.config.model_copy(update={"training": run.config.training.model_copy(update={"sample_prompt": "a"})})
-    sample = cli._sample(overlay(config, settings), run.tokenizer, run.model)
-    guide = run.generate("a", **settings | {"router_preset": "guide", "n": 1}, seed=config.training.seed)
-    assert sample == "a" + guide.text
 
 
 def test_a_chain_can_be_traced_as_well(generate, tmp_path):
@@ -507,6 +496,7 @@ def test_a_full_disk_is_one_sentence(environment, run_dir):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_text_is_coming(environment, run_dir, tmp_path):
     """The text so far, one word on stderr, exit code 130."""
     argv = [sys.executable, ROOT / "generate.py", "--run_dir", run_dir, "--prompt", "a", "--max_new_tokens", "100", "--stream"]
@@ -579,6 +569,13 @@ def test_every_config_is_parsed_and_built(dantinox, name):
     assert all(line.split("#")[1].strip() for line in path.read_text().splitlines() if line.startswith("  ")), "a comment a key"
 
 
+def test_what_no_sample_can_start_from_is_said_before_the_training(dantinox, tmp_path, text):
+    run = tmp_path / "run"
+    argv = ["train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY]
+    code, out, err = dantinox(*argv, "--tokenizer_type", "char", "--sample_prompt", "é")
+    assert (code, out) == (2, "") and "error: training.sample_prompt: the character 'é'" in err and not run.exists()
+
+
 def test_a_token_that_is_none_is_told_before_the_training(dantinox, tmp_path, text):
     run = tmp_path / "run"
     argv = ["train", "--config", ROOT / "configs/quickstart.yaml", "--data_path", text, "--run_dir", run, *TINY]
@@ -609,6 +606,13 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert (code, out) == (0, "") and "this run is finished" in err
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "nothing has changed"
     assert_one_sentence(dantinox("train", "--data_path", text, "--run_dir", run), "is not empty: add --resume")
+    text.write_text("another text")
+    code, _, err = dantinox("train", "--run_dir", run, "--resume")
+    assert code == 0 and "the corpus has changed since this run began: it goes on with the tokens it has\n" in err
+    text.unlink()
+    code, _, err = dantinox("train", "--run_dir", run, "--resume", "--steps", 5, "--sample_prompt", "è")
+    assert code == 0 and "resumed from step 4" in err and "finished at step 5" in err and "corpus" not in err
+    assert (run / "samples" / "step_5.txt").read_text(encoding="utf-8").startswith("è")
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
     assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.004, got 1" in err
     code, out, _ = dantinox("info", run)

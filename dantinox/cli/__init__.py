@@ -97,29 +97,14 @@ def _train(options: argparse.Namespace) -> int:
         print(dump_config(config), end="")
         return 0
     use_compilation_cache()
-    from dantinox.training import launch, rehearse
+    from dantinox.training import dry_run, launch
 
     if options.dry_run:
-        for line in rehearse(config):
+        for line in dry_run(config):
             print(line, flush=True)
         return 0
-    launch(config, run_dir=options.run_dir, resume=options.resume, sampler=_sample)
+    launch(config, run_dir=options.run_dir, resume=options.resume)
     return 0
-
-
-def _sample(config: Any, tokenizer: Any, model: Any) -> str:
-    """A text sample for the eyes of whoever watches the training."""
-    from dantinox.generation import Run
-
-    prompt = config.training.sample_prompt or "\n"
-    run = Run(config, model, tokenizer)
-    room = config.model.max_context - len(run.prompt_ids(prompt))
-    new = min(config.generation.max_new_tokens, room)
-    # Nothing can have been measured on a model that is being made, and it is to be seen as it is.
-    own: dict[str, Any] = {"kv_budget": None}
-    if config.router.router_preset == "calibrated":
-        own["router_preset"] = "guide"
-    return prompt + run.generate(prompt, max_new_tokens=new, seed=config.training.seed, n=1, **own).text
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from dantinox.generation.stopping import StopFinder
 from dantinox.generation.trace import changed_settings, columns, router_numbers
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams, StepInfo
-from dantinox.text import Detokenizer, Tokenizer
+from dantinox.text import Tokenizer
 
 STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
 
@@ -46,7 +46,7 @@ class _Row:
         self.seed = section.seed or 0
         self._eos = None if section.ignore_eos else tokenizer.eos_id
         self._min_tokens = section.min_tokens
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = tokenizer.detokenizer()
         self._detokenizer.push(prompt)  # the first new token is no beginning, where some vocabularies drop a space
         self._stops = StopFinder(section.stop, section.keep_stop)
 

@@ -9,7 +9,7 @@ from dantinox.config import Config
 from dantinox.config.router import STRATEGIES, RouterSection
 from dantinox.generation.result import Result
 from dantinox.sampling import SamplingParams, StepInfo
-from dantinox.text import Detokenizer, Tokenizer
+from dantinox.text import Tokenizer
 
 OTHERS = ("seed", "max_new_tokens", "n")  # told elsewhere
 
@@ -73,7 +73,7 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     steps = result.steps
     if steps is None:
         raise ValueError("only a sample with log-probabilities can be traced")
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     detokenizer.push(tokenizer.encode(result.prompt))  # the first new token is no beginning
     texts = [detokenizer.push([token]) for token in result.tokens]
     texts[-1] += detokenizer.flush()

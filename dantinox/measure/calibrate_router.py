@@ -17,7 +17,7 @@ from dantinox.model import Transformer
 from dantinox.run import RunDirectory, open_run, save_router_calibration, weights_digest
 from dantinox.sampling.router import Metrics, RouterConfig, logit_metrics, strategy_of
 from dantinox.text import Corpus, open_store
-from dantinox.text.cutting import cut_up
+from dantinox.text.corpus import cut_up
 from dantinox.text.tokenizer import UnknownCharacter
 
 TOKENS = 32768  # of the text, by default

@@ -21,7 +21,7 @@ from dantinox.generation.session import Session
 from dantinox.measure.eviction import evenly
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
-from dantinox.text import Detokenizer, Tokenizer, TokenStore
+from dantinox.text import Tokenizer, TokenStore
 
 PROMPT_TOKENS, LEAST_PROMPT = 64, 8
 STREAM_TOKENS = 1 << 22  # windows are taken from so many first tokens of the validation text
@@ -83,7 +83,7 @@ def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int, count: int) ->
     for ids_T in ids_WT:
         if count == 0:
             return
-        spell = Detokenizer(tokenizer)
+        spell = tokenizer.detokenizer()
         before = spell.push(ids_T[:prompt]).lstrip("\ufffd")
         if before and len(tokenizer.encode(before)) <= prompt:
             count -= 1
@@ -148,7 +148,7 @@ def write(
 
 
 def _continued(tokenizer: Tokenizer, prompt: str, ids_T: np.ndarray) -> str:
-    spell = Detokenizer(tokenizer)
+    spell = tokenizer.detokenizer()
     spell.push(tokenizer.encode(prompt))
     return spell.push(ids_T) + spell.flush()
 

@@ -1,8 +1,7 @@
 """Text: tokenizers, corpora, and the token store with its batches. Nothing here imports jax."""
 
-from dantinox.text.build import open_store, prepare_data
+from dantinox.text.build import Progress, has_changed, open_store, prepare_data
 from dantinox.text.corpus import Corpus
-from dantinox.text.detokenizer import Detokenizer
 from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
@@ -11,9 +10,10 @@ __all__ = [
     "Batch",
     "Corpus",
     "Counts",
-    "Detokenizer",
+    "Progress",
     "TokenStore",
     "Tokenizer",
+    "has_changed",
     "open_store",
     "prepare_data",
     "train_tokenizer",

@@ -13,8 +13,7 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
-from dantinox.text.corpus import Corpus, Extent
-from dantinox.text.cutting import cut_up
+from dantinox.text.corpus import Corpus, Extent, cut_up
 from dantinox.text.store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -75,8 +74,6 @@ def prepare_data(
     directory: str | Path,
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
-    *,
-    keep: bool = False,
 ) -> tuple[Tokenizer, TokenStore]:
     """The tokenizer and the tokens of the corpus that the settings name.
 
@@ -87,16 +84,11 @@ def prepare_data(
     Args:
       tokenizer: use this one; None trains or loads the one that the settings describe.
       progress: called with (what is being done, characters done, characters in all).
-      keep: tokens that are in `directory` already must be those of the corpus; never build others over them.
 
     Raises:
-      UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written; with `keep`, a corpus
-        that is not what it was.
+      UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
     """
-    data = config.data
-    if config.corpus is None:
-        raise UserError("no text to train on: set data.path in the config, or give --data_path")
-    corpora = tuple(Corpus.open(p, data.text_field) for p in (config.corpus, data.val_path) if p is not None)
+    data, corpora = config.data, _corpora(config)
     extents: tuple[Extent, ...] | None = None
     if tokenizer is None:
         extents = tuple(corpus.scan() for corpus in corpora)
@@ -109,8 +101,6 @@ def prepare_data(
     }
     directory = Path(directory)
     header = _read_header(directory, wanted)
-    if header is None and keep and (directory / HEADER).exists():
-        raise UserError(f"the corpus, its options or the tokens in {directory} have changed since this run began")
     if header is None:
         plan = _plan(corpora, extents or tuple(corpus.scan() for corpus in corpora), data.val_fraction)
         header = _build(plan, tokenizer, directory, wanted, progress)
@@ -121,6 +111,22 @@ def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> T
     """The tokens that `prepare_data` left in `directory`, whatever has become of the corpus; None where there are none."""
     header = _read_header(Path(directory), {"format": FORMAT, "tokenizer": tokenizer.fingerprint})
     return None if header is None else _open(Path(directory), header, config, tokenizer)
+
+
+def has_changed(config: Config, directory: str | Path) -> bool:
+    """Whether the corpus is there and is not what the tokens in `directory` were made of."""
+    try:
+        sources = [corpus.digest() for corpus in _corpora(config)]
+    except UserError:  # it is gone
+        return False
+    return _read_header(Path(directory), {"sources": sources}) is None
+
+
+def _corpora(config: Config) -> tuple[Corpus, ...]:
+    """The corpus, and the validation text where it is a separate one."""
+    if config.corpus is None:
+        raise UserError("no text to train on: set data.path in the config, or give --data_path")
+    return tuple(Corpus.open(p, config.data.text_field) for p in (config.corpus, config.data.val_path) if p is not None)
 
 
 def _plan(corpora: tuple[Corpus, ...], extents: tuple[Extent, ...], val_fraction: float) -> _Plan:

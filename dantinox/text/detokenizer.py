@@ -2,12 +2,11 @@
 
 import codecs
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import Tokenizer as Core
 
-if TYPE_CHECKING:
-    from dantinox.text.tokenizer import Tokenizer
+from dantinox.text.pieces import Pieces
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -16,13 +15,13 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8
 class Detokenizer:
     """Turns token ids into text as they come.
 
-    Everything pushed and flushed is exactly `tokenizer.decode` of all the ids. A character is emitted when its last byte has
-    come, never in halves; the cost of a token does not depend on how many came before. Special tokens spell nothing.
+    Made by `Tokenizer.detokenizer`. Everything pushed and flushed is exactly `Tokenizer.decode` of all the ids. A character is
+    emitted when its last byte has come, never in halves; the cost of a token does not depend on how many came before. Special
+    tokens spell nothing.
     """
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        pieces = tokenizer.pieces
-        self._speller = _Joined(tokenizer) if pieces is None else _Spelled(pieces.first, pieces.inner)
+    def __init__(self, core: Core, pieces: Pieces | None, special_ids: frozenset[int]) -> None:
+        self._speller = _Joined(core, special_ids) if pieces is None else _Spelled(pieces.first, pieces.inner)
 
     def push(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text that is certain once `ids` (a list or a 1-D array) have come; ids outside the vocabulary spell nothing."""
@@ -61,8 +60,8 @@ class _Joined:
     Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
     """
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._core, self._specials = tokenizer.core, tokenizer.special_ids
+    def __init__(self, core: Core, special_ids: frozenset[int]) -> None:
+        self._core, self._specials = core, special_ids
         self._reset()
 
     def _reset(self) -> None:

@@ -136,8 +136,12 @@ class Tokenizer:
         Vocabularies that spell single bytes replace what is not UTF-8 byte by byte as Python does, so that a text streamed in
         parts is the same text.
         """
-        stream = Detokenizer(self)
+        stream = self.detokenizer()
         return stream.push(ids) + stream.flush()
+
+    def detokenizer(self) -> Detokenizer:
+        """Decodes the ids of a text as they come."""
+        return Detokenizer(self.core, self.pieces, self.special_ids)
 
     def _encode_characters(self, text: str) -> np.ndarray:
         codes = np.frombuffer(_utf32(text), "<u4")

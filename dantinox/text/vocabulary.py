@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.text.cutting import cut_up
+from dantinox.text.corpus import cut_up
 from dantinox.text.pieces import byte_letters
 from dantinox.text.tokenizer import Tokenizer
 

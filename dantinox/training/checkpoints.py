@@ -91,7 +91,7 @@ class Checkpoints:
             try:
                 state, facts = self._read(step, abstract)
             except Exception as error:  # whatever a damaged file makes of itself inside Orbax
-                skipped.append(f"checkpoint {step} cannot be read ({_first_line(error)})")
+                skipped.append(f"checkpoint {step} cannot be read ({first_line(error)})")
                 continue
             for damaged in steps[: len(skipped)]:
                 shutil.rmtree(self.path / str(damaged), ignore_errors=True)
@@ -123,7 +123,7 @@ class Checkpoints:
         try:
             return action()
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"cannot write checkpoints to {self.path}: {_first_line(error)}") from error
+            raise UserError(f"cannot write checkpoints to {self.path}: {first_line(error)}") from error
 
 
 def _val_loss(metrics: Any) -> float:
@@ -141,6 +141,6 @@ def _placed(abstract: State) -> State:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -1,35 +1,32 @@
-"""From settings to a trained run directory: what `train.py` does."""
+"""From settings to a trained run directory: what `dantinox train` does."""
 
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
-from dantinox.generation.words import sampling_params, seeded
-from dantinox.model import Transformer
 from dantinox.report import Console, human_count, open_console, table
 from dantinox.run import RunDirectory, create_run, load_run_config, save_config
-from dantinox.text import Tokenizer, TokenStore, prepare_data
+from dantinox.text import Progress, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
-from dantinox.training.programs import Programs
 from dantinox.training.resume import resumed_config, total_steps
+from dantinox.training.samples import Sampler, make_sampler
+from dantinox.training.step import Programs
 
-Sampler = Callable[[Config, Tokenizer, Transformer], str]
+Start = tuple[Config, Tokenizer, TokenStore, Sampler | None]
 
 
-def launch(
-    config: Config, *, run_dir: str | Path | None = None, resume: bool = False, sampler: Sampler | None = None
-) -> RunDirectory:
+def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = False) -> RunDirectory:
     """Trains a model into a run directory, or goes on with one.
 
     Args:
       run_dir: where to write; None: a new directory under runs/. It must be new or empty, unless `resume`.
-      resume: go on from the newest checkpoint; only steps, intervals and logging may differ from the run's own settings.
-      sampler: writes a text with the model as it is, every `training.sample_every` steps.
+      resume: go on from the newest checkpoint with the tokens that the run keeps, whatever has become of its corpus; only
+        steps, intervals, the sample prompt and logging may differ from the run's own settings.
 
     Raises:
       UserError: bad settings or data, not enough memory or disk, another process in the same directory.
@@ -37,48 +34,71 @@ def launch(
     """
     run = _existing(run_dir) if resume else create_run(run_dir)
     with run.lock(), open_console() as console:
-        tokenizer = None
-        if resume:
-            config = resumed_config(load_run_config(run), config)
-            tokenizer = Tokenizer.load(run.tokenizer)
-        with contextlib.nullcontext() if resume else _undone_on_error(run):
-            tokenizer, store = prepare_data(config, run.data, tokenizer, _Announcer(console), keep=resume)
-            if config.training.sample_every is not None:  # a token that is none is told now, not at the first sample
-                sampling_params(tokenizer, [seeded(config, 0)])
-            if not resume:
-                atomic_write(run.tokenizer, tokenizer.to_json())
-            if not resume or config != load_run_config(run):
-                save_config(run, config)  # last: where it stands, the run can be resumed
+        config, tokenizer, store, sample = (_go_on if resume else _begin)(config, run, console)
         console.note(f"run directory {run.path}")
         console.note(_plan(config, tokenizer, store))
-        final = tokenizer
-        sample = None if sampler is None else lambda model, step: sampler(config, final, model)
         train(config, run, tokenizer, store, console, resume=resume, sample=sample)
     return run
 
 
-def rehearse(config: Config) -> Iterator[str]:
+def dry_run(config: Config) -> Iterator[str]:
     """What `launch` would do, without a run directory: the plan, the memory it takes, the first batch as text."""
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
         tokenizer, store = prepare_data(config, directory)
+        make_sampler(config, tokenizer)
         yield _plan(config, tokenizer, store)
         programs = Programs(config, config.architecture(tokenizer.vocab_size), total_steps(config, store.windows_per_epoch))
-        yield programs.memory_line()
+        yield programs.memory.line()
         check_memory(programs.memory, config)
         batch = store.batch(0)
         yield f"first batch: tokens {list(batch.tokens_BT.shape)}, first row: {tokenizer.decode(batch.tokens_BT[0])!r}"
 
 
-class _Announcer:
-    """Tells each stage of the preparation once."""
+def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
+    """A fresh run; on an error the directory is left as it was found, so that the corrected command can be given again."""
+    try:
+        tokenizer, store = prepare_data(config, run.data, progress=_stages(console))
+        sample = make_sampler(config, tokenizer)
+        atomic_write(run.tokenizer, tokenizer.to_json())
+        save_config(run, config)  # last: where it stands, the run can be resumed
+    except BaseException:
+        shutil.rmtree(run.data, ignore_errors=True)
+        run.tokenizer.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (run.path / ".lock").unlink()
+            run.path.rmdir()
+        raise
+    return config, tokenizer, store, sample
 
-    def __init__(self, console: Console):
-        self._console, self._stage = console, ""
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
-            self._console.note(f"{stage}: {human_count(total)} characters")
+def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
+    """A run with its own tokenizer and tokens."""
+    saved = load_run_config(run)
+    config = resumed_config(saved, config)
+    tokenizer = Tokenizer.load(run.tokenizer)
+    store = open_store(config, run.data, tokenizer)
+    if store is None and run.data.exists():
+        raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
+    if store is None:
+        _, store = prepare_data(config, run.data, tokenizer, _stages(console))
+    elif has_changed(config, run.data):
+        console.note("the corpus has changed since this run began: it goes on with the tokens it has")
+    sample = make_sampler(config, tokenizer)
+    if config != saved:
+        save_config(run, config)
+    return config, tokenizer, store, sample
+
+
+def _stages(console: Console) -> Progress:
+    """Says once what is being done to the corpus."""
+    known: set[str] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage not in known:
+            console.note(f"{stage}: {human_count(total)} characters")
+        known.add(stage)
+
+    return progress
 
 
 def _existing(run_dir: str | Path | None) -> RunDirectory:
@@ -88,20 +108,6 @@ def _existing(run_dir: str | Path | None) -> RunDirectory:
     if not run.config.is_file():
         raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
     return run
-
-
-@contextlib.contextmanager
-def _undone_on_error(run: RunDirectory) -> Iterator[None]:
-    """Leaves the directory as it was found, so that the corrected command can be given again."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(run.data, ignore_errors=True)
-        run.tokenizer.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            (run.path / ".lock").unlink()
-            run.path.rmdir()
-        raise
 
 
 def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:

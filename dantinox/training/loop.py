@@ -4,9 +4,11 @@ What exact resume rests on: batches and dropout are functions of the step; every
 a row of the logs is on the disk before the checkpoint of its step; rows past a restored step are cut off.
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,21 +18,39 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
-from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, save_weights
 from dantinox.text import Tokenizer, TokenStore
-from dantinox.training.checkpoints import Checkpoints, Progress
-from dantinox.training.clock import Clock
+from dantinox.training.checkpoints import Checkpoints, Progress, first_line
 from dantinox.training.feed import Feed
 from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
-from dantinox.training.programs import Programs
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
-from dantinox.training.step import Metrics, State, abstract_state, initial_state
+from dantinox.training.samples import Sampler
+from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
 from dantinox.training.stopping import StopRequest, stop_request
 
-Sample = Callable[[Transformer, int], str]
+
+class Clock:
+    """Milliseconds per step, without those of evaluations, samples and checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps, self._since, self._average = 0, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside does not count."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    def ms_per_step(self) -> float:
+        """The mean since this was last asked; to be asked when the device is done with the steps."""
+        now = time.perf_counter()
+        if self.steps:
+            self._average = (now - self._since) / self.steps * 1e3
+        self.steps, self._since = 0, now
+        return self._average
 
 
 def train(
@@ -41,7 +61,7 @@ def train(
     console: Console,
     *,
     resume: bool = False,
-    sample: Sample | None = None,
+    sample: Sampler | None = None,
 ) -> Progress:
     """Trains until `training.steps`, patience, or a signal.
 
@@ -49,7 +69,7 @@ def train(
       run: holds config.yaml and tokenizer.json already, and is locked by this process.
       store: the tokens, with the batch size and window length of the settings.
       resume: go on from the newest checkpoint, if there is one.
-      sample: `sample(model, step)` writes a text with the model as it is; called every `training.sample_every` steps.
+      sample: writes a text with the model as it is; called every `training.sample_every` steps.
 
     Raises:
       UserError: not enough memory or disk, a damaged checkpoint, a loss that is no number.
@@ -59,10 +79,8 @@ def train(
         keep_freed_memory()
     with stop_request() as stop:
         trainer = Trainer(config, run, tokenizer, store, console, sample)
-        try:
+        with contextlib.closing(trainer.checkpoints):  # waits for what is on its way to the disk
             return trainer.train(resume, stop)
-        finally:
-            trainer.close()
 
 
 class Trainer:
@@ -75,7 +93,7 @@ class Trainer:
         tokenizer: Tokenizer,
         store: TokenStore,
         console: Console,
-        sample: Sample | None = None,
+        sample: Sampler | None,
     ):
         self.config, self.run, self.tokenizer, self.store = config, run, tokenizer, store
         self.console, self.sample = console, sample
@@ -89,7 +107,6 @@ class Trainer:
         self.saved_step: int | None = None
         self.state: State
         self.recent: list[Metrics] = []
-        self.clock = Clock()
 
     def train(self, resume: bool, stop: StopRequest) -> Progress:
         """See `train`."""
@@ -98,7 +115,7 @@ class Trainer:
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
         self.programs = Programs(self.config, self.model, self.steps)
-        self.console.note(self.programs.memory_line())
+        self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         if not restored:
             given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
@@ -113,15 +130,11 @@ class Trainer:
             feed.close()
         return self.progress
 
-    def close(self) -> None:
-        """Waits for checkpoints on their way to the disk."""
-        self.checkpoints.close()
-
     def _loop(self, feed: Feed, stop: StopRequest) -> None:
+        self.clock = Clock()
         if self.progress.evaluation_due:
             self._evaluate(stop)
             self._stop_if_asked(stop)
-        self.clock.restart()
         while not self._finished():
             self.state, metrics = self.programs.train(self.state, feed.next())
             self.step += 1
@@ -141,7 +154,8 @@ class Trainer:
         if evaluates:
             self._evaluate(stop)
         if self.sample and t.sample_every and (self.step % t.sample_every == 0 or last) and stop.signal is None:
-            self._write_sample()
+            with self.clock.paused():
+                self._write_sample(self.sample)
         if last or self._finished():
             return  # the last checkpoint comes after everything else
         if (self.step % t.checkpoint_every == 0) if t.checkpoint_every else evaluates:
@@ -194,11 +208,13 @@ class Trainer:
     def _evaluate(self, stop: StopRequest) -> None:
         """Measures, writes the row, exports the weights if they are the best; when asked to stop, leaves all that for later."""
         vitals = self.progress.evaluation_due or self._vitals()
-        self.clock.pause()
-        loss = self._validation_loss(stop)
-        self.progress = replace(self.progress, evaluation_due=vitals if loss is None else None)
-        if loss is None:
-            return
+        with self.clock.paused():
+            loss = self._validation_loss(stop)
+            self.progress = replace(self.progress, evaluation_due=vitals if loss is None else None)
+            if loss is not None:
+                self._log_evaluation(loss, vitals)
+
+    def _log_evaluation(self, loss: float, vitals: dict[str, Any]) -> None:
         total, steps = (float(x) for x in np.asarray(self.state.since_row))
         self._check_numbers(total / steps)
         self.state = self.state._replace(since_row=jnp.zeros(2))
@@ -208,8 +224,7 @@ class Trainer:
         self.console.evaluation(row)
         self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
         if self.progress.best_step == self.step:
-            self._export()
-        self.clock.restart()
+            save_weights(self.run.weights, jax.device_get(self.state.parameters))
 
     def _validation_loss(self, stop: StopRequest) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
@@ -221,26 +236,24 @@ class Trainer:
                 return None
         return nats / count
 
-    def _write_sample(self) -> None:
-        self.clock.pause()
+    def _write_sample(self, sample: Sampler) -> None:
+        """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
         build, _ = blueprint(self.model)
-        assert self.sample is not None
-        text = self.sample(build(self.state.parameters), self.step)
-        self.run.samples.mkdir(exist_ok=True)
-        atomic_write(self.run.samples / f"step_{self.step}.txt", text)
-        self.console.sample(text, self.step)
-        self.clock.restart()
-
-    def _export(self) -> None:
-        save_weights(self.run.weights, jax.device_get(self.state.parameters))
+        try:
+            text = sample(build(self.state.parameters))
+            self.run.samples.mkdir(exist_ok=True)
+            atomic_write(self.run.samples / f"step_{self.step}.txt", text)
+        except Exception as error:
+            self.console.note(f"no sample at step {self.step}: {first_line(error)}")
+        else:
+            self.console.sample(text, self.step)
 
     def _save(self) -> None:
         """Sends this step to the disk; never one whose weights are NaN."""
-        self.clock.pause()
-        self._check_numbers(float(self.state.since_row[0]))
-        self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
+        with self.clock.paused():
+            self._check_numbers(float(self.state.since_row[0]))
+            self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
         self.saved_step = self.step
-        self.clock.restart()
 
     def _stop_if_asked(self, stop: StopRequest) -> None:
         if stop.signal is None:

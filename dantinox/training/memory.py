@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, UserError
-from dantinox.training.step import State
+from dantinox.report import human_bytes, human_count
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
@@ -24,9 +24,17 @@ class MemoryPlan:
     peak: int
     available: int | None
 
+    def line(self) -> str:
+        """Parameters, optimizer state, estimated peak and what is free, in one line."""
+        free = "" if self.available is None else f" of {human_bytes(self.available)} free"
+        return (
+            f"{human_count(self.parameters / 4)} parameters: weights {human_bytes(self.parameters)}, "
+            f"optimizer {human_bytes(self.optimizer)}, estimated peak {human_bytes(self.peak)}{free}"
+        )
 
-def plan_memory(compiled: Any, state: State) -> MemoryPlan:
-    """Reads the plan of a compiled step whose first argument is `state`, arrays or shapes."""
+
+def plan_memory(compiled: Any, state: Any) -> MemoryPlan:
+    """Reads the plan of a compiled step; `state` is its first argument, of arrays or shapes."""
     analysis = compiled.memory_analysis()
     # Donated arguments share their place with the outputs.
     peak = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -19,13 +19,14 @@ FREE = {
     "training.eval_every",
     "training.checkpoint_every",
     "training.sample_every",
+    "training.sample_prompt",
     "training.keep_last",
     "training.patience",
 }
 
 
 def resumed_config(saved: Config, given: Config) -> Config:
-    """The settings to go on with: those of the run, with steps, intervals and logging as given now.
+    """The settings to go on with: those of the run, with steps, intervals, the sample prompt and logging as given now.
 
     Raises:
       UserError: another setting differs; the sentence names it with both values.
@@ -34,7 +35,7 @@ def resumed_config(saved: Config, given: Config) -> Config:
         if key not in FREE and not key.startswith("logging."):
             raise UserError(
                 f"{key} cannot change when a run is resumed: the run has {shown(old)}, got {shown(new)} "
-                "(only steps, intervals and logging may differ)"
+                "(only steps, intervals, the sample prompt and logging may differ)"
             )
     return given
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,11 @@ from flax import nnx
 from dantinox.config import Config, ModelConfig
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.text import Batch
-from dantinox.training.objective import sums
+from dantinox.training.memory import MemoryPlan, plan_memory
+from dantinox.training.objective import Sums, sums
 from dantinox.training.optimizer import optimizer, schedule
 
+EVAL_TOKENS_PER_CALL = 8192
 # YNNPACK for matrix products alone: its reductions make a small step a tenth slower than XLA's own.
 CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
@@ -115,3 +118,34 @@ def make_eval_step(model: ModelConfig) -> Any:
     """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch) → Sums."""
     build, _ = blueprint(model)
     return jax.jit(lambda parameters, batch: sums(build(parameters), batch))
+
+
+class Programs:
+    """The compiled programs of a run. Compiling allocates nothing of the model's size, so the memory plan comes first."""
+
+    def __init__(self, config: Config, model: ModelConfig, steps: int):
+        length = config.model.max_context
+        self.eval_rows = max(1, EVAL_TOKENS_PER_CALL // length)
+        self.abstract = abstract_state(config, model, steps)
+        train = make_train_step(config, model, steps).lower(self.abstract, abstract_batch(config.training.batch_size, length))
+        evaluate = make_eval_step(model).lower(self.abstract.parameters, abstract_batch(self.eval_rows, length))
+        # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
+        self._evaluate: Any = None
+        self._failure: BaseException | None = None
+        self._thread = Thread(target=self._compile, args=(evaluate,), name="compile", daemon=True)
+        self._thread.start()
+        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train)
+        self.memory: MemoryPlan = plan_memory(self.train, self.abstract)
+
+    def evaluate(self, parameters: Parameters, batch: Any) -> Sums:
+        """The summed losses of a validation batch of `eval_rows` rows."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._evaluate(parameters, batch)
+
+    def _compile(self, lowered: Any) -> None:
+        try:
+            self._evaluate = compiled(lowered)
+        except BaseException as error:
+            self._failure = error

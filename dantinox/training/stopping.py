@@ -40,7 +40,8 @@ def stop_request() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {number: signal.signal(number, request.receive) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as `nohup` and `&` ask for
+    previous = {number: signal.signal(number, request.receive) for number in heard}
     try:
         yield request
     finally:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import Config, TokenizerSection, UserError, build_config
-from dantinox.text import Tokenizer, TokenStore, build, corpus, open_store, prepare_data, train_tokenizer
+from dantinox.text import Tokenizer, TokenStore, build, corpus, has_changed, open_store, prepare_data, train_tokenizer
 
 TEXT = (
     "Nel mezzo del cammin di nostra vita\n\n mi ritrovai per una <eos> selva oscura,\r\nché la diritta via era smarrita.\n" * 9
@@ -267,15 +267,14 @@ def test_batches_from_disk_equal_batches_from_memory(built) -> None:
         assert np.array_equal(a, b)
 
 
-def test_a_kept_store_is_never_built_over(tmp_path) -> None:
-    config = settings(write(tmp_path / "a.txt", TEXT))
-    tokenizer, store = prepare_data(config, tmp_path / "store")
-    again = prepare_data(config, tmp_path / "store", tokenizer, keep=True)[1]
-    assert parts(again) == parts(store)
+def test_the_tokens_outlive_their_corpus(tmp_path) -> None:
+    config, directory = settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "store"
+    tokenizer, store = prepare_data(config, directory)
+    assert not has_changed(config, directory)
     write(tmp_path / "a.txt", TEXT + "x")
-    with pytest.raises(UserError, match="have changed since this run began"):
-        prepare_data(config, tmp_path / "store", tokenizer, keep=True)
-    assert parts(open_store(config, tmp_path / "store", tokenizer)) == parts(store), "the tokens outlive their corpus"
+    assert has_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
+    (tmp_path / "a.txt").unlink()
+    assert not has_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
     assert open_store(config, tmp_path / "elsewhere", tokenizer) is None
 
 

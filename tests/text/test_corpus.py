@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dantinox import cli
 from dantinox.config import UserError
 from dantinox.text import Corpus, corpus
-from dantinox.text.cutting import cut_up
+from dantinox.text.corpus import cut_up
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dantinox.config import TokenizerSection
-from dantinox.text import Detokenizer, Tokenizer, train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 
 CORPUS = "Nel mezzo del cammin di nostra vita 🙂👩‍🚀 é — ☃\n  mi ritrovai\r\n" * 3
 SYMBOLS = ["<unk>", "<s>", "</s>", "▁", "▁▁", "▁ab", "a", "b", "é", "�"]
@@ -52,7 +52,7 @@ def test_pieces_join_to_the_whole(name: str, data: st.DataObject) -> None:
     tokenizer = KINDS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     whole = tokenizer.decode(ids)
-    one_by_one, stream = Detokenizer(tokenizer), ""
+    one_by_one, stream = tokenizer.detokenizer(), ""
     for token in ids:
         stream += one_by_one.push([token])
     assert stream + one_by_one.flush() == whole
@@ -79,7 +79,7 @@ def test_which_decoders_have_a_table() -> None:
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20))
 def test_no_half_characters(name: str, text: str) -> None:
     tokenizer = KINDS[name]
-    stream = Detokenizer(tokenizer)
+    stream = tokenizer.detokenizer()
     shown = ""
     for token in tokenizer.encode(text):
         shown += stream.push([token])
@@ -88,7 +88,7 @@ def test_no_half_characters(name: str, text: str) -> None:
 
 
 def test_a_torn_character_waits_and_is_replaced_at_the_end() -> None:
-    stream = Detokenizer(KINDS["byte"])
+    stream = KINDS["byte"].detokenizer()
     assert [stream.push([byte]) for byte in "☃".encode()] == ["", "", "☃"]
     assert stream.push([0xE2, 0x98]) == "" and stream.flush() == "�"
     assert stream.push([0xE2, KINDS["byte"].eos_id, 0x98, 0x83]) == "☃", "a special token spells nothing"
@@ -103,7 +103,7 @@ def test_a_leading_space_goes_once() -> None:
 @pytest.mark.parametrize("name", ["bpe", "wordpiece"])
 def test_a_token_costs_the_same_after_many(name: str) -> None:
     tokenizer = KINDS[name]
-    stream = Detokenizer(tokenizer)
+    stream = tokenizer.detokenizer()
 
     def seconds(count: int) -> float:
         start = time.perf_counter()

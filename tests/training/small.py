@@ -10,7 +10,7 @@ from dantinox.config import build_config
 from dantinox.report import Console
 from dantinox.run import create_run, save_config
 from dantinox.text import Counts, TokenStore
-from dantinox.training import train
+from dantinox.training.loop import train
 
 VOCABULARY = 11
 SETTINGS = {
@@ -69,9 +69,10 @@ class Workshop:
     path: object
     notes: io.StringIO = field(default_factory=io.StringIO)
 
-    def train(self, name, config, *, resume=False, store=None, **options):
+    def train(self, name, config, *, resume=False, store=None, tokenizer=None, **options):
         run = create_run(self.path / name, resume=resume)
         if not run.config.is_file():
             save_config(run, config)
-        train(config, run, Tokens(), store or small_store(config), Console(self.notes), resume=resume, **options)
+        tokenizer, store = tokenizer or Tokens(), store or small_store(config)
+        train(config, run, tokenizer, store, Console(self.notes), resume=resume, **options)
         return run

@@ -10,7 +10,6 @@ from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights
-from dantinox.training.loop import Trainer
 from dantinox.training.step import make_eval_step
 from dantinox.training.stopping import StopRequest, stop_request
 
@@ -21,17 +20,21 @@ def test_a_run_learns_and_leaves_everything_behind(workshop):
     config = small_config(training__sample_every=10)
     texts = []
 
-    def sample(model, step):
+    def sample(model):
         assert isinstance(model, Transformer)
-        texts.append(step)
-        return f"text {step}"
+        texts.append(f"text {len(texts)}")
+        if len(texts) == 1:
+            raise RuntimeError("out of memory\nat some address")
+        return texts[-1]
 
     run = workshop.train("run", config, sample=sample)
     rows = read_csv(run.log(config))
     assert rows[-1]["val_loss"] < rows[0]["val_loss"] < 2.5
     assert list(rows[0])[:4] == ["step", "train_loss", "val_loss", "ms_per_step"]
     assert [row["step"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"] == [4, 8, 12, 16, 20, 24]
-    assert texts == [10, 20, 24] and (run.samples / "step_20.txt").read_text() == "text 20"
+    assert len(texts) == 3 and (run.samples / "step_20.txt").read_text() == "text 1"
+    assert "no sample at step 10: out of memory\n" in workshop.notes.getvalue()
+    assert sorted(path.name for path in run.samples.iterdir()) == ["step_20.txt", "step_24.txt"]
     summary = json.loads(run.summary(config).read_text())
     assert summary["val_loss"] == min(row["val_loss"] for row in rows)
     assert {int(path.name) for path in run.checkpoints.iterdir() if path.name.isdigit()} >= {18, 24}
@@ -108,6 +111,7 @@ def test_a_signal_during_an_evaluation_leaves_it_for_later(workshop):
     assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in expected]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     exits = []
@@ -120,6 +124,19 @@ def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         assert exits == [143]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_ignored_signal_stays_ignored():
+    """A background job of a script is not meant by the Ctrl-C of its terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop_request() as stop:
+        stop.can_save = True
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.exit_code == 143
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_a_signal_before_there_is_anything_to_save_exits_at_once():
@@ -144,15 +161,6 @@ def test_init_from_starts_with_the_weights_of_another_run(workshop):
 
 
 def test_another_tokenizer_is_refused(workshop):
-    config = small_config()
-    run = workshop.train("run", small_config(training__steps=6))
-    trainer = Trainer(config, run, Tokens(fingerprint="1" * 64), small_store(config), workshop_console(workshop))
+    workshop.train("run", small_config(training__steps=6))
     with pytest.raises(UserError, match="was trained with tokenizer 000000000000, the run directory now has 111111111111"):
-        trainer.train(True, StopRequest())
-    trainer.close()
-
-
-def workshop_console(workshop):
-    from dantinox.report import Console
-
-    return Console(workshop.notes)
+        workshop.train("run", small_config(), resume=True, tokenizer=Tokens(fingerprint="1" * 64))

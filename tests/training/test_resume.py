@@ -141,6 +141,7 @@ def process(path, *arguments, **environment):
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT))]
 )
+@pytest.mark.usefixtures("interruptible")
 def test_killed_processes_resume_to_the_same_result(tmp_path, workshop, number):
     config = small_config(training__checkpoint_every=4, training__eval_every=8)
     expected = outcome(workshop.train("whole", config), config)

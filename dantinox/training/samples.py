@@ -1,0 +1,51 @@
+"""Text samples for whoever watches a training; what they start from is checked before the first step."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dantinox.config import Config, overlay
+from dantinox.files import UserError
+from dantinox.generation import Run
+from dantinox.generation.words import sampling_params
+from dantinox.model import Transformer
+from dantinox.text import Tokenizer
+
+Sampler = Callable[[Transformer], str]
+
+
+def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
+    """What writes a text with a model as it is, or None where the settings ask for no samples.
+
+    Without `training.sample_prompt` a sample starts from a line break, or from the begin token where the vocabulary has none.
+
+    Raises:
+      UserError: the prompt cannot be encoded or fills the context, or a token named in `generation` is none.
+    """
+    if config.training.sample_every is None:
+        return None
+    prompt, tokens = _prompt(config, tokenizer)
+    room = config.model.max_context - tokens
+    if room < 1:
+        raise UserError(f"training.sample_prompt must be shorter than model.max_context {tokens + room} tokens, got {tokens}")
+    settings: dict[str, Any] = {"seed": config.training.seed, "n": 1}
+    settings["max_new_tokens"] = min(config.generation.max_new_tokens, room)
+    # Nothing can have been measured on a model that is being made, and it is to be seen as it is.
+    settings["kv_budget"] = None
+    if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
+        settings["router_preset"] = "guide"
+    sampling_params(tokenizer, [overlay(config, settings)])  # raises what a sample would raise
+    return lambda model: prompt + Run(config, model, tokenizer).generate(prompt, **settings).text
+
+
+def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
+    """The text and how many tokens it is."""
+    given = config.training.sample_prompt
+    try:
+        return given or "\n", len(tokenizer.encode(given or "\n"))
+    except UserError as error:
+        if given:
+            raise UserError(f"training.sample_prompt: {error}") from None
+        if tokenizer.bos_id is None:
+            lacking = "the vocabulary has neither a line break nor a begin token"
+            raise UserError(f"training.sample_prompt must be given: {lacking}") from None
+        return "", 1

@@ -1,0 +1,66 @@
+"""Text samples: what can go wrong with them is said before the first step."""
+
+import pytest
+
+from dantinox.config import Config, TokenizerSection, UserError, build_config
+from dantinox.generation import load
+from dantinox.text import Tokenizer, train_tokenizer
+from dantinox.training.resume import resumed_config
+from dantinox.training.samples import make_sampler
+
+
+def letters(text: str) -> Tokenizer:
+    return train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([text]))
+
+
+def settings(base: Config | None = None, **changed) -> Config:
+    tree = {} if base is None else base.model_dump()
+    return build_config(tree, {"training.sample_every": 5} | {key.replace("__", "."): v for key, v in changed.items()})
+
+
+def test_no_samples_are_asked_for():
+    assert make_sampler(build_config({}), letters("abc")) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"training__sample_prompt": "é"},
+            r"training\.sample_prompt: the character 'é' \(U\+00E9\) at position 0 .* not in",
+        ),
+        ({"training__sample_prompt": "abc", "model__max_context": 3}, "must be shorter than model.max_context 3 tokens, got 3"),
+        ({"generation__allowed_tokens": [999]}, r"generation\.allowed_tokens must hold token ids in \[0, 6\), got 999"),
+        ({"generation__banned_tokens": ["é"]}, "generation.banned_tokens: the character 'é'"),
+    ],
+)
+def test_what_would_end_in_no_sample_is_said_at_once(changed, says):
+    with pytest.raises(UserError, match=says):
+        make_sampler(settings(**changed), letters("abc"))
+
+
+def test_a_vocabulary_without_a_line_break_starts_from_its_begin_token():
+    assert make_sampler(settings(), letters("abc")) is not None
+    tree = letters("abc").to_json().replace("<bos>", "<other>")
+    with pytest.raises(UserError, match="must be given: the vocabulary has neither a line break nor a begin token"):
+        make_sampler(settings(), Tokenizer(tree))
+
+
+def test_samples_need_no_calibration(run_dir):
+    """Nothing is measured before there is a model: they take the guide's numbers."""
+    run = load(run_dir)
+    own = {"strategy": "entropy", "temperature": 5.0, "max_new_tokens": 6, "n": 2}
+    given = {f"generation__{key}": value for key, value in own.items()}
+    config = settings(run.config, training__sample_prompt="a", router__router_preset="calibrated", **given)
+    guide = run.generate("a", **own | {"router_preset": "guide", "n": 1}, seed=config.training.seed)
+    assert make_sampler(config, run.tokenizer)(run.model) == "a" + guide.text
+
+
+def test_a_budget_of_the_run_is_not_for_samples(run_dir):
+    run = load(run_dir)
+    config = settings(run.config, training__sample_prompt="a", kv__budget=0.2, generation__max_new_tokens=40)
+    assert make_sampler(config, run.tokenizer)(run.model) == "a" + run.generate("a", max_new_tokens=40, seed=42).text
+
+
+def test_the_prompt_may_be_another_one_when_a_run_goes_on():
+    assert resumed_config(settings(), settings(training__sample_prompt="a")).training.sample_prompt == "a"
