@@ -47,7 +47,7 @@ def compile_once(tmp_path_factory):
 
 @pytest.fixture
 def interruptible():
-    """Lets child processes be interrupted: an ignored signal, as in a background job of a shell, would be ignored by them too."""
+    """Lets child processes be interrupted: a signal ignored here, as in a background job of a shell, is ignored by them too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
