@@ -10,7 +10,7 @@ import pytest
 
 from dantinox.sampling import process_logits
 
-PEERS = np.load(Path(__file__).with_name("peers.npz"))
+PEERS = dict(np.load(Path(__file__).with_name("peers.npz")))  # each look into the file unpacks a whole array
 SIZES = (12, 100, 128, 500)
 ROWS = [(V, i) for V in SIZES for i in range(len(PEERS[f"logits_{V}"]))]
 LEFT_OUT = 5  # rows at most; none in this file
