@@ -12,6 +12,8 @@ import pytest
 # environment before jax is loaded, so it holds for the programs that tests start too.
 CHEAP = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{CHEAP} {os.environ.get('XLA_FLAGS', '')}"
+# With these a program has the memory and the text that it has outside of the tests; only its machine code is another.
+OPTIMISED = {"xla_cpu_use_fusion_emitters": True}
 
 CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per character
 
@@ -25,6 +27,12 @@ def programs_are_let_go():
     yield
     if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture(scope="session")
+def optimised():
+    """Compiles what `.lower()` gave into a program whose memory and text are those outside of the tests."""
+    return lambda lowered: lowered.compile(compiler_options=OPTIMISED)
 
 
 @pytest.fixture(scope="session")

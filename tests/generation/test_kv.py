@@ -171,16 +171,16 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
 
 
 @pytest.mark.parametrize("ratio", RATIOS[:2])
-def test_decoding_holds_nothing_as_long_as_the_text(ratio):
+def test_decoding_holds_nothing_as_long_as_the_text(ratio, optimised):
     """No leaf and no tensor of the compiled program has an axis of N; little is allocated beside the cache, nothing copied."""
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
     plan = plan_of(config, calibrated(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")(2048)
     cache = made(config, 2, 2048, jnp.float32, plan.compression)
-    program = _generate_toks.lower(
-        model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None
-    ).compile()
+    program = optimised(
+        _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
+    )
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", program.as_text()) for size in shape.split(",")}
     assert 2048 not in sizes | {size for leaf in jax.tree.leaves(cache) for size in leaf.shape}
     assert {kept for layer in plan.compression.groups for _, kept in layer} <= sizes
@@ -191,14 +191,14 @@ def test_decoding_holds_nothing_as_long_as_the_text(ratio):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_narrow_keys_and_values_are_never_widened_at_once(dtype):
+def test_narrow_keys_and_values_are_never_widened_at_once(dtype, optimised):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
     cache = made(config, 2, 2048, jnp.dtype(dtype))
-    program = _generate_toks.lower(
-        model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None
-    ).compile()
+    program = optimised(
+        _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
+    )
     held = cache.report()["bytes"]
     assert held < 0.6 * made(config, 2, 2048, jnp.float32).report()["bytes"]
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * (1 if dtype == "bfloat16" else 2)

@@ -82,21 +82,20 @@ def test_a_temperature_is_a_number_not_a_program(programs):
 
 
 def decode_program(model, settings, rows=2, slots=2048):
-    """The compiled decoding of a batch whose cache has this many places, and that cache."""
+    """The decoding of a batch whose cache has this many places, and that cache."""
     params = SamplingParams.build(settings, batch=rows)
     limits, lengths = np.full(rows, 9), np.full(rows, 5)
     session = Session(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows)
     cache = make_cache(model.config, rows, slots, model.dtype)
-    program = _generate_toks.lower(model, cache, session.state, params, jnp.int32(32), use_cache=True, report=None)
-    return program.compile(), cache
+    return _generate_toks.lower(model, cache, session.state, params, jnp.int32(32), use_cache=True, report=None), cache
 
 
 @pytest.mark.parametrize(
     "settings", [{"greedy": True}, {"seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.8}]
 )
-def test_decoding_copies_neither_cache_nor_weights(wide, settings):
+def test_decoding_copies_neither_cache_nor_weights(wide, settings, optimised):
     program, cache = decode_program(wide, settings)
-    report, memory = cache.report(), program.memory_analysis()
+    report, memory = cache.report(), optimised(program).memory_analysis()
     assert report["slots"] == [[[4, 2048]]] * 4
     assert memory.temp_size_in_bytes < 0.1 * report["bytes"]
     assert memory.alias_size_in_bytes >= report["bytes"]
@@ -111,30 +110,30 @@ def prefill_program(model, length, report=None):
     )  # fmt: skip
     return _generate_toks.lower(
         model, None, session.state, params, jnp.int32(0), session._prompt, **session._options, **session._first
-    ).compile()
+    )
 
 
-def test_prefill_computes_the_last_position_alone(wide):
+def test_prefill_computes_the_last_position_alone(wide, optimised):
     """No array of logits for every position, unless the prompt's own log-probabilities are asked for."""
     V = wide.config.vocab_size
     every = re.compile(rf"f32\[(1,)?(512|511),{V}\]|f32\[(1,)?{V},(512|511)\]")
-    assert not every.search(prefill_program(wide, 500).as_text())
-    assert every.search(prefill_program(wide, 500, report=0).as_text()), "the pattern finds what it should"
+    assert not every.search(optimised(prefill_program(wide, 500)).as_text())
+    assert every.search(optimised(prefill_program(wide, 500, report=0)).as_text()), "the pattern finds what it should"
 
 
-def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide):
+def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide, optimised):
     """The older program read all of `max_context` for a prompt of ten tokens."""
-    text = prefill_program(wide, 10).as_text()
+    text = optimised(prefill_program(wide, 10)).as_text()
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", text) for size in shape.split(",")}
     assert 16 in sizes and 4096 not in sizes
-    short, long = (prefill_program(wide, length).cost_analysis()["flops"] for length in (10, 500))
+    short, long = (optimised(prefill_program(wide, length)).cost_analysis()["flops"] for length in (10, 500))
     assert short * 15 < long
 
 
-def test_a_decoding_step_costs_what_the_request_needs(wide):
+def test_a_decoding_step_costs_what_the_request_needs(wide, optimised):
     """It grows with the cache of the request, not with `max_context`."""
-    small, _ = decode_program(wide, {"greedy": True}, slots=32)
+    small = optimised(decode_program(wide, {"greedy": True}, slots=32)[0])
     same = builder.model(builder.config(vocab_size=1031, head_size=32, kv_heads=4, windows=(None,) * 4, max_context=64))
-    expected, _ = decode_program(same, {"greedy": True}, slots=32)
+    expected = optimised(decode_program(same, {"greedy": True}, slots=32)[0])
     assert small.cost_analysis()["flops"] == expected.cost_analysis()["flops"]
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes

@@ -84,11 +84,11 @@ def test_evaluation_has_no_dropout():
     assert float(make_eval_step(model)(parameters, batch).nats) == float(plain.nats)
 
 
-def test_the_step_reuses_its_state_and_knows_its_memory_beforehand():
+def test_the_step_reuses_its_state_and_knows_its_memory_beforehand(optimised):
     config = small_config()
     model = config.architecture(VOCABULARY)
     abstract = abstract_state(config, model, 24)
-    compiled = make_train_step(config, model, 24).lower(abstract, abstract_batch(4, 8)).compile()
+    compiled = optimised(make_train_step(config, model, 24).lower(abstract, abstract_batch(4, 8)))
     plan = plan_memory(compiled, abstract)
     state = initial_state(config, model, 24)
     assert plan.parameters == sum(p.nbytes for p in state.parameters.values())
