@@ -2,18 +2,15 @@
 
 import argparse
 import contextlib
-import json
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from dantinox.cli import flags
-from dantinox.cli.common import given_prompt, given_settings, use_compilation_cache
-from dantinox.config import UserError, overlay
+from dantinox.cli import flags, measure
+from dantinox.cli.common import use_compilation_cache
+from dantinox.config import UserError
 from dantinox.config.flags import Parser, overrides
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -113,162 +110,21 @@ def _generate(options: argparse.Namespace) -> int:
     return generate(options)
 
 
-def _check_png(path: Path | None) -> None:
-    if path is not None and path.suffix != ".png":
-        raise UserError(f"--plot must name a .png file, got {path}")
-    if path is not None:
-        from dantinox.files import check_writable
-
-        check_writable(path, "--plot")
-
-
-def _explain(options: argparse.Namespace) -> int:
-    _check_png(options.plot)
-    settings = given_settings(options)
-    from dantinox.files import atomic_write
-    from dantinox.run import load_run_config, open_run
-
-    overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
-    prompt = given_prompt(options)
-    use_compilation_cache()
-    from dantinox.generation import load
-    from dantinox.measure.explain import explain
-    from dantinox.measure.explain_view import explanation_lines, plot_explanation
-
-    record = explain(load(options.run_dir), prompt, settings, options.show).to_dict()
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False))
-    else:
-        for line in explanation_lines(record, shutil.get_terminal_size((100, 24)).columns):
-            print(line)
-    if options.plot is not None:
-        plot_explanation(record, options.plot, atomic_write)
-    return 0
-
-
-def _calibrate(options: argparse.Namespace) -> int:
-    _check_png(options.plot)
-    flags.check_calibrate(options)
-    use_compilation_cache()
-    from dantinox.files import atomic_write
-
-    record, lines, plot = {"router": _calibrate_router, "kv": _calibrate_kv}[options.what](options)
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False))
-    else:
-        for line in lines(shutil.get_terminal_size((100, 24)).columns):
-            print(line)
-    if options.plot is not None:
-        plot(record, options.plot, atomic_write)
-    return 0
-
-
-def _calibrate_router(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
-    """The record, what makes lines of a width of it, and what draws it."""
-    from dantinox.measure.calibrate_router import TOKENS, calibrate_router
-    from dantinox.measure.calibrate_router_view import calibration_lines, plot_calibration
-
-    tokens = TOKENS if options.tokens is None else options.tokens
-    record = calibrate_router(options.run_dir, tokens=tokens, data_path=options.data_path)
-    return record, lambda width: calibration_lines(record, width), plot_calibration
-
-
-def _calibrate_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
-    from dantinox.measure.calibrate_kv import SEQUENCES, calibrate_kv
-    from dantinox.measure.calibrate_kv_view import kv_calibration_lines, plot_kv_calibration
-
-    record = calibrate_kv(
-        options.run_dir,
-        sequences=SEQUENCES if options.sequences is None else options.sequences,
-        data_path=options.data_path,
-        output=options.output,
-        from_results=options.from_results,
-        loss=not options.no_loss,
-        progress=_tell,
-    )
-    return record, lambda width: kv_calibration_lines(record, width, options.output), plot_kv_calibration
-
-
-def _eval(options: argparse.Namespace) -> int:
-    flags.check_evaluate(options)
-    from dantinox.files import atomic_write, check_folder
-    from dantinox.run import open_run
-
-    out = options.out or open_run(options.run_dir).path / "evaluation"
-    check_folder(out, "--out")
-    use_compilation_cache()
-    record, lines, write = {"sampling": _eval_sampling, "kv": _eval_kv}[options.what](options)
-    for line in lines(record, shutil.get_terminal_size((100, 24)).columns):
-        print(line)
-    write(record, out, atomic_write)
-    return 0
-
-
-def _eval_sampling(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
-    """The record, what makes lines of it, and what writes its files."""
-    from dantinox.studies.sampling import evaluate_sampling
-    from dantinox.studies.sampling_view import sampling_lines, write_sampling
-
-    record = evaluate_sampling(
-        options.run_dir,
-        options.reference,
-        quick=options.quick,
-        methods=options.methods,
-        progress=_tell,
-        prompts=options.prompts,
-        seeds=options.seeds,
-        tokens=options.tokens,
-        trials=options.trials,
-    )
-    return record, sampling_lines, write_sampling
-
-
-def _eval_kv(options: argparse.Namespace) -> tuple[dict[str, Any], Callable, Callable]:
-    from dantinox.studies.kv import evaluate_kv
-    from dantinox.studies.kv_view import kv_lines, write_kv
-
-    record = evaluate_kv(
-        options.run_dir,
-        quick=options.quick,
-        ratios=options.ratios,
-        methods=options.methods,
-        calibration=options.kv_calibration,
-        kv_dtype=options.kv_dtype or "auto",
-        progress=_tell,
-        tokens=options.tokens,
-        sequences=options.sequences,
-    )
-    return record, kv_lines, write_kv
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _info(options: argparse.Namespace) -> int:
-    use_compilation_cache()
-    from dantinox.measure.info import describe
-
-    for line in describe(options.run_dir):
-        print(line, flush=True)
-    return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from dantinox.measure.doctor import examine
-
-    for line in examine():
-        print(line, flush=True)
-    return 0
-
-
 # Name → what it runs, what adds its flags, and what it is for.
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (_train, flags.train, "Train a model from a YAML file into a run directory."),
     "generate": (_generate, flags.generate, "Continue a prompt with a trained model."),
-    "explain": (_explain, flags.explain, "Show what each sampling step makes of the token behind a prompt."),
-    "calibrate": (_calibrate, flags.calibrate, "Measure on a text what a preset of this model needs, and save it in the run."),
-    "eval": (_eval, flags.evaluate, "Compare samplers, or compressed caches, on a run's own validation text."),
-    "info": (_info, flags.info, "Describe a run: settings, size, training, and what narrow weights cost."),
-    "doctor": (_doctor, lambda _: None, "Show versions, devices and speed of this machine."),
+    "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),
+    "calibrate": (
+        measure.calibrate,
+        measure.calibrate_flags,
+        "Measure on a text what a preset of this model needs, and save it in the run.",
+    ),
+    "eval": (
+        measure.evaluate,
+        measure.evaluate_flags,
+        "Compare samplers, or compressed caches, on a run's own validation text.",
+    ),
+    "info": (measure.info, measure.info_flags, "Describe a run: settings, size, training, and what narrow weights cost."),
+    "doctor": (measure.doctor, lambda _: None, "Show versions, devices and speed of this machine."),
 }

@@ -43,3 +43,10 @@ def use_compilation_cache() -> None:
     # By default jax keeps only programs that took over a second to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def whole_number(text: str) -> int:
+    """A flag's value that counts something."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {text!r}")
+    return int(text)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import check_writable
-from dantinox.generation import Run, load
-from dantinox.measure.calibrate_kv_view import HEAD_TYPES
-from dantinox.measure.calibrate_router import read_text
+from dantinox.generation import load
 from dantinox.measure.eviction import loss_rises
+from dantinox.measure.reading import batches, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.run import (
     KV_FORMAT,
@@ -28,7 +28,7 @@ from dantinox.run import (
     save_kv_calibration,
     weights_digest,
 )
-from dantinox.text import Tokenizer, open_store
+from dantinox.text import Tokenizer
 
 SEQUENCES = 20
 ROWS = 4  # query rows of a sequence, a quarter of it apart
@@ -37,6 +37,56 @@ MASS = 0.95
 TEXT_TOKENS = 1 << 22  # read of a given text at most
 BATCH_TOKENS = 2048  # read at once
 TRIES = 10_000  # places drawn in vain before a text is given up
+# What a head is called whose mean entropy is below so many bits.
+HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffuse": math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCalibration:
+    """What was measured on the attention heads: the keys of `kv_entropy.json`, without those that are None.
+
+    Attributes:
+      model: the name of its run; `n_layer` … `n_ctx` and `model_info` its shape.
+      calibration: how it was measured.
+      head_entropies: of a query head's attention in bits, by names like `L0_H1`; `entropy_stats` and `head_types` follow.
+      lengths: tokens up to the query rows, means over the sequences, and `length_entropies`, the entropies there.
+      coverage: keys that hold 95 % of a query head's attention.
+      loss: what eviction costs a key head (`L0_K1`) in nats per token, a number for each of `loss_slots`.
+      split_half_correlation: of the heads' entropies in odd and in even sequences.
+      tokens, sequences, seed: of the text.
+      tokenizer, weights: SHA-256.
+    """
+
+    model: str
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    n_ctx: int
+    model_info: dict[str, Any]
+    calibration: dict[str, Any] | None = None
+    head_entropies: dict[str, float]
+    lengths: list[float] | None = None
+    length_entropies: dict[str, list[float]] | None = None
+    coverage: dict[str, float] | None = None
+    split_half_correlation: float | None = None
+    tokens: int | None = None
+    sequences: int | None = None
+    seed: int | None = None
+    tokenizer: str | None = None
+    weights: str | None = None
+    loss: dict[str, list[float]] | None = None
+    loss_slots: list[int] | None = None
+    entropy_stats: dict[str, float | None]
+    head_types: dict[str, int]
+    format_version: int = KV_FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def heads(self, name: str) -> np.ndarray:
+        """`head_entropies` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`."""
+        values = np.array(list(getattr(self, name).values()), np.float64)
+        return values.reshape(self.n_layer, -1, *values.shape[1:])
 
 
 def calibrate_kv(
@@ -49,7 +99,7 @@ def calibrate_kv(
     from_results: str | Path | None = None,
     loss: bool = True,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> HeadCalibration:
     """Measures the attention of every query head on a text, and saves it in the run as `kv_entropy.json`.
 
     In each sequence the queries at 25, 50, 75 and 100 % of its tokens are measured: the entropy of their attention over the
@@ -65,13 +115,6 @@ def calibrate_kv(
       loss: measure `loss_rises`, by far the longest part.
       progress: called with a line before every layer of it.
 
-    Returns:
-      What is saved, ready for JSON: the keys of format 1 (`head_entropies`, `entropy_stats`, `head_types` …) with
-      `format_version` 2, and where it was measured here `lengths` (tokens up to the query rows, means over the sequences) and
-      `length_entropies`, `coverage`, `loss` (nats per token, a number for each of `loss_slots`), `split_half_correlation` (of
-      the heads' entropies in odd and in even sequences, null for one sequence), `tokens`, `sequences`, `seed`, and SHA-256 of
-      `tokenizer` and `weights`.
-
     Raises:
       UserError: the run cannot be loaded, there is no text or no document long enough in it, or `from_results` does not fit.
     """
@@ -79,16 +122,16 @@ def calibrate_kv(
     path = directory.kv if output is None else Path(output)
     check_writable(path)
     if from_results is None:
-        record = _measured(directory, sequences, data_path, seed, loss, progress)
+        found = _measured(directory, sequences, data_path, seed, loss, progress)
     elif data_path is not None or not loss:
         raise UserError("from_results measures nothing: leave data_path and loss out")
     else:
         tokenizer = Tokenizer.load(directory.tokenizer)
         config = load_run_config(directory).architecture(tokenizer.vocab_size)
-        found = read_kv_calibration(from_results, config, weights_digest(directory), tokenizer.fingerprint)
-        record = described(directory, config, found)
-    save_kv_calibration(path, record)
-    return record
+        given = read_kv_calibration(from_results, config, weights_digest(directory), tokenizer.fingerprint)
+        found = described(directory, config, given)
+    save_kv_calibration(path, found.to_dict())
+    return found
 
 
 def _measured(
@@ -98,7 +141,7 @@ def _measured(
     seed: int,
     loss: bool,
     progress: Callable[[str], None],
-) -> dict[str, Any]:
+) -> HeadCalibration:
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
@@ -107,7 +150,10 @@ def _measured(
     config = run.model.config
     if config.max_context < ROWS:
         raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {config.max_context}")
-    ids = _training_tokens(directory, run) if data_path is None else read_text(run, str(data_path), TEXT_TOKENS)
+    if data_path is None:
+        ids = stored(run, directory, "text of its training: give a text with --data_path").training_ids
+    else:
+        ids = read_text(run, str(data_path), TEXT_TOKENS)
     texts = choose(ids, sequences, config.max_context, run.tokenizer.eos_id, seed)
     if not texts:
         least = min(LEAST_TOKENS, config.max_context)
@@ -142,10 +188,12 @@ def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
     return tokens_ST
 
 
-def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of format 2: what was found, the model it is of, and what follows from the entropies."""
+def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> HeadCalibration:
+    """What was found, of which model, and what follows from the entropies."""
     L, N, K = config.num_blocks, config.n_heads, config.kv_heads
     heads = np.array(list(found["head_entropies"].values()), np.float64)
+    name = directory.path.name.encode(errors="replace").decode()  # what is no text has no place in JSON
+    model: dict[str, Any] = {"model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context}
     model_info = {
         "hidden_size": config.dim,
         "num_hidden_layers": L,
@@ -156,11 +204,12 @@ def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, 
         "gqa_ratio": N // K,
         "is_gqa": K < N,
     }
-    name = directory.path.name.encode(errors="replace").decode()  # what is no text has no place in JSON
-    model = {"model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context}
-    derived = {"entropy_stats": entropy_stats(heads), "head_types": head_types(heads)}
-    version = {"format_version": KV_FORMAT}
-    return version | model | {"model_info": model_info} | dict(found) | derived | version
+    derived: dict[str, Any] = {
+        "entropy_stats": entropy_stats(heads),
+        "head_types": head_types(heads),
+        "format_version": KV_FORMAT,
+    }
+    return HeadCalibration(**model | dict(found) | derived, model_info=model_info)
 
 
 def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
@@ -184,21 +233,14 @@ def head_types(heads: np.ndarray) -> dict[str, int]:
 
 
 def split_half(entropy_SLN: np.ndarray) -> float | None:
-    """Rank correlation between the heads' mean entropies in odd and in even sequences, None for one sequence."""
-    if len(entropy_SLN) < 2:
-        return None
-    return rank_correlation(*(entropy_SLN[first::2].mean(axis=0).ravel() for first in (0, 1)))
+    """Spearman's rank correlation between the heads' mean entropies in odd and in even sequences.
 
+    None for one sequence, and where one half gives all heads the same.
+    """
+    from scipy.stats import spearmanr  # half a second to import
 
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Spearman's rho, equal numbers with the mean of their ranks; None where one side does not vary."""
-    ranks: list[Any] = []
-    for values in (x, y):
-        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-        if len(counts) == 1:
-            return None
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
-    return float(np.corrcoef(*ranks)[0, 1])
+    halves = [entropy_SLN[first::2].mean(axis=0).ravel() for first in range(min(2, len(entropy_SLN)))]
+    return float(spearmanr(*halves).statistic) if len(halves) == 2 and np.all(np.ptp(halves, axis=1)) else None
 
 
 def choose(ids: np.ndarray, count: int, length: int, eos_id: int | None, seed: int) -> list[np.ndarray]:
@@ -239,22 +281,19 @@ def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray
     Returns:
       Two arrays `[S, R, L, N]`, float64.
     """
-    S = len(texts)
     ends_SR = np.array([row_ends(len(text)) for text in texts])
     slots = int(ends_SR.max())
     T = -(-slots // ROWS)  # no quarter is longer
-    batch = min(S, max(1, BATCH_TOKENS // T))
     found = []
-    for first in range(0, S, batch):
-        rows = np.minimum(np.arange(first, first + batch), S - 1)  # of one size, so that one program does for all
-        cache = make_cache(model.config, batch, slots, model.dtype)
-        starts_B, measured = np.zeros(batch, int), []
+    for rows in batches(len(texts), max(1, BATCH_TOKENS // T)):
+        cache = make_cache(model.config, len(rows), slots, model.dtype)
+        starts_B, measured = np.zeros(len(rows), int), []
         for ends_B in ends_SR[rows].T:
-            cache, told_LB2N = _read(model, cache, *_quarter([texts[row] for row in rows], starts_B, ends_B, T))
-            measured.append(np.asarray(told_LB2N, np.float64))
+            cache, read_LB2N = _read(model, cache, *_quarter([texts[row] for row in rows], starts_B, ends_B, T))
+            measured.append(np.asarray(read_LB2N, np.float64))
             starts_B = ends_B
         found.append(np.stack(measured))
-    found_RLS2N = np.concatenate(found, axis=2)[:, :, :S]
+    found_RLS2N = np.concatenate(found, axis=2)[:, :, : len(texts)]
     entropy_SRLN, keys_SRLN = found_RLS2N.transpose(3, 2, 0, 1, 4)
     return entropy_SRLN, keys_SRLN
 
@@ -287,13 +326,6 @@ def _entropy_and_keys(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
     held_BNS = jnp.cumsum(jnp.sort(p_BNS, axis=-1, descending=True), axis=-1)
     keys_BN = jnp.minimum(1 + (held_BNS < MASS).sum(axis=-1), valid_B1S.sum(axis=-1))
     return jnp.stack([entropy_BN, keys_BN], axis=1)
-
-
-def _training_tokens(directory: RunDirectory, run: Run) -> np.ndarray:
-    store = open_store(run.config, directory.data, run.tokenizer)
-    if store is None:
-        raise UserError(f"{directory.path} keeps no text of its training: give a text with --data_path")
-    return store.training_ids
 
 
 def _named(values: np.ndarray, letter: str) -> dict[str, Any]:

@@ -1,111 +1,94 @@
-"""A calibration of the router as lines and as a picture, from the record that `calibrate_router` makes."""
+"""A calibration of the router as text and as a picture."""
 
 import math
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from dantinox.config import UserError
 from dantinox.config.router import MEASURED, PRESET_NUMBERS, RULES, intervals
+from dantinox.measure.calibrate_router import RouterCalibration
 from dantinox.report.plots import as_png, new_figure
+from dantinox.report.tables import percent, side_by_side, wrapped
 
-Record = Mapping[str, Any]
 PRESETS = tuple(PRESET_NUMBERS)
 # Okabe and Ito's colours, which stay apart for colour-blind eyes.
 COLOURS = {"greedy": "#0072b2", "clarify": "#cc79a7", "explore": "#009e73", "resample": "#d55e00", "adaptive": "#7a808a"}
-INK = "#333333"
 
 
-def calibration_lines(record: Record, width: int = 100) -> Iterator[str]:
+def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[str]:
     """The percentiles, the thresholds and strategies of both presets, what that means, and what it is for."""
-    yield f"entropy H and varentropy V of the model at {record['tokens']:,} positions of the text"
-    yield f"({record['skipped']:,} more have too little context, or follow the end of a document, and are not counted)"
+    yield f"entropy H and varentropy V of the model at {found.tokens:,} positions of the text"
+    yield f"({found.skipped:,} more have too little context, or follow the end of a document, and are not counted)"
     yield ""
-    quantiles = record["quantiles"]
-    for name, values in (("%", quantiles["percent"]), ("H bits", quantiles["entropy"]), ("V bits²", quantiles["varentropy"])):
-        yield f"{name:<8}" + "".join(f"{value:>7}" if name == "%" else f"{value:7.3f}" for value in values)
-    yield ""
-    yield from _columns("setting", {name: [f"{_numbers(record, preset)[name]:.3f}" for preset in PRESETS] for name in MEASURED})
-    yield ""
-    names = record["shares"][PRESETS[0]]
-    yield from _columns("strategy", {name: [percent(record["shares"][preset][name]) for preset in PRESETS] for name in names})
-    yield ""
-    yield from textwrap.wrap(meaning(record), max(width, 40))
-    yield ""
-    yield from textwrap.wrap(
-        "saved in the run directory: --strategy entropy --router_preset calibrated uses it", max(width, 40)
-    )
+    quantiles = zip(*(found.quantiles[name] for name in ("percent", "entropy", "varentropy")), strict=True)
+    yield from side_by_side([["%", "H bits", "V bits²"], *([str(at), f"{H:.3f}", f"{V:.3f}"] for at, H, V in quantiles)])
+    numbers = {preset: [f"{_numbers(found, preset)[name]:.3f}" for name in MEASURED] for preset in PRESETS}
+    shares = {preset: [percent(share) for share in found.shares[preset].values()] for preset in PRESETS}
+    for title, names, columns in (("setting", MEASURED, numbers), ("strategy", found.shares[PRESETS[0]], shares)):
+        yield ""
+        yield from side_by_side([[title, *names], *([preset, *cells] for preset, cells in columns.items())])
+    use = "saved in the run directory: --strategy entropy --router_preset calibrated uses it"
+    yield from wrapped(["", meaning(found), "", use], max(width, 40), "")
 
 
-def meaning(record: Record) -> str:
+def meaning(found: RouterCalibration) -> str:
     """In a sentence, what the two presets make of this model."""
-    V = record["vocab_size"]
-    told = f"With {V:,} tokens H is at most log2 {V} = {math.log2(V):.2f} bits"
+    V = found.vocab_size
+    sentence = f"With {V:,} tokens H is at most log2 {V} = {math.log2(V):.2f} bits"
     for preset, link in zip(PRESETS, (": the guide's thresholds", "; the calibrated ones"), strict=True):
-        shares = record["shares"][preset]
+        shares = found.shares[preset]
         most = max(shares, key=shares.__getitem__)
         never = [name for name, share in shares.items() if share == 0]
-        told += f"{link} give {most} {percent(shares[most])} of the positions and "
-        told += f"none to {' and '.join(never)}" if never else "use all five strategies"
-    return told + "."
+        sentence += f"{link} give {most} {percent(shares[most])} of the positions and "
+        sentence += f"none to {' and '.join(never)}" if never else "use all five strategies"
+    return sentence + "."
 
 
-def percent(share: float) -> str:
-    """`12.6%`, and `<0.1%` for a share that would look like none."""
-    return f"{100 * share:.1f}%" if share == 0 or share >= 0.001 else "<0.1%"
-
-
-def plot_calibration(record: Record, out: Path, write: Callable[[Path, bytes], Any] = Path.write_bytes) -> None:
-    """Draws where the positions lie by H and V, and where the strategies of each preset do.
-
-    Args:
-      write: puts the PNG into place (`run.atomic_write`).
+def draw_calibration(found: RouterCalibration) -> bytes:
+    """Where the positions lie by H and V, and where the strategies of each preset do.
 
     Raises:
-      UserError: matplotlib is not installed, or the file cannot be written.
+      UserError: matplotlib is not installed.
     """
     figure = new_figure(9, 4.6)
     panels = figure.subplots(1, len(PRESETS), sharex=True, sharey=True)
     for axes, preset in zip(panels, PRESETS, strict=True):
-        draw_density(axes, record, preset)
+        _draw(axes, found, preset)
     panels[-1].set_ylabel("")
-    try:
-        write(out, as_png(figure))
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    return as_png(figure)
 
 
-def draw_density(axes: Any, record: Record, preset: str) -> None:
-    """One panel: the positions as a density, the strategies of a preset as areas, and the line above which nothing can lie."""
+def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:
+    """The positions as a density, the strategies of a preset as areas, and the line above which nothing can lie."""
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Patch, Rectangle
 
-    numbers, cells = _numbers(record, preset), record["density"]
+    cells = found.density
     counts = np.ma.masked_equal(np.asarray(cells["counts"]).T, 0)
-    right, top = _limits(record)
+    # All positions, and the thresholds of both presets.
+    thresholds = [_numbers(found, preset) for preset in PRESETS]
+    right, top = (
+        1.12 * max(cells[f"{metric}_edges"][-1], *(numbers[f"high_{metric}"] for numbers in thresholds))
+        for metric in ("entropy", "varentropy")
+    )
     axes.pcolormesh(
         cells["entropy_edges"], cells["varentropy_edges"], counts, cmap="Greys", norm=LogNorm(0.5, max(counts.max(), 2))
     )
     shown = list[Any]()
-    for name, share in record["shares"][preset].items():
+    for name, share in found.shares[preset].items():
         colour, label = COLOURS[name], f"{name} {percent(share)}"
         if name not in RULES:
             shown.append(Patch(fill=False, edgecolor=colour, linestyle=":", label=f"else {label}"))
             continue
-        (left, end), (low, high) = intervals(name, numbers).values()
+        (left, end), (low, high) = intervals(name, _numbers(found, preset)).values()
         left, low = left or -right, low or -top  # no edge along the axes
         box = (left, low), min(end, 2 * right) - left, min(high, 2 * top) - low
         axes.add_patch(Rectangle(*box, facecolor=colour, alpha=0.13, linewidth=0))
         axes.add_patch(Rectangle(*box, fill=False, edgecolor=colour, linewidth=1.3))
         shown.append(Patch(facecolor=colour + "22", edgecolor=colour, label=label))
-    shown += axes.plot(*largest_varentropy(record["vocab_size"]), "--", color=INK, linewidth=0.8, label="largest V")
-    axes.set_xlim(0, right)
-    axes.set_ylim(0, top)
-    axes.set_xlabel("entropy H (bits)")
-    axes.set_ylabel("varentropy V (bits²)")
+    shown += axes.plot(*largest_varentropy(found.vocab_size), "--", color="#333333", linewidth=0.8, label="largest V")
+    axes.set(xlim=(0, right), ylim=(0, top), xlabel="entropy H (bits)", ylabel="varentropy V (bits²)")
     axes.set_title(preset, loc="left", fontsize=10)
     axes.spines[["right", "top"]].set_visible(False)
     axes.legend(
@@ -128,19 +111,5 @@ def largest_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     return H[above], V[above]
 
 
-def _limits(record: Record) -> tuple[float, float]:
-    """How far the picture goes: all positions, and the thresholds of both presets."""
-    cells = record["density"]
-    numbers = [_numbers(record, preset) for preset in PRESETS]
-    right = max(cells["entropy_edges"][-1], *(number["high_entropy"] for number in numbers))
-    top = max(cells["varentropy_edges"][-1], *(number["high_varentropy"] for number in numbers))
-    return 1.12 * right, 1.12 * top
-
-
-def _numbers(record: Record, preset: str) -> Mapping[str, float]:
-    return record["measured"] if preset == "calibrated" else PRESET_NUMBERS[preset]
-
-
-def _columns(title: str, rows: Mapping[str, list[str]]) -> Iterator[str]:
-    for name, cells in [(title, PRESETS), *rows.items()]:
-        yield f"{name:<18}" + "".join(f"{cell:>12}" for cell in cells)
+def _numbers(found: RouterCalibration, preset: str) -> Mapping[str, float]:
+    return found.measured if preset == "calibrated" else PRESET_NUMBERS[preset]

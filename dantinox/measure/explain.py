@@ -1,8 +1,8 @@
 """What each sampling step makes of the next token: the numbers behind `dantinox explain`."""
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -19,77 +19,75 @@ from dantinox.generation.generate import clamp_to_context
 from dantinox.generation.prepare import widen
 from dantinox.generation.session import bucket
 from dantinox.generation.words import seeded
+from dantinox.measure.reading import positions_of
 from dantinox.model import Transformer
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.params import ARGUMENTS
 from dantinox.sampling.router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
 
+Given = tuple[str, dict[str, Any]]  # a step's name and settings
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step left.
+
+    Attributes:
+      settings: what it was given, name → value; nothing for the model.
+      survivors: tokens left.
+      mass: what these have together under the model.
+      entropy: of the distribution behind the step, in bits.
+      changed: whether it changed any logit of the vocabulary; True for the model.
+      others: what all tokens that are not shown have together.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    survivors: int
+    mass: float
+    entropy: float
+    changed: bool
+    others: float
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token: what it spells, how it is shown, the step that removed it, and its probability behind each step (float64)."""
+
+    id: int
+    text: str
+    shown: str
+    removed_by: str | None
+    probabilities: list[float]
+
 
 @dataclass(frozen=True)
 class Explanation:
     """The distribution of the token behind a prompt, step by step.
 
-    S is the number of steps, the model counted as the first; K tokens are shown.
-
     Attributes:
-      steps: `model`, then the steps of the chain in their order, last the router's `candidates` where it took them.
-      numbers: what each step was given, setting → value; nothing for the model.
-      ids: the most likely tokens under the model, best first, then those that were drawn and are not among them.
-      probabilities: [S, K] float64, behind each step; 0 for a removed token.
-      others: [S] what all tokens that are not shown have together.
-      removed_by: for each of the K tokens the step that removed it, or None.
-      survivors: [S] tokens left.
-      mass: [S] what these tokens have together under the model.
-      entropy: [S] of the distribution behind each step, in bits.
-      changed: [S] whether a step changed any logit of the vocabulary; True for the model.
-      drawn: the token of each of the `n` samples.
-      greedy: they are the most likely tokens, and nothing was drawn.
+      greedy: the tokens drawn are the most likely ones, and nothing was drawn.
       strategy: what the entropy router chose, None without it.
       forced: it emitted its clarify token, and nothing was drawn.
+      steps: `model`, then the steps of the chain in their order, last the router's `candidates` where it took them.
+      tokens: the most likely under the model, best first, then those that were drawn and are not among them.
+      drawn: the token of each of the `n` samples.
     """
 
     prompt: str
     prompt_tokens: int
     vocab_size: int
-    steps: list[str]
-    numbers: list[dict[str, Any]]
-    ids: list[int]
-    texts: list[str]
-    shown: list[str]
-    probabilities: np.ndarray
-    others: list[float]
-    removed_by: list[str | None]
-    survivors: list[int]
-    mass: list[float]
-    entropy: list[float]
-    changed: list[bool]
-    drawn: list[int]
     greedy: bool
+    strategy: str | None
+    forced: bool
     seed: int
-    strategy: str | None = None
-    forced: bool = False
+    steps: list[Step]
+    tokens: list[Token]
+    drawn: list[int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything ready for JSON: a record per step, a record per token, the drawn tokens."""
-        names = ("name", "settings", "survivors", "mass", "entropy", "changed", "others")
-        steps = zip(self.steps, self.numbers, self.survivors, self.mass, self.entropy, self.changed, self.others, strict=True)
-        tokens = zip(self.ids, self.texts, self.shown, self.removed_by, self.probabilities.T.tolist(), strict=True)
-        return {
-            "prompt": self.prompt,
-            "prompt_tokens": self.prompt_tokens,
-            "vocab_size": self.vocab_size,
-            "greedy": self.greedy,
-            "strategy": self.strategy,
-            "forced": self.forced,
-            "seed": self.seed,
-            "steps": [dict(zip(names, step, strict=True)) for step in steps],
-            "tokens": [
-                {"id": token, "text": text, "shown": shown, "removed_by": by, "probabilities": chances}
-                for token, text, shown, by, chances in tokens
-            ],
-            "drawn": self.drawn,
-        }
+        return asdict(self)
 
 
 def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20) -> Explanation:
@@ -97,7 +95,7 @@ def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20)
 
     Args:
       settings: keys of the `generation` section; they win over the run's own.
-      count: how many of the most likely tokens to tell of.
+      count: how many of the most likely tokens are shown.
 
     Raises:
       UserError: a wrong setting, or a prompt that is empty or fills the context.
@@ -112,14 +110,25 @@ def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20)
     tokens_1T[0, : len(ids)] = ids
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))
     state = init_state(params, jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)), jnp.asarray(valid_BT), V, T + 1)
-    traced, route, drawn, forced = _follow(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
-    numbers = [(name, _numbers(section, name)) for name in params.plan]
+    traced, route, drawn_B, forced_B = _follow(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
+    given = [("model", {}), *((name, _numbers(section, name)) for name in params.plan)]
     if route is not None:
-        numbers = _routed(numbers, route, config.router.candidates)
-    told = _told(run.tokenizer, prompt, len(ids), numbers, np.asarray(traced, np.float64)[: 1 + len(numbers)], drawn, count)
+        given = _routed(given, route, config.router.candidates)
     strategy = None if route is None else STRATEGIES[int(route.strategy)]
-    greedy = not params.draws or strategy == "greedy"
-    return replace(told, greedy=greedy, seed=section.seed or 0, strategy=strategy, forced=bool(forced.any()))
+    drawn = np.asarray(drawn_B).tolist()
+    steps, tokens = _steps_and_tokens(run.tokenizer, given, np.asarray(traced, np.float64)[: len(given)], drawn, count)
+    return Explanation(
+        prompt=prompt,
+        prompt_tokens=len(ids),
+        vocab_size=V,
+        greedy=not params.draws or strategy == "greedy",
+        strategy=strategy,
+        forced=bool(forced_B.any()),
+        seed=section.seed or 0,
+        steps=steps,
+        tokens=tokens,
+        drawn=drawn,
+    )
 
 
 @nnx.jit(graph_updates=False)
@@ -127,9 +136,7 @@ def _follow(
     model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
     """The logits [S, V] behind each step and the route of the first sample, every sample's token, and whether it was forced."""
-    places_T = jnp.arange(tokens_1T.shape[1])
-    positions_1T = jnp.where(places_T < length, places_T, -1)[None]
-    x_1TD, _, aux = widen(model).hidden(tokens_1T, positions_1T, probe=probe_of(params))
+    x_1TD, _, aux = widen(model).hidden(tokens_1T, positions_of(tokens_1T, length[None]), probe=probe_of(params))
     seen = widen(model).logits(x_1TD[:, length - 1]), attention_of(params, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
@@ -139,50 +146,42 @@ def _follow(
     return jnp.stack([x_BV[0] for _, x_BV in followed]), jax.tree.map(lambda x: x[0], routes), token_B, forced_B
 
 
-def _told(
-    tokenizer: Tokenizer,
-    prompt: str,
-    prompt_tokens: int,
-    numbers: list[tuple[str, dict[str, Any]]],
-    x_SV: np.ndarray,
-    drawn_B: Any,
-    count: int,
-) -> Explanation:
-    steps = ["model", *(name for name, _ in numbers)]
+def _steps_and_tokens(
+    tokenizer: Tokenizer, given: Sequence[Given], x_SV: np.ndarray, drawn: Sequence[int], count: int
+) -> tuple[list[Step], list[Token]]:
+    """What the logits behind each step say, and of each token that is shown."""
+    names = [name for name, _ in given]
     left_SV = x_SV > -np.inf
     largest_S1 = np.max(x_SV, axis=1, keepdims=True)
     weights_SV = np.where(left_SV, np.exp(x_SV - np.where(np.isfinite(largest_S1), largest_S1, 0)), 0)
     P_SV = weights_SV / np.maximum(weights_SV.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
     bits_SV = np.where(P_SV > 0, -P_SV * np.log2(np.where(P_SV > 0, P_SV, 1)), 0)
-    drawn = np.asarray(drawn_B).tolist()
-    ids = np.argsort(-x_SV[0], kind="stable")[:count].tolist()
-    ids += [token for token in dict.fromkeys(drawn) if token not in ids]
+    best = np.argsort(-x_SV[0], kind="stable")[:count].tolist()
+    ids = [*best, *(token for token in dict.fromkeys(drawn) if token not in best)]
     lost_SV = left_SV[:-1] & ~left_SV[1:]
-    return Explanation(
-        prompt=prompt,
-        prompt_tokens=prompt_tokens,
-        vocab_size=x_SV.shape[1],
-        steps=steps,
-        numbers=[{}, *(settings for _, settings in numbers)],
-        ids=ids,
-        texts=[tokenizer.decode([token]) for token in ids],
-        shown=[visible(tokenizer, token) for token in ids],
-        probabilities=P_SV[:, ids],
-        others=np.delete(P_SV, ids, axis=1).sum(axis=1).tolist(),
-        removed_by=[steps[1 + int(np.argmax(lost_SV[:, t]))] if lost_SV[:, t].any() else None for t in ids],
-        survivors=left_SV.sum(axis=1).tolist(),
-        mass=(P_SV[0] * left_SV).sum(axis=1).tolist(),
-        entropy=bits_SV.sum(axis=1).tolist(),
-        changed=[True, *(x_SV[1:] != x_SV[:-1]).any(axis=1).tolist()],
-        drawn=drawn,
-        greedy=False,
-        seed=0,
+    columns = (
+        left_SV.sum(axis=1).tolist(),
+        (P_SV[0] * left_SV).sum(axis=1).tolist(),
+        bits_SV.sum(axis=1).tolist(),
+        [True, *(x_SV[1:] != x_SV[:-1]).any(axis=1).tolist()],
+        np.delete(P_SV, ids, axis=1).sum(axis=1).tolist(),
     )
+    tokens = [
+        Token(
+            id=token,
+            text=tokenizer.decode([token]),
+            shown=visible(tokenizer, token),
+            removed_by=names[1 + int(np.argmax(lost_SV[:, token]))] if lost_SV[:, token].any() else None,
+            probabilities=P_SV[:, token].tolist(),
+        )
+        for token in ids
+    ]
+    return [Step(*step, *numbers) for step, *numbers in zip(given, *columns, strict=True)], tokens
 
 
-def _routed(numbers: list[tuple[str, dict[str, Any]]], route: Route, candidates: int) -> list[tuple[str, dict[str, Any]]]:
+def _routed(given: Sequence[Given], route: Route, candidates: int) -> list[Given]:
     """The numbers that the router set in the place of the section's, and its own last step where it took one."""
-    found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED else own) for name, own in numbers]
+    found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED else own) for name, own in given]
     found = [(name, {name: 0} if own.get("top_k") == EVERY else own) for name, own in found]
     return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
 

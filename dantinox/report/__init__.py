@@ -3,7 +3,7 @@
 from dantinox.report.console import Console, open_console
 from dantinox.report.metrics import COLUMNS, MetricsLog, read_csv, read_jsonl
 from dantinox.report.plots import plot_loss
-from dantinox.report.summary import human_bytes, human_count, human_time, table
+from dantinox.report.tables import human_bytes, human_count, human_time, table
 
 __all__ = [
     "COLUMNS",

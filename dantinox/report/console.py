@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
-from dantinox.report.summary import human_count, human_time
+from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.text import Text
 
 from dantinox.report.console import Console, Row, headline, printable
-from dantinox.report.summary import human_time
+from dantinox.report.tables import human_time
 
 
 class LiveConsole(Console):

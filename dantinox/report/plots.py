@@ -9,7 +9,7 @@ from typing import Any
 
 from dantinox.files import UserError, atomic_write
 from dantinox.report.metrics import read_csv, read_jsonl
-from dantinox.report.summary import human_count
+from dantinox.report.tables import human_count
 
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
 
@@ -26,27 +26,6 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     validation = _points(evaluations, "val_loss")
     if not train and not validation:
         raise UserError(f"nothing to plot yet: {path_csv} and {path_jsonl} hold no loss")
-    picture = _draw(train, validation, _tokens_per_step([*rows, *evaluations]))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, picture)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
-
-
-def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) for every row that has a finite value of that name."""
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and "step" in row]
-    return [(step, value) for step, value in found if math.isfinite(value)]
-
-
-def _tokens_per_step(rows: list[dict[str, Any]]) -> float | None:
-    both = [(row["step"], row["tokens"]) for row in rows if row.get("tokens") and row.get("step")]
-    return both[-1][1] / both[-1][0] if both else None
-
-
-def _draw(train: list[tuple[float, float]], validation: list[tuple[float, float]], tokens_per_step: float | None) -> bytes:
-    """The picture as PNG."""
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     if train:
@@ -58,12 +37,18 @@ def _draw(train: list[tuple[float, float]], validation: list[tuple[float, float]
         _mark_best(axes, *min(validation, key=lambda point: point[1]))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["right"] if tokens_per_step else ["right", "top"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    if tokens_per_step:
-        _add_tokens(axes, tokens_per_step)
-    return as_png(figure)
+    tidy(axes)
+    counted = [row["tokens"] / row["step"] for row in [*rows, *evaluations] if row.get("tokens") and row.get("step")]
+    if counted:
+        _add_tokens(axes, counted[-1])
+    save_files(out.parent, {out.name: lambda: as_png(figure)})
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(step, value) for every row that has a finite value of that name."""
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and "step" in row]
+    return [(step, value) for step, value in found if math.isfinite(value)]
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -90,6 +75,12 @@ def as_png(figure: Any) -> bytes:
     return picture.getvalue()
 
 
+def tidy(axes: Any) -> None:
+    """A faint grid, and no edges above and on the right."""
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _mark_best(axes: Any, step: float, loss: float) -> None:
     axes.axhline(loss, color=GREY, linewidth=0.7, linestyle=":")
     label = f"best {loss:.3f} at step {step:.0f}"
@@ -99,23 +90,26 @@ def _mark_best(axes: Any, step: float, loss: float) -> None:
 
 def _add_tokens(axes: Any, per_step: float) -> None:
     """A second scale along the upper edge."""
+    axes.spines["top"].set_visible(True)
     top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
     top.xaxis.set_major_formatter(lambda value, _: human_count(value))
     top.set_xlabel("tokens")
 
 
-def write_all(
-    folder: Path, texts: Mapping[str, str], picture: str, draw: Callable[[], bytes], write: Callable[[Path, bytes], Any]
-) -> None:
-    """Writes texts by their file names into a folder, which is made if it is missing, and then the picture.
+def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> None:
+    """Makes and writes files one after the other into a folder, which is made if it is missing.
+
+    Args:
+      files: name → what makes its content.
 
     Raises:
-      UserError: a file cannot be written, or what `draw` raises; all but the picture is there then.
+      UserError: a file cannot be written or, as where matplotlib is not installed, made; those before it are there then.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            write(folder / name, text.encode(errors="replace"))  # the name of a run need not be text
-        write(folder / picture, draw())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
+    for name, make in files.items():
+        content = make()
+        # The name of a run need not be text.
+        atomic_write(folder / name, content.encode(errors="replace") if isinstance(content, str) else content)

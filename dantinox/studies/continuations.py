@@ -1,8 +1,9 @@
 """Prompts with their real continuations, continuations by a model, and how likely a reference model finds them."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from dantinox.generation import Run
 from dantinox.generation.batch import CompileTimer
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.run import load_model
-from dantinox.generation.session import Session
-from dantinox.measure.eviction import evenly
+from dantinox.generation.session import Chunk, Session
+from dantinox.measure.reading import batches, positions_of
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
+from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
 
 PROMPT_TOKENS, LEAST_PROMPT = 64, 8
@@ -124,26 +126,26 @@ def write(
     """
     special = sorted(run.tokenizer.special_ids)
     fixed = {**NEUTRAL, "max_new_tokens": tokens, "banned_tokens": special, **settings}
-    rows = evenly(len(prompts), ROWS)
     ids, rates, strategies = [], [], []
-    for first in range(0, len(prompts), rows):
-        # The last batch is filled up with other prompts: all batches are one program, and take equally long.
-        numbers = [number % len(prompts) for number in range(first, first + rows)]
-        requests = [(prompts[number], {**fixed, "seed": (seed << 20) + number}) for number in numbers]
+    for numbers in batches(len(prompts), ROWS):
+        requests = [(prompts[number], {**fixed, "seed": (seed << 20) + int(number)}) for number in numbers]
         (batch,) = run.start(requests, logprobs=0 if report else None)
-        dice = None if shares is None else Dice(shares, (seed, first))
-        ids_BT, seconds, reported = _decode(batch.session, tokens, dice)
-        kept = min(rows, len(prompts) - first)
-        ids.append(ids_BT[:kept])
-        rates.append(rows * (tokens - 1) / seconds)
-        strategies += [strategy_BT[:kept].ravel() for strategy_BT in reported]
-    ids_PT = np.concatenate(ids)
-    told = np.bincount(np.concatenate(strategies), minlength=len(STRATEGIES)) if strategies else None
+        draw = partial(draw_strategies, shares=shares or {}, random=np.random.default_rng((seed, numbers[0])))
+        chunks, seconds = decode(batch.session, None if shares is None else draw)
+        ids.append(np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :tokens])
+        rates.append(len(numbers) * (tokens - 1) / seconds)
+        routed = [chunk.info.routed for chunk in chunks if chunk.info is not None]
+        strategies.append([np.asarray(one.route.strategy) for one in routed if one is not None])
+    ids_PT = np.concatenate(ids)[: len(prompts)]
+    counted = None
+    if strategies[0]:
+        strategy_PT = np.concatenate([np.concatenate(parts, axis=1) for parts in strategies])[: len(prompts)]
+        counted = np.bincount(strategy_PT.ravel(), minlength=len(STRATEGIES)) / strategy_PT.size
     return Written(
         ids_PT,
         [_continued(run.tokenizer, prompt, ids_T) for prompt, ids_T in zip(prompts, ids_PT, strict=True)],
         rates,
-        None if told is None else dict(zip(STRATEGIES, (told / told.sum()).tolist(), strict=True)),
+        None if counted is None else dict(zip(STRATEGIES, counted.tolist(), strict=True)),
     )
 
 
@@ -153,38 +155,37 @@ def _continued(tokenizer: Tokenizer, prompt: str, ids_T: np.ndarray) -> str:
     return spell.push(ids_T) + spell.flush()
 
 
-def _decode(session: Session, tokens: int, dice: "Dice | None") -> tuple[np.ndarray, float, list[np.ndarray]]:
-    """Tokens `[B, T]`, the seconds that all but the first took without compiling, and the reported strategies."""
-    if dice is not None:
-        dice.throw(session)
+def decode(session: Session, change: Callable[[SamplingParams], SamplingParams] | None = None) -> tuple[list[Chunk], float]:
+    """Decodes to the end: what came, and the seconds that all but the first token took without compiling.
+
+    Args:
+      change: gives other sampling parameters before every token.
+    """
+
+    def changed() -> None:
+        if change is not None:
+            session.params = change(session.params)
+
+    changed()
     chunks = [session.start()]
     with CompileTimer() as compiling:
         start = time.perf_counter()
         while not chunks[-1].done.all():
-            if dice is not None:
-                dice.throw(session)
-            chunks.append(session.advance(CHUNK if dice is None else 1))
+            changed()
+            chunks.append(session.advance(CHUNK if change is None else 1))
         seconds = time.perf_counter() - start - compiling.seconds
-    ids_BT = np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :tokens]
-    routes = [chunk.info.routed for chunk in chunks if chunk.info is not None]
-    return ids_BT, max(seconds, 1e-9), [np.asarray(routed.route.strategy) for routed in routes if routed is not None]
+    return chunks, max(seconds, 1e-9)
 
 
-class Dice:
-    """The control: the router's strategies drawn at random, independent of the metrics, its formulas as they are."""
+FORCING = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)
 
-    def __init__(self, shares: Mapping[str, float], seed: tuple[int, int]):
-        self._chances = [shares[name] for name in STRATEGIES]
-        self._random = np.random.default_rng(seed)
-        self._bounds = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)
 
-    def throw(self, session: Session) -> None:
-        """Draws the strategy of every row's next token."""
-        params = session.params
-        assert params.router is not None
-        strategy_B = self._random.choice(len(STRATEGIES), params.batch, p=self._chances)
-        bounds = dict(zip(THRESHOLDS, jnp.asarray(self._bounds[strategy_B].T), strict=True))
-        session.params = replace(params, router=replace(params.router, **bounds))
+def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random: np.random.Generator) -> SamplingParams:
+    """The control: for every row a strategy drawn at random, independent of the metrics, its formulas as they are."""
+    assert params.router is not None
+    strategy_B = random.choice(len(STRATEGIES), params.batch, p=[shares[name] for name in STRATEGIES])
+    thresholds = dict(zip(THRESHOLDS, jnp.asarray(FORCING[strategy_B].T), strict=True))
+    return replace(params, router=replace(params.router, **thresholds))
 
 
 class Judge:
@@ -211,21 +212,17 @@ class Judge:
           UserError: the judge cannot spell a text, or a text does not fit its context.
         """
         spelt = [self._spelt(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        # Programs for every 32nd length, and batches of one size.
-        T = min(-(-max(len(ids) for ids, _ in spelt) // 32) * 32, self.model.config.max_context)
-        most = int(np.clip(SCORED // (T * self.model.config.vocab_size), 1, 64))
-        rows = evenly(len(spelt), most)
+        T = min(-(-max(len(ids) for ids, _ in spelt) // 32) * 32, self.model.config.max_context)  # a program per 32nd length
+        tokens_NT, weight_NT = np.zeros((len(spelt), T), np.int32), np.zeros((len(spelt), T), np.float32)
+        for tokens_T, weight_T, (ids, new) in zip(tokens_NT, weight_NT, spelt, strict=True):
+            tokens_T[: len(ids)] = ids
+            weight_T[len(ids) - new : len(ids)] = 1
+        lengths_N = np.array([len(ids) for ids, _ in spelt], np.int32)
         nats = []
-        for first in range(0, len(spelt), rows):
-            tokens_BT, weight_BT = np.zeros((rows, T), np.int32), np.zeros((rows, T), np.float32)
-            for b, (ids, new) in enumerate(spelt[first : first + rows]):
-                tokens_BT[b, : len(ids)] = ids
-                weight_BT[b, len(ids) - new : len(ids)] = 1
-            lengths_B = [len(ids) for ids, _ in spelt[first : first + rows]]
-            lengths_B += [1] * (rows - len(lengths_B))
-            batch = (jnp.asarray(x) for x in (tokens_BT, np.array(lengths_B, np.int32), weight_BT))
+        for rows in batches(len(spelt), int(np.clip(SCORED // (T * self.model.config.vocab_size), 1, 64))):
             with jax.default_matmul_precision("highest"):
-                nats.append(np.asarray(_nats(self.model, *batch), np.float64))
+                found_B = _nats(self.model, *(jnp.asarray(x[rows]) for x in (tokens_NT, lengths_N, weight_NT)))
+            nats.append(np.asarray(found_B, np.float64))
         sizes = [max(1, len(text.encode())) for text in texts]
         bits_N = np.concatenate(nats)[: len(spelt)] / np.log(2) / sizes
         if not np.isfinite(bits_N).all():
@@ -249,7 +246,6 @@ class Judge:
 @nnx.jit(graph_updates=False)
 def _nats(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, weight_BT: jax.Array) -> jax.Array:
     """Weighted sum of −ln p over the tokens of each row, each given those before it."""
-    places_T = jnp.arange(tokens_BT.shape[1])
-    logits_BTV, _, _ = model(tokens_BT, jnp.where(places_T < lengths_B[:, None], places_T, -1))
-    said_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], axis=2)[..., 0]
-    return -jnp.sum(weight_BT[:, 1:] * said_BT, axis=1)
+    logits_BTV, _, _ = model(tokens_BT, positions_of(tokens_BT, lengths_B))
+    logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], axis=2)[..., 0]
+    return -jnp.sum(weight_BT[:, 1:] * logp_BT, axis=1)

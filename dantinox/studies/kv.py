@@ -10,7 +10,7 @@ beaten at none is to be taken, of several the one with the least loss; without o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.eviction import Damage
+from dantinox.measure.reading import stored
 from dantinox.run import open_run
-from dantinox.studies.intervals import Interval, mean_interval, percentiles, resamples, verdict
 from dantinox.studies.kv_bench import (
     FREE_TOKENS,
     NEAR,
@@ -31,15 +30,16 @@ from dantinox.studies.kv_bench import (
     UNIFORM,
     Bench,
     Contender,
+    Damage,
     Written,
     chosen_caches,
-    line_up,
+    contenders,
 )
 from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_words
-from dantinox.text import open_store
+from dantinox.studies.statistics import Interval, mean_interval, percentiles, resamples, verdict
 
 LEAST_TOKENS, LEAST_SEQUENCES = 32, 2 * SEEDS
-Record = Mapping[str, Any]
+LEAST_GAIN, LEAST_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
 
 
 @dataclass(frozen=True)
@@ -60,33 +60,138 @@ class Effort:
 FULL, QUICK = Effort(), Effort(sequences=48, tasks=48)
 
 
+@dataclass(frozen=True)
+class BySeed:
+    """A measure of all sequences, and of those of each seed."""
+
+    all: Interval
+    seeds: Sequence[Interval]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFinding:
+    """What was found of a cache; None where there is no such number: the oracle has no size, and continues nothing.
+
+    Attributes:
+      ratio: the share of the slots asked for; 1 for the full cache.
+      bytes: of one row, `share` of the full cache's, and the fewest and the most `slots` of a head.
+      loss: nats per token, `dppl` the change of perplexity (%), `kl` from the full cache (nats), `top1` equal
+        likeliest tokens (%).
+      same: greedy tokens (%) that are the full cache's, also by position; `diverges`: the median of how many stand before
+        the first other one.
+      needle_aware: right answers (%) with the question in the prompt, `agnostic`: behind it; the same of records copied.
+      gap_closed: how much of the gap between streaming and oracle (%).
+    """
+
+    name: str
+    ratio: float
+    bytes: int | None
+    share: float | None
+    slots: tuple[int, int] | None
+    loss: float
+    dppl: BySeed
+    kl: BySeed
+    top1: BySeed
+    same: Interval | None = None
+    same_by_position: list[float] | None = None
+    diverges: float | None = None
+    tok_per_s: float | None = None
+    needle_aware: Interval | None = None
+    copy_aware: Interval | None = None
+    needle_agnostic: Interval | None = None
+    copy_agnostic: Interval | None = None
+    gap_closed: Interval | None = None
+
+
+@dataclass(frozen=True)
+class AgainstUniform:
+    """The paired difference of loss to equal shares (nats per token); a verdict holds in all seeds, outside their intervals."""
+
+    difference: BySeed
+    verdict: str
+
+
+@dataclass(frozen=True)
+class RatioFinding:
+    """The caches of a ratio, and each signal against equal shares."""
+
+    ratio: float
+    methods: Sequence[CacheFinding]
+    against_uniform: Mapping[str, AgainstUniform]
+
+
+@dataclass(frozen=True)
+class KVStudy:
+    """What was done, and what was found.
+
+    Attributes:
+      dtype: of the compressed caches.
+      tokens: of a sequence, `prompt` of them in front.
+      tasks: of each kind, None without tasks; `continued`: prompts, by `free_tokens` each.
+      overlapping: the text was too short to draw sequences apart; `repeated`: the share of its word 4-grams seen before.
+      long_range_gain: by how much the loss is higher (nats per token) if tokens see the nearest `near` alone.
+      left_out: what was not compared, and why.
+      default_signal: by the rule above.
+    """
+
+    run: str
+    calibration: str | None
+    device: str
+    dtype: str
+    tokens: int
+    prompt: int
+    sequences: int
+    tasks: int | None
+    continued: int
+    free_tokens: int
+    seeds: int
+    overlapping: bool
+    repeated: float
+    near: int
+    long_range_gain: Interval
+    left_out: Sequence[str]
+    full: CacheFinding
+    ratios: Sequence[RatioFinding]
+    default_signal: str
+
+    @property
+    def far_tokens_matter(self) -> bool:
+        """Whether there is much to be lost."""
+        return self.long_range_gain.value >= LEAST_GAIN
+
+    @property
+    def finds_needles(self) -> bool:
+        """Whether tasks measure the caches, and not the model itself."""
+        return self.full.needle_aware is not None and self.full.needle_aware.value >= LEAST_NEEDLE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; an interval is [value, low, high]."""
+        return asdict(self)
+
+
 def evaluate_kv(
     run_dir: str | Path,
     *,
     quick: bool = False,
     ratios: Sequence[float] | None = None,
     methods: Sequence[str] | None = None,
-    calibration: str | Path | None = None,
+    kv_calibration: str | Path | None = None,
     kv_dtype: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
     tokens: int | None = None,
     **effort: int | None,
-) -> dict[str, Any]:
+) -> KVStudy:
     """Reads a text, continues it and does tasks through the full cache and through compressed ones.
 
     Args:
       quick: start from `QUICK` instead of `FULL`.
       ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows.
       methods: names of `METHODS`; None: all for which something was measured.
-      calibration: the file of the measured signals; None: the run's own.
+      kv_calibration: the file of the measured signals; None: the run's own.
       kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
       progress: called with a line before every stretch of work.
       tokens: of a sequence, at most the context; the first half is the prompt.
       effort: fields of `Effort`.
-
-    Returns:
-      A JSON-ready record, which `kv_view` shows: what was done, what of it was left out and why, the measures of the `full`
-      cache and of the methods at every ratio. A measure is [value, low, high], shares and changes of it in percent.
 
     Raises:
       UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
@@ -95,45 +200,49 @@ def evaluate_kv(
     directory, run = open_run(run_dir), load(run_dir)
     length = run.model.config.max_context if tokens is None else min(tokens, run.model.config.max_context)
     _check(much, length, ratios)
-    measured = run.kv_calibration(None if calibration is None else str(calibration))
+    measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = chosen_caches(methods, measured, directory.path)
-    caches, too_small = line_up(run, measured, names, ratios, length, kv_dtype)
-    store = open_store(run.config, directory.data, run.tokenizer)
-    if store is None:
-        raise UserError(f"{directory.data} holds no validation text of this run, which the caches are measured on")
+    caches, too_small = contenders(run, measured, names, ratios, length, kv_dtype)
+    store = stored(run, directory, "validation text, which the caches are measured on")
     text = draw_sequences(run.tokenizer, store, much.sequences, length)
     tasks = draw_tasks(run.tokenizer, text, much.tasks) if spells_words(run.tokenizer) else None
-    bench = Bench(tuple(caches), progress)
+    bench = Bench(caches, progress)
     read, near = bench.read(text)
     written = bench.write(run, text, much.continued)
-    right = None if tasks is None else bench.answer(tasks)
-    told = [
-        {"name": cache.name, **_size(cache), **_losses(read[i], read[0], text.seeds), **_likeness(written[i], written[0])}
-        | ({} if right is None else {name: list(mean_interval(100 * right_P)) for name, right_P in right[i].items()})
+    right: list[dict[str, Any]] = [{}] * len(caches) if tasks is None else bench.answer(tasks)
+    found = [
+        CacheFinding(
+            name=cache.name,
+            ratio=cache.ratio,
+            **_size(cache),
+            **_losses(read[i], read[0], text.seeds),
+            **_likeness(written[i], written[0]),
+            **_shares(right[i]),
+        )
         for i, cache in enumerate(caches)
     ]
-    by_ratio = _by_ratio(caches, told, [one.loss_B for one in read], text.seeds)
-    return {
-        "run": str(directory.path),
-        "calibration": None if measured is None else str(measured.path),
-        "device": jax.devices()[0].device_kind,
-        "dtype": caches[-1].plan.dtype,
-        "tokens": length,
-        "prompt": length // 2,
-        "sequences": much.sequences,
-        "tasks": None if tasks is None else much.tasks,
-        "continued": 0 if written[0] is None else len(written[0].ids),
-        "free_tokens": min(FREE_TOKENS, length - length // 2),
-        "seeds": SEEDS,
-        "overlapping": text.overlapping,
-        "repeated": text.repeated,
-        "near": NEAR,
-        "long_range_gain": list(mean_interval(near.loss_B - read[0].loss_B)),
-        "left_out": left_out + too_small,
-        "full": told[0],
-        "ratios": by_ratio,
-        "default_signal": default_signal(by_ratio),
-    }
+    by_ratio = _by_ratio(caches, found, [one.loss_B for one in read], text.seeds)
+    return KVStudy(
+        run=str(directory.path),
+        calibration=None if measured is None else str(measured.path),
+        device=jax.devices()[0].device_kind,
+        dtype=caches[-1].plan.dtype,
+        tokens=length,
+        prompt=length // 2,
+        sequences=much.sequences,
+        tasks=None if tasks is None else much.tasks,
+        continued=0 if written[0] is None else len(written[0].ids),
+        free_tokens=min(FREE_TOKENS, length - length // 2),
+        seeds=SEEDS,
+        overlapping=text.overlapping,
+        repeated=text.repeated,
+        near=NEAR,
+        long_range_gain=mean_interval(near.loss_B - read[0].loss_B),
+        left_out=left_out + too_small,
+        full=found[0],
+        ratios=by_ratio,
+        default_signal=default_signal(by_ratio),
+    )
 
 
 def _check(effort: Effort, length: int, ratios: Sequence[float] | None) -> None:
@@ -147,15 +256,13 @@ def _check(effort: Effort, length: int, ratios: Sequence[float] | None) -> None:
 
 
 def _size(cache: Contender) -> dict[str, Any]:
-    """Bytes of one row, their share of the full cache's, and the fewest and most slots of a head; the oracle has none."""
     if cache.report is None:
         return {"bytes": None, "share": None, "slots": None}
     slots = [slots for layer in cache.report["slots"] for _, slots in layer]
-    return {"bytes": cache.report["bytes"], "share": cache.report["ratio"], "slots": [min(slots), max(slots)]}
+    return {"bytes": cache.report["bytes"], "share": cache.report["ratio"], "slots": (min(slots), max(slots))}
 
 
 def _losses(own: Damage, full: Damage, seeds_S: np.ndarray) -> dict[str, Any]:
-    """Change of perplexity (%), KL divergence (nats) and agreement on the likeliest token (%), each of all and by seed."""
     return {
         "loss": float(own.loss_B.mean()),
         "dppl": _by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
@@ -164,44 +271,46 @@ def _losses(own: Damage, full: Damage, seeds_S: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> dict[str, Any]:
+def _by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> BySeed:
     """A growing function of the mean, of all values and of those of each seed."""
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
-    all_of_them, *seeds = [[float(of(end)) for end in mean_interval(part)] for part in parts]
-    return {"all": all_of_them, "seeds": seeds}
+    whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
+    return BySeed(whole, seeds)
 
 
 def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
-    """Tokens (%) that are the full cache's, also by position, and the median of how many stand before the first other one."""
     if own is None or full is None:
-        return dict.fromkeys(("same", "same_by_position", "diverges", "tok_per_s"))
+        return {}
     same_PT = own.ids == full.ids
     until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
     return {
-        "same": list(mean_interval(100 * same_PT.mean(axis=1))),
+        "same": mean_interval(100 * same_PT.mean(axis=1)),
         "same_by_position": (100 * same_PT.mean(axis=0)).tolist(),
         "diverges": float(np.median(until_P)),
         "tok_per_s": own.rate,
     }
 
 
+def _shares(right: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: mean_interval(100 * right_P) for name, right_P in right.items()}
+
+
 def _by_ratio(
-    caches: Sequence[Contender], told: Sequence[dict[str, Any]], losses: Sequence[np.ndarray], seeds_S: np.ndarray
-) -> list[dict[str, Any]]:
-    """The methods of every ratio, how much of the gap between streaming and oracle each closes, and signals against none."""
-    found = []
+    caches: Sequence[Contender], found: Sequence[CacheFinding], losses: Sequence[np.ndarray], seeds_S: np.ndarray
+) -> list[RatioFinding]:
+    """The methods of every ratio, with what each closes of the gap between streaming and oracle."""
+    ratios = []
     for ratio in dict.fromkeys(cache.ratio for cache in caches[1:]):
-        numbers = [i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio]
-        loss = {caches[i].name: losses[i] for i in numbers}
-        methods = [{**told[i], "gap_closed": gap_closed(loss, caches[i].name)} for i in numbers]
-        against = {
-            name: against_uniform(loss[name], loss[UNIFORM], seeds_S) for name in SIGNALS if {name, UNIFORM} <= loss.keys()
-        }
-        found.append({"ratio": ratio, "methods": methods, "against_uniform": against})
-    return found
+        own = {cache.name: i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio}
+        loss = {name: losses[i] for name, i in own.items()}
+        methods = [replace(found[i], gap_closed=gap_closed(loss, name)) for name, i in own.items()]
+        signals = [name for name in SIGNALS if {name, UNIFORM} <= loss.keys()]
+        against = {name: against_uniform(loss[name], loss[UNIFORM], seeds_S) for name in signals}
+        ratios.append(RatioFinding(ratio, methods, against))
+    return ratios
 
 
-def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> list[float] | None:
+def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> Interval | None:
     """(streaming − method) / (streaming − oracle) of mean losses `[S]` in %; None where the gap may be none."""
     if not {STREAMING, ORACLE} <= loss.keys():
         return None
@@ -209,21 +318,20 @@ def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> list[float] | None:
     if mean_interval(streaming_S - oracle_S).low <= 0:
         return None
     gained_S, gap_S = streaming_S - own_S, streaming_S - oracle_S
-    return list(percentiles([100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in resamples(len(own_S))]))
+    return percentiles([100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in resamples(len(own_S))])
 
 
-def against_uniform(loss_S: np.ndarray, uniform_S: np.ndarray, seeds_S: np.ndarray) -> dict[str, Any]:
-    """The paired difference of loss to equal shares (nats), and whether it is outside its interval in all seeds."""
+def against_uniform(loss_S: np.ndarray, uniform_S: np.ndarray, seeds_S: np.ndarray) -> AgainstUniform:
     difference = _by_seed(loss_S - uniform_S, seeds_S)
-    verdicts = {verdict(Interval(*interval)) for interval in difference["seeds"]}
-    return {"difference": difference, "verdict": verdicts.pop() if len(verdicts) == 1 else "same"}
+    verdicts = {verdict(interval) for interval in difference.seeds}
+    return AgainstUniform(difference, verdicts.pop() if len(verdicts) == 1 else "same")
 
 
-def default_signal(ratios: Sequence[Record]) -> str:
+def default_signal(ratios: Sequence[RatioFinding]) -> str:
     """The signal that wins by the rule above."""
     means = {}
     for name in SIGNALS:
-        verdicts = {ratio["against_uniform"][name]["verdict"] for ratio in ratios if name in ratio["against_uniform"]}
+        verdicts = {ratio.against_uniform[name].verdict for ratio in ratios if name in ratio.against_uniform}
         if "better" in verdicts and "worse" not in verdicts:
-            means[name] = np.mean([one["loss"] for ratio in ratios for one in ratio["methods"] if one["name"] == name])
+            means[name] = np.mean([one.loss for ratio in ratios for one in ratio.methods if one.name == name])
     return min(means, key=means.__getitem__, default=UNIFORM)

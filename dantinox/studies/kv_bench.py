@@ -1,7 +1,6 @@
 """Caches side by side: which are compared, and what each makes of the same text, prompts and tasks."""
 
 import difflib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,18 +14,18 @@ from flax import nnx
 
 from dantinox.config import KVSection, UserError
 from dantinox.generation import Run
-from dantinox.generation.batch import CompileTimer
 from dantinox.generation.budgets import UNIT
 from dantinox.generation.cache_plan import KVPlan
-from dantinox.generation.decode import CHUNK, CachePlan
+from dantinox.generation.decode import CachePlan
 from dantinox.generation.prepare import widen
 from dantinox.generation.session import Session
-from dantinox.measure.eviction import Damage, damage, evenly, kept_by, positions_of, read_limited, read_through, rows_at_once
-from dantinox.model import Transformer, make_cache
+from dantinox.measure.eviction import divergence, read_limited, rows_at_once
+from dantinox.measure.reading import batches, positions_of
+from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
-from dantinox.studies.continuations import NEUTRAL
+from dantinox.studies.continuations import NEUTRAL, decode
 from dantinox.studies.kv_tasks import Sequences, Tasks, shares
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
@@ -44,6 +43,8 @@ NEAR = 64  # keys a token is left with, to see what those before them are worth
 FREE_TOKENS, FREE_ROWS = 64, 8
 TIMED = 3  # batches at least, the fastest of which counts
 
+_compiled: Any = partial(nnx.jit, graph_updates=False)
+
 
 class Contender(NamedTuple):
     """A cache to be compared, and the model with its heads in the order that the cache wants.
@@ -60,11 +61,14 @@ class Contender(NamedTuple):
     report: dict[str, Any] | None = None
 
     def read(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
-        """Log-probabilities `[B, T − start + 1, V]`, see `read_through`."""
+        """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on.
+
+        The first `start` tokens are read as a prompt, the others one by one, as decoding does.
+        """
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name == ORACLE:
-            return read_limited(*inputs, kept_by(self.plan), jnp.full(len(tokens_BT), start), start=start, best=True)
-        return read_through(*inputs, plan=self.plan, start=start)
+            return read_limited(*inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True)
+        return _read(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
         """The likeliest token `[B]` behind a prompt by what is left of it in the cache."""
@@ -72,8 +76,62 @@ class Contender(NamedTuple):
         if self.name != ORACLE:
             return _answer(*inputs, plan=self.plan)
         start = int(lengths_B.min())
-        logprobs = read_limited(*inputs, kept_by(self.plan), inputs[2] - 1, start=start, best=True)
+        logprobs = read_limited(*inputs, self._kept_LK, inputs[2] - 1, start=start, best=True)
         return _best(logprobs, inputs[2] - start)
+
+    @property
+    def _kept_LK(self) -> np.ndarray:
+        """The slots of every key head."""
+        assert self.plan.compression is not None
+        return np.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
+
+
+@partial(_compiled, static_argnames=("plan", "start"))
+def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int) -> jax.Array:
+    """See `Contender.read`; tokens are right-padded, and what stands behind a row's length is not read."""
+    model, B = widen(model), len(tokens_BT)
+    positions_BT = positions_of(tokens_BT, lengths_B)
+    empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
+    x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)
+    first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
+
+    def step(cache: KVCache | None, column: tuple[jax.Array, jax.Array]) -> tuple[KVCache | None, jax.Array]:
+        token_B, position_B = column
+        x_B1D, cache, _ = model.hidden(token_B[:, None], position_B[:, None], cache=cache)
+        return cache, model.logits(x_B1D[:, 0])
+
+    _, rest_SBV = jax.lax.scan(step, cache, (tokens_BT[:, start:].T, positions_BT[:, start:].T))
+    logits_BSV = jnp.concatenate([first_BV[:, None], rest_SBV.transpose(1, 0, 2)], axis=1)
+    return jax.nn.log_softmax(logits_BSV.astype(jnp.float32))
+
+
+@partial(_compiled, static_argnames=("plan",))
+def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
+    """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
+
+    While a prompt is read it sees all of itself, so its own next token says nothing of the cache.
+    """
+    model, B, last_B = widen(model), len(tokens_BT), lengths_B - 1
+    cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
+    _, read, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=cache)
+    assert read is not None
+    layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
+    last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
+    x_B1D, _, _ = model.hidden(last_B1, last_B[:, None], cache=replace(read, layers=layers))
+    return jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1)
+
+
+def _without(layer: Compressed, position_B: jax.Array) -> Compressed:
+    """The layer with the slot of one position of each row empty; a full cache writes it anew in its place."""
+    gone_B11 = position_B[:, None, None]
+    groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
+    return Compressed(tuple(groups))
+
+
+@jax.jit
+def _best(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
+    """The likeliest token at one step of each row."""
+    return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
 
 
 def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, path: Path) -> tuple[list[str], list[str]]:
@@ -93,26 +151,22 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
             raise UserError(f"no method of eval kv is called {name}: {hint}")
     if names and set(names) == {REFERENCE}:
         raise UserError(f"{REFERENCE} is what the others are compared with: name at least one of {', '.join(METHODS)}")
-    chosen, left_out = [name for name in METHODS if names is None or name in names], list[str]()
+    chosen = [name for name in METHODS if names is None or name in names]
     signals = [name for name in chosen if name in SIGNALS]
-    if signals and measured is None:
+    if not signals:
+        return chosen, []
+    if measured is None:
         raise UserError(
             f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
             "--what kv`, give another file with --kv_calibration, or name other methods in --methods"
         )
-    for name in signals:
-        try:
-            assert measured is not None
-            measured.signal(name)
-        except UserError as error:
-            if names is not None:
-                raise
-            chosen.remove(name)
-            left_out.append(f"{name}: {error}")
-    return chosen, left_out
+    lacking = {name: measured.lacks(name) for name in signals if measured.lacks(name)}
+    if lacking and names is not None:
+        raise UserError(next(iter(lacking.values())))
+    return [name for name in chosen if name not in lacking], [f"{name}: {reason}" for name, reason in lacking.items()]
 
 
-def line_up(
+def contenders(
     run: Run,
     measured: KVCalibration | None,
     names: Sequence[str],
@@ -133,11 +187,9 @@ def line_up(
 
     caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
     for ratio in sorted(set(ratios or RATIOS), reverse=True):
+        settings = {name: {"budget": ratio, "dtype": dtype, **METHODS[name]} for name in names}
         try:
-            made = [
-                contender(name, ratio, KVSection.model_validate({"budget": ratio, "dtype": dtype, **METHODS[name]}))
-                for name in names
-            ]
+            made = [contender(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
         except UserError as error:
             if ratios is not None or ratio == max(RATIOS):
                 raise
@@ -169,6 +221,30 @@ class Written(NamedTuple):
     rate: float
 
 
+class Damage(NamedTuple):
+    """Per sequence: mean loss (nats per token), mean KL(full ‖ compressed) in nats, share of steps with the same best token."""
+
+    loss_B: np.ndarray
+    kl_B: np.ndarray
+    top1_B: np.ndarray
+
+
+def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> Damage:
+    """What `Contender.read` gives beside the full cache's, over the tokens behind the prompt."""
+    ours, full = (x[:, : tokens_BT.shape[1] - start] for x in (logprobs_BSV, full_BSV))
+    counted_BS = np.arange(start, tokens_BT.shape[1]) < lengths_B[:, None]
+    logp_B, same_B = _means(ours, full, jnp.asarray(tokens_BT[:, start:]), counted_BS)
+    found = -logp_B, divergence(ours, full, counted_BS), same_B
+    return Damage(*(np.asarray(x_B, np.float64) for x_B in found))
+
+
+@jax.jit
+def _means(ours, full, next_BS, counted_BS):
+    logp_BS = jnp.take_along_axis(ours, next_BS[:, :, None], axis=2)[..., 0]
+    same_BS = jnp.argmax(ours, axis=2) == jnp.argmax(full, axis=2)
+    return tuple(jnp.mean(x_BS, axis=1, where=counted_BS) for x_BS in (logp_BS, same_BS))
+
+
 @dataclass(frozen=True)
 class Bench:
     """Caches for texts of one length, the full one first.
@@ -184,15 +260,15 @@ class Bench:
         """What each cache makes of the second half of every sequence, and what the nearest `NEAR` keys alone make of it."""
         everyone = [*self.caches, nearsighted(self.caches[0])]
         S, T = text.ids.shape
-        found: list[list[Damage]] = [[] for _ in everyone]
-        for picked_B in self._batches("reading sequences", S, self._rows):
-            ids_BT, lengths_B, full = text.ids[picked_B], np.full(len(picked_B), T), None
-            for cache, parts in zip(everyone, found, strict=True):
-                logprobs = cache.read(ids_BT, lengths_B, T // 2)
-                full = logprobs if full is None else full
-                parts.append(damage(logprobs, full, ids_BT, lengths_B, T // 2))
-        *told, near = [Damage(*(np.concatenate(column)[:S] for column in zip(*parts, strict=True))) for parts in found]
-        return told, near
+        parts = []
+        for rows in self._batches("reading sequences", S):
+            ids_BT, lengths_B = text.ids[rows], np.full(len(rows), T)
+            full = everyone[0].read(ids_BT, lengths_B, T // 2)
+            parts.append([damage(full, full, ids_BT, lengths_B, T // 2)])
+            for cache in everyone[1:]:
+                parts[-1].append(damage(cache.read(ids_BT, lengths_B, T // 2), full, ids_BT, lengths_B, T // 2))
+        found = [Damage(*(np.concatenate(x)[:S] for x in zip(*own, strict=True))) for own in zip(*parts, strict=True)]
+        return found[:-1], found[-1]
 
     def answer(self, tasks: Tasks) -> list[dict[str, np.ndarray]]:
         """Which tasks each cache leads to the right answer: `{"needle_aware": [P], …}`.
@@ -200,22 +276,24 @@ class Bench:
         A cache that is `aware` of the question has it before it when it chooses what to keep of the prompt; `agnostic`, it
         reads the question afterwards, token by token. Both answer from what they kept.
         """
-        P, T = tasks.tokens.shape
-        told: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
-        for asked in ("aware", "agnostic"):
-            right: list[list[np.ndarray]] = [[] for _ in self.caches]
-            for picked_B in self._batches(f"tasks, {asked} of the question,", P, self._rows):
-                tokens_BT, lengths_B = tasks.tokens[picked_B], tasks.lengths[picked_B]
-                for cache, parts in zip(self.caches, right, strict=True):
-                    if asked == "aware":
-                        best_B = cache.answer(tokens_BT, lengths_B)
-                    else:
-                        best_B = _best(cache.read(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
-                    parts.append(np.asarray(best_B) == tasks.answers[picked_B])
-            for one, parts in zip(told, right, strict=True):
+
+        def agnostic(cache: Contender, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
+            return _best(cache.read(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
+
+        P = len(tasks.tokens)
+        found: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
+        for asked, answer in (("aware", Contender.answer), ("agnostic", agnostic)):
+            right_BC = [
+                [
+                    np.asarray(answer(cache, tasks.tokens[rows], tasks.lengths[rows])) == tasks.answers[rows]
+                    for cache in self.caches
+                ]
+                for rows in self._batches(f"tasks, {asked} of the question,", P)
+            ]
+            for one, parts in zip(found, zip(*right_BC, strict=True), strict=True):
                 right_P = np.concatenate(parts)[:P]
                 one |= {f"needle_{asked}": right_P[tasks.needles], f"copy_{asked}": right_P[~tasks.needles]}
-        return told
+        return found
 
     def write(self, run: Run, text: Sequences, count: int) -> list[Written | None]:
         """The greedy continuations of the first halves of `count` sequences by each cache, None for the oracle."""
@@ -223,39 +301,34 @@ class Bench:
         tokens = min(FREE_TOKENS, T - T // 2)
         picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(shares(count))]
         prompts_PT = text.ids[np.concatenate(picked), : T // 2]
+        P = len(prompts_PT)
         special = sorted(run.tokenizer.special_ids)
         settings = {**NEUTRAL, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
         params = run.params([run.settings(settings)] * FREE_ROWS)
-        found: list[list[Written]] = [[] for _ in self.caches]
-        for picked_B in self._batches("continuing prompts", max(len(prompts_PT), TIMED * FREE_ROWS), FREE_ROWS, fill=True):
-            for cache, parts in zip(self.caches, found, strict=True):
+        parts: list[list[Written]] = [[] for _ in self.caches]
+        for rows in self._batches("continuing prompts", FREE_ROWS * max(TIMED, -(-P // FREE_ROWS)), FREE_ROWS):
+            for cache, own in zip(self.caches, parts, strict=True):
                 if cache.name != ORACLE:
-                    parts.append(_write(cache, prompts_PT[picked_B % len(prompts_PT)], params, tokens))
+                    own.append(_write(cache, prompts_PT[rows % P], params, tokens))
         return [
-            Written(np.concatenate([part.ids for part in parts])[: len(prompts_PT)], max(part.rate for part in parts))
-            if parts
-            else None
-            for parts in found
+            Written(np.concatenate([part.ids for part in own])[:P], max(part.rate for part in own)) if own else None
+            for own in parts
         ]
 
-    @property
-    def _rows(self) -> int:
-        """How many texts are read together."""
-        return rows_at_once(self.caches[0].model.config, self.caches[0].plan.slots)
-
-    def _batches(self, doing: str, count: int, most: int, fill: bool = False) -> Iterator[np.ndarray]:
-        """The numbers below `count` in batches of one size, `most` if they are to be filled; behind the last it begins anew."""
+    def _batches(self, doing: str, count: int, most: int | None = None) -> Iterator[np.ndarray]:
+        """The numbers below `count` in batches of one size, by default as many as fit into memory."""
         # What other work compiled is not needed again, and takes memory maps: hundreds a program, of 65,530 that Linux gives.
         jax.clear_caches()
-        rows = most if fill else evenly(count, most)
-        for first in range(0, count, rows):
-            self.progress(f"{doing} {first + 1} to {min(first + rows, count)} of {count}")
-            yield np.arange(first, first + rows) % count
+        first = 0
+        for rows in batches(count, most or rows_at_once(self.caches[0].model.config, self.caches[0].plan.slots)):
+            self.progress(f"{doing} {first + 1} to {min(first + len(rows), count)} of {count}")
+            yield rows
+            first += len(rows)
 
 
 def nearsighted(full: Contender) -> Contender:
     """The same model, every layer of which sees the nearest `NEAR` keys alone."""
-    model = nnx.merge(*nnx.split(full.model))
+    model = nnx.clone(full.model)
     windows = tuple(NEAR if window is None else min(NEAR, window) for window in model.config.windows)
     model.config = replace(model.config, windows=windows)
     for block, window in zip(model.blocks, windows, strict=True):
@@ -263,54 +336,11 @@ def nearsighted(full: Contender) -> Contender:
     return full._replace(name="nearsighted", model=model)
 
 
-@jax.jit
-def _best(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
-    """The likeliest token at one step of each row."""
-    return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
-
-
-_compiled: Any = partial(nnx.jit, static_argnames=("plan",), graph_updates=False)
-
-
-@_compiled
-def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
-    """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
-
-    While a prompt is read it sees all of itself, so its own next token tells nothing of the cache.
-    """
-    B, last_B = len(tokens_BT), lengths_B - 1
-    cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
-    model = widen(model)
-    _, read, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=cache)
-    assert read is not None
-    layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
-    last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
-    x_B1D, _, _ = model.hidden(last_B1, last_B[:, None], cache=replace(read, layers=layers))
-    return jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1)
-
-
-def _without(layer: Compressed, position_B: jax.Array) -> Compressed:
-    """The layer with the slot of one position of each row empty; a full cache writes it anew in its place."""
-    gone_B11 = position_B[:, None, None]
-    groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
-    return Compressed(tuple(groups))
-
-
 def _write(cache: Contender, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> Written:
     B, T = prompts_BT.shape
+    limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
     session = Session(
-        cache.model,
-        prompts_BT,
-        np.full(B, T),
-        params,
-        limits_B=np.full(B, tokens),
-        eos_ids=[[]] * B,
-        plan=lambda _: cache.plan,
+        cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=lambda _: cache.plan
     )
-    chunks = [session.start()]
-    with CompileTimer() as compiling:
-        start = time.perf_counter()
-        while not chunks[-1].done.all():
-            chunks.append(session.advance(CHUNK))
-        seconds = time.perf_counter() - start - compiling.seconds
-    return Written(np.concatenate([chunk.tokens for chunk in chunks], axis=1), B * (tokens - 1) / max(seconds, 1e-9))
+    chunks, seconds = decode(session)
+    return Written(np.concatenate([chunk.tokens for chunk in chunks], axis=1), B * (tokens - 1) / seconds)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.studies.diversity import repetition
+from dantinox.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, recall
 
 SEEDS = 3

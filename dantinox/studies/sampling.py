@@ -12,7 +12,8 @@ Two rules, fixed before any text is written:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,9 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import Run, load
+from dantinox.measure.reading import stored
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
-from dantinox.studies.diversity import distinct, diversity, repetition, self_bleu
-from dantinox.studies.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
 from dantinox.studies.sampling_methods import (
     BASELINES,
     CONTROL,
@@ -37,10 +37,96 @@ from dantinox.studies.sampling_methods import (
     Effort,
     chosen_methods,
 )
-from dantinox.text import open_store
+from dantinox.studies.statistics import (
+    Interval,
+    Outcome,
+    distinct,
+    diversity,
+    excess,
+    mean_interval,
+    percentiles,
+    repetition,
+    self_bleu,
+    verdict,
+)
 
 MEASURES = ("bits_per_byte", "diversity", "distinct_1", "distinct_2", "distinct_3", "rep_4", "self_bleu")
 Measured = dict[str, np.ndarray]  # measure → one number per prompt, [P]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was tried: the values of a method's knobs, and the mean diversity of the texts."""
+
+    values: Mapping[str, float]
+    diversity: float
+
+
+@dataclass(frozen=True)
+class MethodFinding:
+    """What was found of a method, or of the real text (`human`).
+
+    Attributes:
+      tuned: the values of its knobs.
+      at_edge: all trials lay on one side of the diversity aimed at.
+      measures: `excess`, where the ruler reaches its diversity, and `MEASURES`.
+      tok_per_s: median, lowest and highest of the batches; None where speed says nothing.
+    """
+
+    name: str
+    tuned: Mapping[str, float]
+    at_edge: bool
+    trials: Sequence[Trial]
+    measures: Mapping[str, Interval]
+    tok_per_s: Interval | None
+
+
+@dataclass(frozen=True)
+class RulerPoint:
+    """Means of plain sampling at a temperature."""
+
+    temperature: float
+    diversity: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Paired differences a − b of the measures; the verdict on a is None where one of them has no excess."""
+
+    a: str
+    b: str
+    verdict: str | None
+    differences: Mapping[str, Interval]
+
+
+@dataclass(frozen=True)
+class SamplingStudy:
+    """What was done, and what was found: methods, the real text first, the ruler, the router against others.
+
+    Attributes:
+      reference: the run that judged, None: the run itself.
+      unit: what a token is, for messages.
+      shares: of the strategies that the control drew; None without it.
+    """
+
+    run: str
+    reference: str | None
+    device: str
+    unit: str
+    prompt_tokens: int
+    prompts: int
+    seeds: int
+    tokens: int
+    trials: int
+    shares: Mapping[str, float] | None
+    methods: Sequence[MethodFinding]
+    ruler: Sequence[RulerPoint]
+    comparisons: Sequence[Difference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; an interval is [value, low, high]."""
+        return asdict(self)
 
 
 def evaluate_sampling(
@@ -51,7 +137,7 @@ def evaluate_sampling(
     methods: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **effort: int | None,
-) -> dict[str, Any]:
+) -> SamplingStudy:
     """Tunes the methods, writes with each of them, measures, compares.
 
     Args:
@@ -60,10 +146,6 @@ def evaluate_sampling(
       methods: names of `METHODS`; None: all.
       progress: called with a line before every stretch of work.
       effort: fields of `Effort`. Where `tokens` is not given, prompts keep at least a quarter of a small context.
-
-    Returns:
-      A JSON-ready record, which `sampling_view` shows: what was done; `methods`, the real text first, with their tuning,
-      measures as [value, low, high] and speeds as [median, lowest, highest]; `ruler`; `comparisons` of the router with others.
 
     Raises:
       UserError: a name or number is wrong, there are too few prompts, the reference cannot judge, or the router was not
@@ -79,10 +161,8 @@ def evaluate_sampling(
             f"{directory.path} --what router`, or name other methods in --methods"
         )
     run = load(run_dir)
-    store = open_store(run.config, directory.data, run.tokenizer)
-    if store is None:
-        raise UserError(f"{directory.data} holds no validation text of this run, from which the prompts are taken")
-    for name in names:  # a setting that the engine refuses is told before the work begins
+    store = stored(run, directory, "validation text, from which the prompts are taken")
+    for name in names:  # a setting that the engine refuses is reported before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].tuned(0.5), "seed": 0})])
     context = run.model.config.max_context
     if effort.get("tokens") is None:
@@ -96,24 +176,23 @@ def evaluate_sampling(
     for name, rounds in written.items():
         progress(f"measuring {name}")
         measured[name] = bench.measure(test, [(one.texts, one.ids) for one in rounds])
-    rates = {name: [rate for one in rounds for rate in one.rates] for name, rounds in written.items()}
-    return {
-        "run": str(directory.path),
-        "reference": None if reference is None else str(open_run(reference).path),
-        "device": jax.devices()[0].device_kind,
-        "unit": {"char": "characters", "byte": "bytes"}.get(run.tokenizer.kind, "tokens"),
-        "prompt_tokens": prompt,
+    outcomes = {name: Outcome(found["diversity"], found["bits_per_byte"]) for name, found in measured.items()}
+    ruler = {t: outcomes[_ruler_name(t)] for t in RULER}
+    above = {name: excess(outcomes[name], [*ruler.values()]) for name in ("human", *names)}
+    return SamplingStudy(
+        run=str(directory.path),
+        reference=None if reference is None else str(open_run(reference).path),
+        device=jax.devices()[0].device_kind,
+        unit={"char": "characters", "byte": "bytes"}.get(run.tokenizer.kind, "tokens"),
+        prompt_tokens=prompt,
         **vars(much),
-        "shares": tuned[CONTROL].shares if CONTROL in tuned else None,
-        **_told(names, tuned, measured, rates),
-    }
-
-
-class Trial(NamedTuple):
-    """What was tried: the values of a method's knobs, and the mean diversity of the texts."""
-
-    values: dict[str, float]
-    diversity: float
+        shares=tuned[CONTROL].shares if CONTROL in tuned else None,
+        methods=[
+            _finding(name, tuned.get(name, Tuned({})), measured[name], above[name], written.get(name, [])) for name in above
+        ],
+        ruler=[RulerPoint(t, float(one.diversity.mean()), float(one.bits.mean())) for t, one in ruler.items()],
+        comparisons=[_difference(a, b, above, measured) for a in ROUTERS for b in BASELINES if {a, b} <= set(names)],
+    )
 
 
 class Tuned(NamedTuple):
@@ -150,19 +229,20 @@ class Bench:
     def measure(self, windows: Windows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> Measured:
         """Every measure per prompt, the mean over its samples (texts, tokens `[P, T]`). Self-BLEU takes several."""
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
-        found: dict[str, Any] = {
-            "bits_per_byte": [self.judge.bits_per_byte(windows.prompts, texts) for texts, _ in samples],
-            "diversity": [[diversity(ids) for ids in ids_P] for ids_P in ids_SP],
-            **{f"distinct_{n}": [[distinct(ids, n) for ids in ids_P] for ids_P in ids_SP] for n in (1, 2, 3)},
-            "rep_4": [[repetition(ids, 4) for ids in ids_P] for ids_P in ids_SP],
+        of_text: dict[str, Callable[[list[int]], float]] = {
+            "diversity": diversity,
+            **{f"distinct_{n}": partial(distinct, n=n) for n in (1, 2, 3)},
+            "rep_4": partial(repetition, n=4),
         }
-        told = {name: np.mean(values, axis=0) for name, values in found.items()}
+        found: dict[str, Any] = {"bits_per_byte": [self.judge.bits_per_byte(windows.prompts, texts) for texts, _ in samples]}
+        found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in of_text.items()}
+        means = {name: np.mean(values, axis=0) for name, values in found.items()}
         if len(samples) > 1:
-            told["self_bleu"] = np.array([self_bleu(of_prompt) for of_prompt in zip(*ids_SP, strict=True)])
-        return told
+            means["self_bleu"] = np.array([self_bleu(of_prompt) for of_prompt in zip(*ids_SP, strict=True)])
+        return means
 
 
-def halve(diversity_at: Callable[[float], float], target: float, trials: int) -> tuple[float, bool]:
+def bisection(diversity_at: Callable[[float], float], target: float, trials: int) -> tuple[float, bool]:
     """The position in [0, 1] whose diversity is nearest to the target; diversity should grow with position.
 
     Returns:
@@ -206,7 +286,7 @@ def _tune(bench: Bench, name: str, tuning: Windows, shares: Mapping[str, float] 
         trials.append(Trial(values, _mean_diversity(written.ids)))
         return trials[-1].diversity
 
-    position, at_edge = halve(diversity_at, _mean_diversity(tuning.ids), bench.effort.trials)
+    position, at_edge = bisection(diversity_at, _mean_diversity(tuning.ids), bench.effort.trials)
     return Tuned(method.settings, method.tuned(position), tuple(trials), at_edge, shares)
 
 
@@ -237,48 +317,21 @@ def _test_all(bench: Bench, tuned: Mapping[str, Tuned], test: Windows) -> dict[s
     return written
 
 
-def _told(
-    names: Sequence[str], tuned: Mapping[str, Tuned], measured: Mapping[str, Measured], rates: Mapping[str, list[float]]
-) -> dict[str, Any]:
-    """The record's lists: methods, ruler, comparisons."""
-    outcomes = {name: Outcome(found["diversity"], found["bits_per_byte"]) for name, found in measured.items()}
-    ruler = [outcomes[_ruler_name(t)] for t in RULER]
-    above = {name: excess(outcomes[name], ruler) for name in ("human", *names)}
-    methods = []
-    for name in above:
-        method = tuned.get(name, Tuned({}))
-        extra = above[name]
-        measures: dict[str, Interval] = {} if extra is None else {"excess": percentiles(extra)}
-        measures |= {key: mean_interval(measured[name][key]) for key in MEASURES if key in measured[name]}
-        # The control is driven from outside, token by token: its speed says nothing.
-        speeds = [] if name == CONTROL else rates.get(name, [])
-        methods.append({
-            "name": name,
-            "tuned": dict(method.values),
-            "at_edge": method.at_edge,
-            "trials": [trial._asdict() for trial in method.trials],
-            "measures": {key: list(numbers) for key, numbers in measures.items()},
-            "tok_per_s": [float(np.median(speeds)), min(speeds), max(speeds)] if speeds else None,
-        })  # fmt: skip
-    return {
-        "methods": methods,
-        "ruler": [
-            {"temperature": t, "diversity": float(one.diversity.mean()), "bits_per_byte": float(one.bits.mean())}
-            for t, one in zip(RULER, ruler, strict=True)
-        ],
-        "comparisons": [_compared(a, b, above, measured) for a in ROUTERS for b in BASELINES if a in names and b in names],
-    }
+def _finding(
+    name: str, method: Tuned, measured: Measured, above: np.ndarray | None, written: Sequence[Written]
+) -> MethodFinding:
+    measures = {} if above is None else {"excess": percentiles(above)}
+    measures |= {key: mean_interval(measured[key]) for key in MEASURES if key in measured}
+    # The control is driven from outside, token by token: its speed says nothing.
+    speeds = [] if name == CONTROL else [rate for one in written for rate in one.rates]
+    speed = Interval(float(np.median(speeds)), min(speeds), max(speeds)) if speeds else None
+    return MethodFinding(name, dict(method.values), method.at_edge, list(method.trials), measures, speed)
 
 
-def _compared(a: str, b: str, above: Mapping[str, np.ndarray | None], measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Differences a − b with paired intervals; the verdict is None where one has no excess."""
+def _difference(a: str, b: str, above: Mapping[str, np.ndarray | None], measured: Mapping[str, Measured]) -> Difference:
     differences = {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES}
     first, second = above[a], above[b]
-    if first is not None and second is not None:
-        differences = {"excess": percentiles(first - second), **differences}
-    return {
-        "a": a,
-        "b": b,
-        "verdict": verdict(differences["excess"]) if "excess" in differences else None,
-        "differences": {key: list(numbers) for key, numbers in differences.items()},
-    }
+    if first is None or second is None:
+        return Difference(a, b, None, differences)
+    found = percentiles(first - second)
+    return Difference(a, b, verdict(found), {"excess": found, **differences})

@@ -9,7 +9,7 @@ A calibration and a distribution are stored beside this file: no model is needed
 import argparse
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import numpy as np
 from PIL import Image
 from sampling import HERE, INK, SHOWN, STYLE, Distribution, bars, measured, plt, write
 
-from dantinox.measure.calibrate_router_view import PRESETS, plot_calibration
+from dantinox.measure.calibrate_router import RouterCalibration
+from dantinox.measure.calibrate_router_view import PRESETS, draw_calibration
 from dantinox.measure.explain_view import ACCENT, AFTER, BEFORE
 
 STORED = HERE / "router.json"
@@ -133,7 +134,8 @@ def main() -> None:
         kept = {name: record[name] for name in KEPT} | {"next_token": asdict(d)}
         STORED.write_text(json.dumps(kept, ensure_ascii=False) + "\n", encoding="utf-8")
     o.into.mkdir(parents=True, exist_ok=True)
-    plot_calibration(record, o.into / "quadrants.png", save_small)
+    known = {field.name: record.get(field.name) for field in fields(RouterCalibration)}
+    save_small(o.into / "quadrants.png", draw_calibration(RouterCalibration(**known)))
     with plt.rc_context(STYLE):
         write(draw_shapes(), o.into / "shapes.png")
         write(draw_candidates(d, record), o.into / "candidates.png")

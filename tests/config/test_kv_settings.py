@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.cli import flags
+from dantinox.cli import flags, measure
 from dantinox.cli.common import given_settings
 from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
 from dantinox.config.flags import Parser, add_config_flags, overrides
@@ -269,7 +269,7 @@ def test_generate_has_the_flags_and_explain_which_keeps_no_cache_has_not():
     options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=flags.generate)
     assert given_settings(options) == {"kv_budget": 0.2}
     with pytest.raises(UserError, match="unknown flag --kv_budget"):
-        given_flags("--run_dir", "r", "--kv_budget", "0.2", command=flags.explain)
+        given_flags("--run_dir", "r", "--kv_budget", "0.2", command=measure.explain_flags)
 
 
 @pytest.mark.parametrize("tree", [{"kv_budget": 0.2}, {"generation": {"kv_budget": 0.2}}, {"generation": {"budgets": 0.2}}])
@@ -295,17 +295,17 @@ def test_a_file_says_where_a_misplaced_key_belongs(tree):
     ],
 )
 def test_flags_of_calibrate_go_with_what_is_calibrated(argv, sentence):
-    options = given_flags("--run_dir", "r", *argv.split(), command=flags.calibrate)
+    options = given_flags("--run_dir", "r", *argv.split(), command=measure.calibrate_flags)
     if not sentence:
-        flags.check_calibrate(options)
+        measure.calibration(options)
         return
     with pytest.raises(UserError) as error:
-        flags.check_calibrate(options)
+        measure.calibration(options)
     assert str(error.value) == sentence
 
 
 def test_eval_knows_both_evaluations():
     for what in ("sampling", "kv"):
-        assert given_flags(what, "--run_dir", "r", command=flags.evaluate).what == what
+        assert given_flags(what, "--run_dir", "r", command=measure.evaluate_flags).what == what
     with pytest.raises(UserError, match="choose from"):
-        given_flags("cache", "--run_dir", "r", command=flags.evaluate)
+        given_flags("cache", "--run_dir", "r", command=measure.evaluate_flags)

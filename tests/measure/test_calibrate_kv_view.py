@@ -7,19 +7,26 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.measure.calibrate_kv_view import HEAD_TYPES, heads_of, kv_calibration_lines, plot_kv_calibration
+from dantinox.measure.calibrate_kv import HEAD_TYPES, HeadCalibration
+from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
 
 def make(layers, heads, **more):
     entropies = np.linspace(0, 5, layers * heads).reshape(layers, heads)
     names = [f"L{layer}_H{head}" for layer in range(layers) for head in range(heads)]
     counts = np.histogram(entropies, [0, 0.5, 1.5, 3, 4, 99])[0].tolist()
-    return {
-        "n_layer": layers,
-        "n_head": heads,
-        "head_entropies": dict(zip(names, entropies.ravel().tolist(), strict=True)),
-        "head_types": dict(zip(HEAD_TYPES, counts, strict=True)),
-    } | more
+    return HeadCalibration(
+        model="run",
+        n_layer=layers,
+        n_head=heads,
+        n_head_kv=heads,
+        n_ctx=128,
+        model_info={},
+        head_entropies=dict(zip(names, entropies.ravel().tolist(), strict=True)),
+        head_types=dict(zip(HEAD_TYPES, counts, strict=True)),
+        entropy_stats={},
+        **more,
+    )
 
 
 MORE = {
@@ -32,15 +39,15 @@ MORE = {
 
 
 def test_every_head_where_a_row_holds_them():
-    record = make(3, 4)
-    lines = list(kv_calibration_lines(record | MORE, 80))
+    record = make(3, 4, **MORE)
+    lines = list(kv_calibration_lines(record, 80))
     assert max(map(len, lines)) <= 80
     assert " ".join(lines).startswith(
         "entropy of the attention of 4 heads in each of 3 layers, in bits, on 20 sequences of 2,560"
     )
     rows = [line.split() for line in lines]
     table = rows.index(["layer", "H0", "H1", "H2", "H3"])
-    for layer, values in enumerate(heads_of(record, "head_entropies")):
+    for layer, values in enumerate(record.heads("head_entropies")):
         assert rows[table + 1 + layer] == [str(layer), *(f"{value:.2f}" for value in values)]
     assert ["sink", "<", "0.5", "bits", "2", "16.7%"] in rows and ["diffuse", "≥", "4", "bits", "3", "25.0%"] in rows
     assert "mean entropy by the tokens up to the query: 1.50 at 32, 2.50 at 64, 3.50 at 96, 5.00 at 128" in " ".join(lines)
@@ -50,11 +57,11 @@ def test_every_head_where_a_row_holds_them():
 
 @pytest.mark.parametrize("width", [30, 80, 200])
 def test_many_heads_become_their_spread(width):
-    record = make(24, 64, coverage=make(24, 64)["head_entropies"])
+    record = make(24, 64, coverage=make(24, 64).head_entropies)
     lines = list(kv_calibration_lines(record, width))
     assert max(map(len, lines)) <= max(width, 40)
     rows = [line.split() for line in lines]
-    values = heads_of(record, "head_entropies")[23]
+    values = record.heads("head_entropies")[23]
     spread = [values.min(), np.median(values), values.mean(), values.max()]
     assert ["layer", "min", "median", "mean", "max"] in rows and ["23", *(f"{value:.2f}" for value in spread)] in rows
     told = " ".join(lines)
@@ -85,18 +92,14 @@ def test_what_eviction_costs_is_told_where_it_was_measured():
 
 
 @pytest.mark.parametrize(("size", "more", "width"), [((1, 1), {}, 1350), ((2, 4), LOSS, 1950), ((24, 16), {}, 1350)])
-def test_the_picture(tmp_path, size, more, width):
+def test_the_picture(size, more, width):
     pytest.importorskip("matplotlib")
-    pictures = {}
-    plot_kv_calibration(make(*size, **more), tmp_path / "a.png", write=pictures.__setitem__)
-    data = pictures[tmp_path / "a.png"]
+    data = draw_kv_calibration(make(*size, **more))
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (width, 630)
-    with pytest.raises(UserError, match="cannot write"):
-        plot_kv_calibration(make(*size), tmp_path / "none" / "a.png")
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
-        plot_kv_calibration(make(1, 2), tmp_path / "a.png")
+        draw_kv_calibration(make(1, 2))

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -16,14 +17,10 @@ from dantinox.config.router import MEASURED, RULES, STRATEGIES, RouterSection, i
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
-from dantinox.measure.calibrate_router_view import (
-    calibration_lines,
-    largest_varentropy,
-    meaning,
-    percent,
-    plot_calibration,
-)
+from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration, largest_varentropy, meaning
+from dantinox.measure.reading import read_text
 from dantinox.model.parameters import parameters_of
+from dantinox.report.tables import percent
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
 from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.text import prepare_data, train_tokenizer
@@ -129,49 +126,52 @@ def test_the_numbers_are_those_of_numpy(source, record):
     H, V, count = slowly(source)
     assert np.ptp(H) > 2 and np.ptp(V) > 1  # or quantiles would prove nothing
     # The last token of the text is the target of the one before it, and ends a document.
-    assert record["tokens"] == len(H) and record["tokens"] + record["skipped"] == count - 1
+    assert record.tokens == len(H) and record.tokens + record.skipped == count - 1
     expected = [quantile(H, 0.25), quantile(V, 0.25), quantile(H, 0.75), quantile(H, 0.9), quantile(V, 0.75)]
     expected += [2 * quantile(H, 0.5), 2 * quantile(V, 0.5)]
-    assert tuple(record["measured"]) == MEASURED
-    np.testing.assert_allclose(list(record["measured"].values()), expected, rtol=2e-4)
-    told = record["quantiles"]
+    assert tuple(record.measured) == MEASURED
+    np.testing.assert_allclose(list(record.measured.values()), expected, rtol=2e-4)
+    told = record.quantiles
     assert told["percent"][0] == 0 and told["percent"][-1] == 100
     for name, values in (("entropy", H), ("varentropy", V)):
         np.testing.assert_allclose(told[name], [quantile(values, p / 100) for p in told["percent"]], rtol=2e-4)
     near = 3 / len(H)  # a position on a threshold may fall to either side
     for preset, numbers in (("guide", (0.1, 0.1, 3.0, 5.0, 5.0)), ("calibrated", expected)):
-        assert list(record["shares"][preset]) == list(STRATEGIES)
-        np.testing.assert_allclose(list(record["shares"][preset].values()), by_hand(H, V, numbers), atol=near)
-    cells, _, _ = np.histogram2d(H, V, [record["density"]["entropy_edges"], record["density"]["varentropy_edges"]])
-    assert np.sum(record["density"]["counts"]) == len(H)
-    assert np.abs(np.asarray(record["density"]["counts"]) - cells).sum() < 20
-    assert record["vocab_size"] == load(source).tokenizer.vocab_size and record["window"] == T and record["context"] == CONTEXT
+        assert list(record.shares[preset]) == list(STRATEGIES)
+        np.testing.assert_allclose(list(record.shares[preset].values()), by_hand(H, V, numbers), atol=near)
+    cells, _, _ = np.histogram2d(H, V, [record.density["entropy_edges"], record.density["varentropy_edges"]])
+    assert np.sum(record.density["counts"]) == len(H)
+    assert np.abs(np.asarray(record.density["counts"]) - cells).sum() < 20
+    assert record.vocab_size == load(source).tokenizer.vocab_size and record.window == T and record.context == CONTEXT
 
 
 def test_equal_input_gives_equal_bytes_that_come_back(run_path, record):
     run = open_run(run_path)
     assert calibrate_router(run_path) == record
     first = run.router.read_bytes()
-    assert json.loads(first) == {"version": 1, **record}
-    assert load_router_calibration(run) == record["measured"]
+    assert json.loads(first) == {"version": 1, **record.to_dict()}
+    assert load_router_calibration(run) == record.measured
     calibrate_router(run_path)
     assert run.router.read_bytes() == first
 
 
 @pytest.mark.parametrize(("batch", "chunk"), [(1, 1 << 24), (7, 3000)])
 def test_rows_and_chunks_change_nothing(run_path, record, monkeypatch, batch, chunk):
+    monkeypatch.setattr(calibrate, "BATCH_TOKENS", batch * T)
     monkeypatch.setattr(calibrate, "CHUNK_LOGITS", chunk)
-    found = calibrate_router(run_path, batch=batch)
-    assert found["tokens"] == record["tokens"]
-    np.testing.assert_allclose(list(found["measured"].values()), list(record["measured"].values()), rtol=1e-4)
+    found = calibrate_router(run_path)
+    assert found.tokens == record.tokens
+    np.testing.assert_allclose(list(found.measured.values()), list(record.measured.values()), rtol=1e-4)
 
 
-def test_short_windows_with_a_shorter_context(run_path):
+def test_short_windows_with_a_shorter_context(run_path, monkeypatch):
     H, _, _ = slowly(run_path, window=48, context=12)
-    found = calibrate_router(run_path, window=48)
-    assert (found["window"], found["context"], found["tokens"]) == (48, 12, len(H))
-    assert found["quantiles"]["entropy"][5] == pytest.approx(quantile(H, 0.5), rel=2e-4)
-    assert calibrate_router(run_path, window=48, context=5)["context"] == 5
+    monkeypatch.setattr(calibrate, "WINDOW", 48)
+    found = calibrate_router(run_path)
+    assert (found.window, found.context, found.tokens) == (48, 12, len(H))
+    assert found.quantiles["entropy"][5] == pytest.approx(quantile(H, 0.5), rel=2e-4)
+    monkeypatch.setattr(calibrate, "CONTEXT", 5)
+    assert calibrate_router(run_path).context == 5
 
 
 def test_a_given_text_is_read_as_the_store_reads_it(run_path, record, tmp_path):
@@ -182,7 +182,7 @@ def test_a_given_text_is_read_as_the_store_reads_it(run_path, record, tmp_path):
 
 def test_tokens_bound_the_text(run_path, record, tmp_path):
     part = calibrate_router(run_path, tokens=900)
-    assert part["tokens"] + part["skipped"] == 900
+    assert part.tokens + part.skipped == 900
     assert calibrate_router(run_path, tokens=900, data_path=corpus(tmp_path / "val.jsonl", texts())) == part
     assert calibrate_router(run_path, tokens=10**9) == record
 
@@ -221,7 +221,6 @@ def sentence(*args, **kwargs):
 def test_no_text_and_too_little_of_it(run_path, tmp_path):
     assert "raise --tokens" in sentence(run_path, tokens=300)
     assert "tokens must be an integer ≥ 1, got 0" in sentence(run_path, tokens=0)
-    assert "window must be an integer ≥ 1, got 0" in sentence(run_path, window=0)
     short = tmp_path / "short.txt"
     short.write_text("abc" * 100, encoding="utf-8")
     told = sentence(run_path, data_path=short)
@@ -245,7 +244,7 @@ def test_weights_that_are_no_numbers(run_path):
 def test_a_damaged_calibration_is_replaced(run_path, record):
     open_run(run_path).router.write_text("{", encoding="utf-8")
     assert calibrate_router(run_path) == record
-    assert load_router_calibration(open_run(run_path)) == record["measured"]
+    assert load_router_calibration(open_run(run_path)) == record.measured
 
 
 def test_an_unknown_character_is_placed_in_the_text(tmp_path):
@@ -253,9 +252,9 @@ def test_an_unknown_character_is_placed_in_the_text(tmp_path):
     run = SimpleNamespace(tokenizer=tokenizer, config=build_config({}))
     path = tmp_path / "text.txt"
     path.write_text("ab\n" * 30_000 + "€", encoding="utf-8")
-    assert len(calibrate.read_text(run, str(path), 1000)) == 1000
+    assert len(read_text(run, str(path), 1000)) == 1000
     with pytest.raises(UserError, match="U\\+20AC\\) at position 90000 of the text"):
-        calibrate.read_text(run, str(path), 100_000)
+        read_text(run, str(path), 100_000)
 
 
 # --- table and picture
@@ -263,18 +262,19 @@ def test_an_unknown_character_is_placed_in_the_text(tmp_path):
 
 def test_the_lines(record):
     lines = list(calibration_lines(record, 90))
-    assert max(map(len, lines)) <= 90 and f"at {record['tokens']:,} positions" in lines[0]
+    assert max(map(len, lines)) <= 90 and f"at {record.tokens:,} positions" in lines[0]
     row = {line.split()[0]: line.split()[1:] for line in lines if line}
     assert row["setting"] == row["strategy"] == ["guide", "calibrated"]
-    assert row["low_entropy"] == ["0.100", f"{record['measured']['low_entropy']:.3f}"]
-    assert row["H"][1:] == [f"{value:.3f}" for value in record["quantiles"]["entropy"]]
-    assert row["explore"] == [percent(record["shares"][preset]["explore"]) for preset in ("guide", "calibrated")]
+    assert row["low_entropy"] == ["0.100", f"{record.measured['low_entropy']:.3f}"]
+    assert row["H"][1:] == [f"{value:.3f}" for value in record.quantiles["entropy"]]
+    assert row["explore"] == [percent(record.shares[preset]["explore"]) for preset in ("guide", "calibrated")]
     assert meaning(record) in " ".join(lines) and "--router_preset calibrated" in lines[-1]
 
 
 def test_the_sentence_names_what_never_comes():
     guide = dict(zip(STRATEGIES, (0.01, 0.0, 0.04, 0.0, 0.95), strict=True))
-    record = {"vocab_size": 80, "shares": {"guide": guide, "calibrated": dict.fromkeys(STRATEGIES, 0.1) | {"explore": 0.6}}}
+    calibrated = dict.fromkeys(STRATEGIES, 0.1) | {"explore": 0.6}
+    record = SimpleNamespace(vocab_size=80, shares={"guide": guide, "calibrated": calibrated})
     assert meaning(record) == (
         "With 80 tokens H is at most log2 80 = 6.32 bits: the guide's thresholds give adaptive 95.0% of the positions and none "
         "to clarify and resample; the calibrated ones give explore 60.0% of the positions and use all five strategies."
@@ -317,22 +317,17 @@ def test_no_distribution_lies_above_the_line(n):
     assert np.interp(H, H_line[::-1], V_line[::-1]) == pytest.approx(p_V @ (np.log2(p_V) + H) ** 2, rel=1e-3, abs=1e-3)
 
 
-def test_the_picture(record, tmp_path):
+def test_the_picture(record):
     pytest.importorskip("matplotlib")
-    pictures = {}
-    plot_calibration(record, tmp_path / "a.png", write=pictures.__setitem__)
-    data = pictures[tmp_path / "a.png"]
+    data = draw_calibration(record)
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and struct.unpack(">II", data[16:24]) == (1350, 690)
-    certain = record | {"density": density(np.zeros(9), np.zeros(9)), "vocab_size": 2}
-    plot_calibration(certain, tmp_path / "a.png")
-    with pytest.raises(UserError, match="cannot write"):
-        plot_calibration(record, tmp_path / "none" / "a.png")
+    draw_calibration(replace(record, density=density(np.zeros(9), np.zeros(9)), vocab_size=2))
 
 
-def test_without_matplotlib_the_extra_is_named(record, tmp_path, monkeypatch):
+def test_without_matplotlib_the_extra_is_named(record, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
-        plot_calibration(record, tmp_path / "a.png")
+        draw_calibration(record)

@@ -3,6 +3,7 @@
 import json
 import struct
 import warnings
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from dantinox import cli
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.measure.explain import explain, visible
-from dantinox.measure.explain_view import explanation_lines, plot_explanation
+from dantinox.measure.explain_view import draw_explanation, explanation_lines
 
 PROMPT = "abca"
 CHAIN = {"repetition_penalty": 1.4, "temperature": 3.0, "top_k": 40, "top_p": 0.7, "min_p": 0.02, "xtc_probability": 0.0}
@@ -35,7 +36,16 @@ def run(run_dir):
 
 @pytest.fixture(scope="module")
 def long_record(run):
-    return explain(run, PROMPT, LONG).to_dict()
+    return explain(run, PROMPT, LONG)
+
+
+def steps(found, name):
+    """A field of every step."""
+    return [getattr(step, name) for step in found.steps]
+
+
+def tokens(found, name):
+    return [getattr(token, name) for token in found.tokens]
 
 
 @pytest.fixture
@@ -80,19 +90,22 @@ def test_every_number_is_that_of_the_chain_in_float64(run):
     found = explain(run, PROMPT, CHAIN | {"seed": 5})
     x_V = logits_after(run, PROMPT)
     told = chain(x_V, run.prompt_ids(PROMPT))
-    assert found.steps == ["model", "repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
-    assert found.ids[:20] == np.argsort(-x_V, kind="stable")[:20].tolist()
+    assert steps(found, "name") == ["model", "repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
+    assert tokens(found, "id")[:20] == np.argsort(-x_V, kind="stable")[:20].tolist()
     P_SV = np.array([softmax(x_V) for x_V in told])
-    np.testing.assert_allclose(found.probabilities, P_SV[:, found.ids], atol=2e-5)
+    np.testing.assert_allclose(np.transpose(tokens(found, "probabilities")), P_SV[:, tokens(found, "id")], atol=2e-5)
     left_SV = np.array(told) > -np.inf
-    assert found.survivors == left_SV.sum(1).tolist() and 1 < found.survivors[-1] < found.survivors[3] == 40
-    np.testing.assert_allclose(found.mass, [P_SV[0][left_V].sum() for left_V in left_SV], atol=2e-5)
-    np.testing.assert_allclose(found.others, P_SV.sum(1) - P_SV[:, found.ids].sum(1), atol=2e-5)
+    assert (
+        steps(found, "survivors") == left_SV.sum(1).tolist()
+        and 1 < steps(found, "survivors")[-1] < steps(found, "survivors")[3] == 40
+    )
+    np.testing.assert_allclose(steps(found, "mass"), [P_SV[0][left_V].sum() for left_V in left_SV], atol=2e-5)
+    np.testing.assert_allclose(steps(found, "others"), P_SV.sum(1) - P_SV[:, tokens(found, "id")].sum(1), atol=2e-5)
     entropy = [-sum(p * np.log2(p) for p in P_V if p > 0) for P_V in P_SV]
-    np.testing.assert_allclose(found.entropy, entropy, atol=2e-4)
-    first_lost = [next((s for s in range(6) if not left_SV[s, token]), None) for token in found.ids]
-    assert found.removed_by == [None if s is None else found.steps[s] for s in first_lost]
-    assert "top_k" in found.removed_by or "top_p" in found.removed_by
+    np.testing.assert_allclose(steps(found, "entropy"), entropy, atol=2e-4)
+    first_lost = [next((s for s in range(6) if not left_SV[s, token]), None) for token in tokens(found, "id")]
+    assert tokens(found, "removed_by") == [None if s is None else found.steps[s].name for s in first_lost]
+    assert "top_k" in tokens(found, "removed_by") or "top_p" in tokens(found, "removed_by")
 
 
 def test_the_token_is_the_one_that_generation_draws(run):
@@ -108,19 +121,19 @@ def test_the_token_is_the_one_that_generation_draws(run):
 def test_a_token_drawn_from_the_tail_is_shown(run):
     for seed in range(20):
         found = explain(run, PROMPT, {"temperature": 50.0, "seed": seed}, count=3)
-        if found.drawn[0] not in found.ids[:3]:
+        if found.drawn[0] not in tokens(found, "id")[:3]:
             break
-    assert found.ids == [*np.argsort(-logits_after(run, PROMPT), kind="stable")[:3], found.drawn[0]]
-    assert found.texts[-1] == run.tokenizer.decode(found.drawn)
+    assert tokens(found, "id") == [*np.argsort(-logits_after(run, PROMPT), kind="stable")[:3], found.drawn[0]]
+    assert found.tokens[-1].text == run.tokenizer.decode(found.drawn)
 
 
 def test_a_greedy_row_has_edits_and_penalties_alone(run):
     best = int(np.argmax(logits_after(run, PROMPT)))
     found = explain(run, PROMPT, {"greedy": True, "banned_tokens": [best], "temperature": 2.0, "top_k": 5})
     second = int(np.argsort(-logits_after(run, PROMPT))[1])
-    assert found.steps == ["model", "banned_tokens"] and found.greedy and found.drawn == [second]
-    assert found.removed_by[0] == "banned_tokens" and found.removed_by[1] is None
-    assert list(explanation_lines(found.to_dict()))[-1].startswith("greedy: ")
+    assert steps(found, "name") == ["model", "banned_tokens"] and found.greedy and found.drawn == [second]
+    assert tokens(found, "removed_by")[0] == "banned_tokens" and tokens(found, "removed_by")[1] is None
+    assert list(explanation_lines(found))[-1].startswith("greedy: ")
 
 
 def test_a_fresh_seed_is_told_and_draws_the_same_again(run):
@@ -130,10 +143,10 @@ def test_a_fresh_seed_is_told_and_draws_the_same_again(run):
 
 def test_a_step_that_changes_nothing_is_told_and_has_no_column(run):
     found = explain(run, PROMPT, {"temperature": 3.0, "min_p": 1e-12, "top_k": 30, "seed": 1})
-    assert dict(zip(found.steps, found.changed, strict=True)) == {
+    assert dict(zip(steps(found, "name"), steps(found, "changed"), strict=True)) == {
         "model": True, "temperature": True, "top_k": True, "min_p": False,
     }  # fmt: skip
-    lines = list(explanation_lines(found.to_dict()))
+    lines = list(explanation_lines(found))
     heading = next(line for line in lines if line.split()[:2] == ["id", "token"])
     above = lines[lines.index(heading) - 1]
     assert above.split() == ["temperature", "top_k"] and heading.split() == ["id", "token", "model", "3", "30"]
@@ -145,25 +158,25 @@ def test_long_chains_fit_the_terminal(long_record, width):
     lines = list(explanation_lines(long_record, width))
     assert max(map(cell_len, lines)) <= width
     blocks = [i for i, line in enumerate(lines) if line.split()[:2] == ["id", "token"]]
-    changed = sum(step["changed"] for step in long_record["steps"])
+    changed = sum(steps(long_record, "changed"))
     assert changed >= 8 and (len(blocks) == 1) == (width == 240)
     for start in blocks:  # every block holds all tokens again
-        tokens = [token["shown"] for token in long_record["tokens"]]
-        assert all(token in line for token, line in zip(tokens, lines[start + 1 :], strict=False))
+        shown = tokens(long_record, "shown")
+        assert all(token in line for token, line in zip(shown, lines[start + 1 :], strict=False))
     model = next(line for line in lines if line.startswith("model "))
-    assert model.split()[1:3] == [str(long_record["vocab_size"]), "100.00%"]
+    assert model.split()[1:3] == [str(long_record.vocab_size), "100.00%"]
 
 
 def test_a_removed_token_is_marked_once(long_record):
     lines = list(explanation_lines(long_record, 240))
-    token = next(t for t in long_record["tokens"] if t["shown"] == '"b"')
-    assert token["removed_by"] in ("banned_tokens", "no_repeat_ngram")
+    token = next(t for t in long_record.tokens if t.shown == '"b"')
+    assert token.removed_by in ("banned_tokens", "no_repeat_ngram")
     row = next(line for line in lines if '"b"' in line)
     assert row.count("×") == 1 and row.endswith("×")
 
 
 def test_settings_are_ready_for_json(long_record):
-    told = json.loads(json.dumps(long_record, allow_nan=False))
+    told = json.loads(json.dumps(long_record.to_dict(), allow_nan=False))
     settings = {step["name"]: step["settings"] for step in told["steps"]}
     assert settings["logit_bias"] == {"logit_bias": {"x": 3.0, "y": None}}
     assert settings["dry"]["dry_multiplier"] == 0.8 and settings["model"] == {}
@@ -181,25 +194,25 @@ def png_size(data):
     return struct.unpack(">II", data[16:24])
 
 
-def test_the_picture_has_a_panel_per_step_that_changes_something(run, tmp_path):
+def test_the_picture_has_a_panel_per_step_that_changes_something(run):
     pytest.importorskip("matplotlib")
     for settings, panels in (({}, 1), ({"temperature": 2.0}, 1), ({"temperature": 2.0, "top_k": 5, "min_p": 1e-12}, 2)):
-        record = explain(run, PROMPT, settings | {"seed": 1}).to_dict()
-        pictures = {}
-        plot_explanation(record, tmp_path / "a.png", write=pictures.__setitem__)
-        assert png_size(pictures[tmp_path / "a.png"]) == (1200, round(150 * (0.9 + 1.7 * panels)))
+        picture = draw_explanation(explain(run, PROMPT, settings | {"seed": 1}))
+        assert png_size(picture) == (
+            1200,
+            round(150 * (0.9 + 1.7 * panels)),
+        )
 
 
-def test_any_token_can_be_drawn(run, tmp_path):
+def test_any_token_can_be_drawn(run):
     """Dollars are no formulas, and what the font lacks is no warning."""
     pytest.importorskip("matplotlib")
-    record = explain(run, PROMPT, {"top_k": 4, "seed": 1}).to_dict()
-    for token, shown in zip(record["tokens"], ['"$x_{$"', '"漢字"', '"\\n"', "<eos>"], strict=False):
-        token["shown"] = shown
+    found = explain(run, PROMPT, {"top_k": 4, "seed": 1})
+    odd = zip(found.tokens, ['"$x_{$"', '"漢字"', '"\\n"', "<eos>"], strict=False)
+    found = replace(found, tokens=[replace(token, shown=shown) for token, shown in odd] + found.tokens[4:])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plot_explanation(record, tmp_path / "a.png")
-    assert png_size((tmp_path / "a.png").read_bytes())[0] == 1200
+        assert png_size(draw_explanation(found))[0] == 1200
 
 
 def test_the_command_prints_the_table(dantinox, run_dir, monkeypatch):
@@ -248,13 +261,13 @@ def test_no_run_is_a_sentence(dantinox, tmp_path):
     assert (code, out) == (2, "") and "no run directory" in err
 
 
-def test_without_matplotlib_the_extra_is_named(long_record, tmp_path, monkeypatch):
+def test_without_matplotlib_the_extra_is_named(long_record, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(UserError, match=r"pip install 'dantinox\[plot\]'"):
-        plot_explanation(long_record, tmp_path / "a.png")
+        draw_explanation(long_record)
 
 
 def test_the_router_is_explained(run):
@@ -262,23 +275,23 @@ def test_the_router_is_explained(run):
     rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every row is adaptive
     settings = {"strategy": "entropy", "seed": 1, "temperature": 1.5, "candidates": 4, **rules}
     told = explain(run, PROMPT, settings)
-    assert told.strategy == "adaptive" and told.steps[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
+    assert told.strategy == "adaptive" and steps(told, "name")[1:] == ["temperature", "top_k", "top_p", "min_p", "candidates"]
     result = run.generate(PROMPT, max_new_tokens=1, logprobs=5, **settings)
     assert told.drawn == result.tokens
     route = result.steps.routed.route
-    numbers = {name: value for step in told.numbers for name, value in step.items()}
+    numbers = {name: value for step in steps(told, "settings") for name, value in step.items()}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         assert numbers[name] == pytest.approx(float(getattr(route, name)[0]))
     assert numbers["candidates"] == 4
-    kept, best = told.probabilities[-2], told.probabilities[-1]
-    order = np.argsort(-logits_after(run, PROMPT)[told.ids], kind="stable")
-    tail = told.others[-2] + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and those behind it
-    np.testing.assert_allclose(best[order], tail**4 - np.append(tail[1:], told.others[-2]) ** 4, rtol=1e-4, atol=1e-7)
-    lines = "\n".join(explanation_lines(told.to_dict(), 120))
+    kept, best = np.transpose(tokens(told, "probabilities"))[-2:]
+    order = np.argsort(-logits_after(run, PROMPT)[tokens(told, "id")], kind="stable")
+    tail = told.steps[-2].others + np.cumsum(kept[order][::-1])[::-1]  # the mass of each rank and those behind it
+    np.testing.assert_allclose(best[order], tail**4 - np.append(tail[1:], told.steps[-2].others) ** 4, rtol=1e-4, atol=1e-7)
+    lines = "\n".join(explanation_lines(told, 120))
     assert "the entropy router chose: adaptive" in lines
     certain = explain(run, PROMPT, settings | {"low_entropy": 1e6, "low_varentropy": 1e6})
-    assert (certain.strategy, certain.greedy, certain.steps[-1]) == ("greedy", True, "min_p")
+    assert (certain.strategy, certain.greedy, certain.steps[-1].name) == ("greedy", True, "min_p")
     asked = {"low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6, "clarify_token": 65}
     forced = explain(run, PROMPT, settings | asked)
     assert (forced.strategy, forced.forced, forced.drawn) == ("clarify", True, [65])
-    assert "emitted by the router" in "\n".join(explanation_lines(forced.to_dict(), 120))
+    assert "emitted by the router" in "\n".join(explanation_lines(forced, 120))

@@ -9,7 +9,7 @@ from rich.console import Console as Screen
 
 from dantinox.report.console import Console, headline, open_console, printable
 from dantinox.report.live import LiveConsole
-from dantinox.report.summary import human_bytes, human_count, human_time, table
+from dantinox.report.tables import human_bytes, human_count, human_time, table
 
 ROW = {
     "step": 20,

@@ -16,28 +16,29 @@ from dantinox.generation import load
 from dantinox.generation.cache_plan import with_head_order
 from dantinox.generation.decode import CachePlan
 from dantinox.generation.prepare import prepare
-from dantinox.measure import eviction as kv_measure
-from dantinox.measure.eviction import Damage
+from dantinox.measure import eviction
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
-from dantinox.studies import intervals, kv_bench
+from dantinox.studies import kv_bench, statistics
 from dantinox.studies.continuations import NEUTRAL
-from dantinox.studies.intervals import mean_interval
 from dantinox.studies.kv import _likeness, _losses, against_uniform, default_signal, evaluate_kv, gap_closed
 from dantinox.studies.kv_bench import (
     METHODS,
     NEAR,
     Bench,
     Contender,
+    Damage,
     Written,
     check_equal,
     chosen_caches,
-    line_up,
+    contenders,
+    damage,
     nearsighted,
 )
 from dantinox.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, shares, spells_words
 from dantinox.studies.kv_view import kv_lines
+from dantinox.studies.statistics import mean_interval
 from dantinox.text import TokenStore, open_store, prepare_data, recall, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -68,14 +69,24 @@ def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
     told = _losses(own, full, SEEDS_S)
     worse = own.loss_B - full.loss_B
     assert told["loss"] == pytest.approx(own.loss_B.mean())
-    assert told["dppl"]["all"][0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
+    assert told["dppl"].all[0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
     for scope, of in [("all", slice(None)), *((seed, np.arange(60) // 20 == seed) for seed in range(3))]:
-        dppl, kl, top1 = (told[key]["all"] if scope == "all" else told[key]["seeds"][scope] for key in ("dppl", "kl", "top1"))
+        dppl, kl, top1 = (told[key].all if scope == "all" else told[key].seeds[scope] for key in ("dppl", "kl", "top1"))
         # exp bends so little between two resamples that the order of interpolation does not matter.
         assert dppl == pytest.approx(by_hand(worse[of], lambda x: 100 * (np.exp(x.mean()) - 1)), rel=1e-3)
         assert kl == pytest.approx(by_hand(own.kl_B[of], np.mean)) and top1 == pytest.approx(
             by_hand(100 * own.top1_B[of], np.mean)
         )
+
+
+def test_losses_are_means_over_the_tokens_behind_the_prompt():
+    random = np.random.default_rng(5)
+    tokens, lengths, start = random.integers(0, 7, (3, 12)), np.array([12, 9, 6]), 5
+    logprobs = -random.random((3, 12 - start + 1, 7))
+    expected = [-np.mean([logprobs[b, t - start, tokens[b, t]] for t in range(start, end)]) for b, end in enumerate(lengths)]
+    found = damage(jnp.asarray(logprobs), jnp.asarray(logprobs), tokens, lengths, start)
+    np.testing.assert_allclose(found.loss_B, expected, rtol=1e-5)
+    assert found.kl_B.tolist() == [0, 0, 0] and found.top1_B.tolist() == [1, 1, 1]
 
 
 def test_the_gap_is_a_ratio_of_mean_losses():
@@ -101,19 +112,20 @@ def test_a_signal_wins_or_loses_only_in_all_three_seeds():
     uniform = random.normal(2, 0.5, 60)
     noise = random.normal(0, 0.01, 60)
     better, worse = uniform - 0.1 + noise, uniform + 0.1 + noise
-    assert against_uniform(better, uniform, SEEDS_S)["verdict"] == "better"
-    assert against_uniform(worse, uniform, SEEDS_S)["verdict"] == "worse"
-    assert against_uniform(np.where(SEEDS_S < 2, better, uniform), uniform, SEEDS_S)["verdict"] == "same"
-    assert against_uniform(np.where(SEEDS_S < 2, better, worse), uniform, SEEDS_S)["verdict"] == "same"
-    found = against_uniform(better, uniform, SEEDS_S)["difference"]
-    assert found["all"] == list(mean_interval(better - uniform)) and found["all"][0] == pytest.approx((better - uniform).mean())
-    assert found["seeds"][1] == list(mean_interval((better - uniform)[20:40]))
+    assert against_uniform(better, uniform, SEEDS_S).verdict == "better"
+    assert against_uniform(worse, uniform, SEEDS_S).verdict == "worse"
+    assert against_uniform(np.where(SEEDS_S < 2, better, uniform), uniform, SEEDS_S).verdict == "same"
+    assert against_uniform(np.where(SEEDS_S < 2, better, worse), uniform, SEEDS_S).verdict == "same"
+    found = against_uniform(better, uniform, SEEDS_S).difference
+    assert found.all == mean_interval(better - uniform) and found.all[0] == pytest.approx((better - uniform).mean())
+    assert found.seeds[1] == mean_interval((better - uniform)[20:40])
 
 
 def told(**verdicts):
     """A ratio at which signals have these (verdict, loss)."""
-    methods = [{"name": name, "loss": loss} for name, (_, loss) in verdicts.items()]
-    return {"methods": methods, "against_uniform": {name: {"verdict": said} for name, (said, _) in verdicts.items()}}
+    methods = [SimpleNamespace(name=name, loss=loss) for name, (_, loss) in verdicts.items()]
+    against = {name: SimpleNamespace(verdict=said) for name, (said, _) in verdicts.items()}
+    return SimpleNamespace(methods=methods, against_uniform=against)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +150,7 @@ def test_continuations_are_compared_position_by_position():
     assert found["same_by_position"] == pytest.approx([100, 200 / 3, 200 / 3, 200 / 3])
     assert found["same"][0] == pytest.approx((100 + 75 + 50) / 3)
     assert found["diverges"] == 2 and found["tok_per_s"] == 12.5  # the median of 4, 1 and 2
-    assert set(_likeness(None, Written(full, 1.0)).values()) == {None}
+    assert _likeness(None, Written(full, 1.0)) == {}
 
 
 # --- texts --------------------------------------------------------------------------------------------------------------
@@ -298,7 +310,7 @@ def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
 
 def test_all_caches_of_a_ratio_have_the_same_bytes(run):
     names = ["streaming", "uniform", "entropy", "random", "oracle"]
-    caches, left_out = line_up(run, calibration(), names, None, CONTEXT)
+    caches, left_out = contenders(run, calibration(), names, None, CONTEXT)
     full, *rest = caches
     # Two layers, two key heads of eight numbers, keys and values in float32.
     assert full.name == "full" and full.report["bytes"] == 2 * 2 * CONTEXT * 8 * 2 * 4
@@ -310,7 +322,7 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
     assert sizes["streaming"] == sizes["random"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 4)
     assert rest[2].report["slots"] != rest[1].report["slots"]
     with pytest.raises(UserError, match=r"kv.budget 0.1 leaves 6 slots"):
-        line_up(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
+        contenders(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
 
 
 def test_unequal_caches_are_not_compared():
@@ -329,7 +341,7 @@ def test_a_windowed_layer_that_is_left_whole_is_no_unfairness():
     small = builder.config(windows=(95, 95, None), max_context=512)
     run = SimpleNamespace(model=SimpleNamespace(config=small), prepared=lambda weights, order: None)
     found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
-    (_, uniform, entropy), _ = line_up(run, found, ["uniform", "entropy"], [0.5], 512)
+    (_, uniform, entropy), _ = contenders(run, found, ["uniform", "entropy"], [0.5], 512)
     kinds = [[len(layer) for layer in cache.report["slots"]] for cache in (uniform, entropy)]
     assert uniform.report["payload_bytes"] == pytest.approx(entropy.report["payload_bytes"], rel=0.01) and kinds
     assert uniform.report["metadata_bytes"] != entropy.report["metadata_bytes"]
@@ -360,7 +372,7 @@ def windowed(model, window):
 @pytest.mark.slow
 def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "NEAR", 12)
-    caches, _ = line_up(run, None, [], [0.5], CONTEXT)
+    caches, _ = contenders(run, None, [], [0.5], CONTEXT)
     near = nearsighted(caches[0])
     assert near.model.config.windows == (12, 12) and caches[0].model.config.windows == (None, None)
     (full,), measured = Bench(caches).read(text)
@@ -372,12 +384,12 @@ def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
 
 @pytest.mark.slow
 def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch):
-    monkeypatch.setattr(kv_measure, "ROWS", 6)
+    monkeypatch.setattr(eviction, "ROWS", 6)
     tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows in batches of five, some shorter than others
     last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
     random = np.random.default_rng(0)
     answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights finds nothing itself
-    caches, _ = line_up(run, None, [], [0.5], CONTEXT)
+    caches, _ = contenders(run, None, [], [0.5], CONTEXT)
     said = []
     (found,) = Bench(caches, said.append).answer(tasks._replace(answers=answers))
     right = last_P.argmax(-1) == answers
@@ -394,7 +406,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
     lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
     tokens = np.where(np.arange(60) < lengths[:, None], random.integers(0, builder.V, (2, 60)), 0)
     run = SimpleNamespace(model=model, prepared=lambda weights, order: prepare(with_head_order(model, order), weights))
-    (_, streaming), _ = line_up(run, None, ["streaming"], [budget], 64)
+    (_, streaming), _ = contenders(run, None, ["streaming"], [budget], 64)
     expected, whole = [], []
     for row, length in zip(tokens, lengths, strict=True):
         kept = np.array([*range(4), *range(length - 28, length)])
@@ -411,7 +423,7 @@ def test_the_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
     run = SimpleNamespace(model=model, prepared=lambda weights, order: prepare(model, weights))
-    (_, oracle), _ = line_up(run, None, ["oracle"], [0.5], 64)
+    (_, oracle), _ = contenders(run, None, ["oracle"], [0.5], 64)
     read = oracle.read(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
     assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
 
@@ -419,7 +431,7 @@ def test_the_oracle_answers_from_its_best_keys():
 @pytest.mark.slow
 def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "FREE_ROWS", 2)
-    caches, _ = line_up(run, None, ["oracle"], [0.5], CONTEXT)
+    caches, _ = contenders(run, None, ["oracle"], [0.5], CONTEXT)
     written, none = Bench(caches).write(run, text, 3)
     assert none is None and written.ids.shape == (3, 32) and written.rate > 0
     special = list(run.tokenizer.special_ids)
@@ -445,11 +457,11 @@ def calibrate(toy):
 @pytest.mark.slow
 def test_the_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)
-    monkeypatch.setattr(intervals, "RESAMPLINGS", 50)
+    monkeypatch.setattr(statistics, "RESAMPLINGS", 50)
     said = []
     names = ["uniform", "entropy", "oracle"]  # each further one is some seconds of compiling
-    record = evaluate_kv(toy, quick=True, methods=names, progress=said.append, sequences=7, tasks=3, continued=3)
-    json.dumps(record, allow_nan=False)
+    study = evaluate_kv(toy, quick=True, methods=names, progress=said.append, sequences=7, tasks=3, continued=3)
+    record = json.loads(json.dumps(study.to_dict(), allow_nan=False))
     assert record["tokens"] == CONTEXT and record["prompt"] == 32 and record["free_tokens"] == 32
     assert len(record["left_out"]) == 3 and record["calibration"].endswith("kv_entropy.json")
     (ratio,) = record["ratios"]
@@ -462,7 +474,7 @@ def test_the_record_of_an_evaluation(toy, monkeypatch):
         assert method["kl"]["all"][0] > 0 and len(method["dppl"]["seeds"]) == 3
         assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
     assert said[0] == "reading sequences 1 to 7 of 7" and any(line.startswith("tasks, agnostic") for line in said)
-    assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(record))
+    assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(study))
 
 
 def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
@@ -471,11 +483,11 @@ def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
         ({"tokens": 31}, "--tokens, and the model's context, must be at least 32, got 31"),
         ({"sequences": 5}, "--sequences must be at least 6, got 5"),
         ({"methods": ["uniform"], "sequences": 9999}, "9999 sequences are needed"),
-        ({"methods": ["uniform"], "calibration": "nowhere.json"}, "cannot read the calibration nowhere.json"),
+        ({"methods": ["uniform"], "kv_calibration": "nowhere.json"}, "cannot read the calibration nowhere.json"),
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate_kv(toy, **wrong)
-    with pytest.raises(UserError, match="holds no validation text of this run"):
+    with pytest.raises(UserError, match="keeps no validation text, which the caches are measured on"):
         evaluate_kv(run_dir, methods=["uniform"])
 
 

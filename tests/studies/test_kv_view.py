@@ -5,43 +5,44 @@ import io
 import json
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dantinox.config import UserError
-from dantinox.studies.kv_view import FILES, conclusions, draw_kv, kv_csv, kv_lines, kv_markdown, preconditions, write_kv
+from dantinox.report.plots import save_files
+from dantinox.studies.kv import AgainstUniform, BySeed, CacheFinding, KVStudy, RatioFinding
+from dantinox.studies.kv_view import conclusions, draw_kv, kv_csv, kv_files, kv_lines, kv_markdown, preconditions
+from dantinox.studies.statistics import Interval
+
+FILES = ["kv.csv", "kv.json", "kv.md", "kv.png"]
+TASKS = {"needle_aware": 96.0, "needle_agnostic": 41.4, "copy_aware": 88.0, "copy_agnostic": 12.0}
 
 
 def scoped(value, half):
-    return {
-        "all": [value, value - half, value + half],
-        "seeds": [[value + d, value + d - 1, value + d + 1] for d in (-1, 0, 1)],
-    }
+    seeds = [Interval(value + d, value + d - 1, value + d + 1) for d in (-1, 0, 1)]
+    return BySeed(Interval(value, value - half, value + half), seeds)
 
 
-def method(name, dppl, tasks=True, **more):
+def method(name, ratio, dppl, tasks=True, gap_closed=(57.2, 50.0, 61.0)):
     """A method whose measures follow from its change of perplexity."""
     oracle = name == "oracle"
-    size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": [24, 96]}
-    found = {
-        "name": name, **size,
-        "loss": 2.5, "dppl": scoped(dppl, 0.4), "kl": scoped(0.0123, 0.001), "top1": scoped(91.26, 0.8),
-        "same": None if oracle else [80.0, 70.0, 90.0], "same_by_position": None if oracle else [100.0, 60.0],
-        "diverges": None if oracle else 17.0, "tok_per_s": None if oracle else 1500.4, "gap_closed": [57.2, 50.0, 61.0],
-    }  # fmt: skip
-    if tasks:
-        found |= {
-            key: [value, value - 3, min(100, value + 3)] for key, value in (("needle_aware", 96.0), ("needle_agnostic", 41.4))
-        }
-        found |= {
-            key: [value, value - 3, min(100, value + 3)] for key, value in (("copy_aware", 88.0), ("copy_agnostic", 12.0))
-        }
-    return found | more
+    size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": (24, 96)}
+    like = {"same": Interval(80.0, 70.0, 90.0), "same_by_position": [100.0, 60.0], "diverges": 17.0, "tok_per_s": 1500.4}
+    right = {key: Interval(value, value - 3, min(100, value + 3)) for key, value in TASKS.items()} if tasks else {}
+    return CacheFinding(
+        name=name, ratio=ratio, **size, loss=2.5, dppl=scoped(dppl, 0.4), kl=scoped(0.0123, 0.001), top1=scoped(91.26, 0.8),
+        gap_closed=gap_closed and Interval(*gap_closed), **({} if oracle else like), **right,
+    )  # fmt: skip
+
+
+def full(tasks=True):
+    return method("full", 1, 0.0, tasks, gap_closed=None)
 
 
 def against(verdict, value, seeds):
-    difference = {"all": [value, value - 0.002, value + 0.002], "seeds": [[s, s - 0.001, s + 0.001] for s in seeds]}
-    return {"difference": difference, "verdict": verdict}
+    found = BySeed(Interval(value, value - 0.002, value + 0.002), [Interval(s, s - 0.001, s + 0.001) for s in seeds])
+    return AgainstUniform(found, verdict)
 
 
 DPPL = {"streaming": 300.0, "uniform": 4.0, "entropy": 3.0, "oracle": -0.5}
@@ -49,33 +50,35 @@ DPPL = {"streaming": 300.0, "uniform": 4.0, "entropy": 3.0, "oracle": -0.5}
 
 @pytest.fixture
 def record():
-    return {
-        "run": "/somewhere/runs/recall", "calibration": "/somewhere/runs/recall/kv_entropy.json", "device": "cpu",
-        "dtype": "float32", "tokens": 512, "prompt": 256, "sequences": 200, "tasks": 198, "continued": 24, "free_tokens": 64,
-        "seeds": 3, "overlapping": False, "repeated": 0.1234, "near": 64, "long_range_gain": [0.12, 0.1, 0.14],
-        "left_out": ["loss: the calibration kv_entropy.json holds no loss"], "full": method("full", 0.0, gap_closed=None),
-        "ratios": [
-            {
-                "ratio": ratio,
-                "methods": [method(name, dppl * (1 - ratio)) for name, dppl in DPPL.items()],
-                "against_uniform": {"entropy": verdict},
-            }
+    return KVStudy(
+        run="/somewhere/runs/recall", calibration="/somewhere/runs/recall/kv_entropy.json", device="cpu", dtype="float32",
+        tokens=512, prompt=256, sequences=200, tasks=198, continued=24, free_tokens=64, seeds=3, overlapping=False,
+        repeated=0.1234, near=64, long_range_gain=Interval(0.12, 0.1, 0.14),
+        left_out=["loss: the calibration kv_entropy.json holds no loss"], full=full(),
+        ratios=[
+            RatioFinding(
+                ratio, [method(name, ratio, dppl * (1 - ratio)) for name, dppl in DPPL.items()], {"entropy": verdict}
+            )
             for ratio, verdict in (
                 (0.5, against("same", 0.0004, (0.003, -0.0005, 0.0005))),
                 (0.2, against("better", -0.01, (-0.012, -0.01, -0.008))),
             )
         ],
-        "default_signal": "entropy",
-    }  # fmt: skip
+        default_signal="entropy",
+    )  # fmt: skip
 
 
 def without_tasks(record):
-    bare = record | {"tasks": None, "full": method("full", 0.0, tasks=False, gap_closed=None)}
-    bare["ratios"] = [
-        ratio | {"methods": [method(one["name"], one["dppl"]["all"][0], tasks=False) for one in ratio["methods"]]}
-        for ratio in record["ratios"]
+    ratios = [
+        replace(ratio, methods=[method(one.name, one.ratio, one.dppl.all[0], tasks=False) for one in ratio.methods])
+        for ratio in record.ratios
     ]
-    return bare
+    return replace(record, tasks=None, full=full(tasks=False), ratios=ratios)
+
+
+def with_against(record, *against_uniform):
+    ratios = [replace(ratio, against_uniform=found) for ratio, found in zip(record.ratios, against_uniform, strict=False)]
+    return replace(record, ratios=ratios)
 
 
 def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
@@ -88,15 +91,13 @@ def test_the_words_say_whether_budgets_of_a_signal_beat_uniform_ones(record):
         "Ratio 0.2: entropy budgets beat uniform ones (-0.0100 nats per token, 95 % interval -0.0120 to -0.0080;"
     )
     assert better.endswith("outside it in 3 of 3 seeds).") and default.startswith("Signal by the rule of three seeds: entropy")
-    record["ratios"] = [record["ratios"][0] | {"against_uniform": {"coverage": against("worse", 0.02, (0.02,) * 3)}}]
-    record["default_signal"] = "uniform"
+    record = replace(with_against(record, {"coverage": against("worse", 0.02, (0.02,) * 3)}), default_signal="uniform")
     worse, default = conclusions(record)
     assert (
         worse.startswith("Ratio 0.5: coverage budgets are worse than uniform ones (+0.0200")
         and "seeds: uniform, as no" in default
     )
-    record["ratios"][0]["against_uniform"] = {}
-    assert conclusions(record) == []
+    assert conclusions(with_against(record, {})) == []
 
 
 def test_what_makes_a_measurement_say_little_is_flagged(record):
@@ -105,7 +106,11 @@ def test_what_makes_a_measurement_say_little_is_flagged(record):
         "Long-range gain: tokens that see the nearest 64 alone cost +0.120 nats more (95 % interval +0.100 to +0.140)."
     )
     assert needle == "Needles found with the full cache: 96.0 % (95 % interval 93.0 to 99.0)."
-    record["long_range_gain"], record["full"]["needle_aware"] = [0.03, 0.02, 0.04], [94.5, 90.0, 98.0]
+    record = replace(
+        record,
+        long_range_gain=Interval(0.03, 0.02, 0.04),
+        full=replace(record.full, needle_aware=Interval(94.5, 90.0, 98.0)),
+    )
     gain, needle = preconditions(record)
     assert "Below 0.05 what stands further back hardly matters" in gain and "Below 95 % the model itself" in needle
     assert len(preconditions(without_tasks(record))) == 1
@@ -143,15 +148,14 @@ def test_a_table_fits_a_hundred_columns_side_by_side(record):
 
 
 def test_without_tasks_their_columns_are_gone_and_a_line_says_why(record):
-    bare = without_tasks(record)
-    bare["overlapping"] = True
+    bare = replace(without_tasks(record), overlapping=True)
     text = "\n".join(kv_lines(bare))
     assert "needle %" not in text and "does not spell" in text and "200 sequences that overlap" in " ".join(text.split())
     assert "needle" not in kv_markdown(bare).split("## Ratio")[1]
 
 
 def test_csv_reads_back_bitwise(record):
-    record["ratios"][1]["methods"][1]["kl"]["seeds"][2] = [0.1 + 0.2, 1 / 3, 2 / 3]
+    record.ratios[1].methods[1].kl.seeds[2] = Interval(0.1 + 0.2, 1 / 3, 2 / 3)
     rows = list(csv.DictReader(io.StringIO(kv_csv(record))))
     assert [(row["ratio"], row["method"]) for row in rows[:2]] == [("1", "full"), ("0.5", "streaming")]
     assert len(rows) == 10 and all(None not in row and None not in row.values() for row in rows)
@@ -176,8 +180,7 @@ def test_markdown_has_whole_intervals_and_the_seeds(record):
     assert "| `uniform` | 2.00 [1.60, 2.40] | 0.0123 [0.0113, 0.0133] | 91.3 [90.5, 92.1] | 57.2 [50.0, 61.0] |" in text
     assert "| `uniform` | 1.00 [0.00, 2.00] | 2.00 [1.00, 3.00] | 3.00 [2.00, 4.00] |" in text
     assert all(f"* {sentence}" in text for sentence in conclusions(record))
-    record["ratios"][0]["against_uniform"] = record["ratios"][1]["against_uniform"] = {}
-    assert "What this says" not in kv_markdown(record)
+    assert "What this says" not in kv_markdown(with_against(record, {}, {}))
 
 
 def test_the_picture_is_a_png(record):
@@ -191,16 +194,16 @@ def test_the_picture_is_a_png(record):
 
 def test_the_files(record, tmp_path):
     pytest.importorskip("matplotlib")
-    write_kv(record, tmp_path / "new" / "folder")
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(FILES)
-    assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == record
+    save_files(tmp_path / "new" / "folder", kv_files(record))
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
+    assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == json.loads(json.dumps(record.to_dict()))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^cannot write .*file"):
-        write_kv(record, tmp_path / "file" / "below")
+        save_files(tmp_path / "file" / "below", kv_files(record))
 
 
 def test_without_matplotlib_the_rest_is_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
-        write_kv(record, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES[:3])
+        save_files(tmp_path, kv_files(record))
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:3]

@@ -15,25 +15,28 @@ from flax import nnx
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
+from dantinox.measure.reading import batches
 from dantinox.model.parameters import blueprint
 from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
-from dantinox.studies import continuations, intervals
-from dantinox.studies.continuations import (
-    Dice,
-    Judge,
-    Windows,
-    Written,
-    draw_windows,
-    evenly,
-    prompt_tokens,
-    write,
-)
-from dantinox.studies.diversity import distinct, diversity, ngrams, repetition, self_bleu
-from dantinox.studies.intervals import Interval, Outcome, excess, mean_interval, percentiles, verdict
-from dantinox.studies.sampling import MEASURES, _compared, _tune_all, evaluate_sampling, halve
+from dantinox.studies import continuations, statistics
+from dantinox.studies.continuations import Judge, Windows, Written, draw_strategies, draw_windows, prompt_tokens, write
+from dantinox.studies.sampling import MEASURES, _difference, _tune_all, bisection, evaluate_sampling
 from dantinox.studies.sampling_methods import FULL, METHODS, QUICK, Effort, Knob, chosen_methods
+from dantinox.studies.statistics import (
+    Interval,
+    Outcome,
+    distinct,
+    diversity,
+    excess,
+    mean_interval,
+    ngrams,
+    percentiles,
+    repetition,
+    self_bleu,
+    verdict,
+)
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
@@ -108,7 +111,7 @@ def test_an_interval_has_the_width_of_the_normal_one():
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
-    monkeypatch.setattr(intervals, "RESAMPLINGS", 200)
+    monkeypatch.setattr(statistics, "RESAMPLINGS", 200)
     random = np.random.default_rng(0)
     for draw, truth in ((lambda: random.normal(1, 1, 40), 1), (lambda: random.exponential(2, 40), 2)):
         found = [mean_interval(draw()) for _ in range(200)]
@@ -144,7 +147,7 @@ def test_excess_is_the_distance_from_the_ruler_at_equal_diversity():
     found = excess(method, ruler)
     # Straight pieces of one line: the distance is the same in every resample, wherever it falls.
     np.testing.assert_allclose(found, 0.25, atol=1e-9)
-    assert len(found) == 1 + intervals.RESAMPLINGS
+    assert len(found) == 1 + statistics.RESAMPLINGS
     np.testing.assert_allclose(excess(ruler[2], ruler), 0, atol=1e-9)
 
 
@@ -181,22 +184,22 @@ def test_the_routers_scale_goes_on_with_the_temperature_behind_the_last_candidat
 
 @pytest.mark.parametrize("target", [0.02, 0.31, 0.5, 0.77, 0.99])
 @pytest.mark.parametrize("trials", [1, 3, 6])
-def test_halving_ends_near_the_target(target, trials):
+def test_bisection_ends_near_the_target(target, trials):
     asked = []
 
     def square(position):
         asked.append(position)
         return position**2
 
-    best, at_edge = halve(square, target, trials)
+    best, at_edge = bisection(square, target, trials)
     assert len(asked) == trials and abs(best - math.sqrt(target)) <= 2**-trials
     assert abs(best**2 - target) == min(abs(x**2 - target) for x in asked)
     assert at_edge == (all(x**2 < target for x in asked) or all(x**2 >= target for x in asked))
 
 
-def test_halving_takes_the_first_of_equal_trials():
-    assert halve(lambda position: 0.3, 0.5, 4) == (0.5, True)
-    assert halve({0.5: 0.6, 0.25: 0.4, 0.375: 0.6}.get, 0.5, 3) == (0.5, False)
+def test_bisection_takes_the_first_of_equal_trials():
+    assert bisection(lambda position: 0.3, 0.5, 4) == (0.5, True)
+    assert bisection({0.5: 0.6, 0.25: 0.4, 0.375: 0.6}.get, 0.5, 3) == (0.5, False)
 
 
 def test_methods_are_chosen_by_name():
@@ -234,28 +237,27 @@ def test_forced_thresholds_take_their_strategy_whatever_is_measured(name):
     assert {STRATEGIES[i] for i in np.asarray(taken).tolist()} == {name}
 
 
-def test_dice_fall_as_often_as_the_shares_say():
+def test_strategies_are_drawn_as_often_as_the_shares_say():
     shares = dict(zip(STRATEGIES, (0.1, 0.05, 0.25, 0.0, 0.6), strict=True))
     params = SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=100)
-    session, dice, counted = SimpleNamespace(params=params), Dice(shares, (1, 2)), Counter()
+    random, counted = np.random.default_rng((1, 2)), Counter()
     taking = jax.jit(jax.vmap(lambda config: strategy_of(Metrics(2.0, 3.0), config)))
     for _ in range(40):
-        dice.throw(session)
-        counted.update(STRATEGIES[i] for i in np.asarray(taking(session.params.router)).tolist())
+        drawn = draw_strategies(params, shares, random)
+        counted.update(STRATEGIES[i] for i in np.asarray(taking(drawn.router)).tolist())
     for name, share in shares.items():
         assert abs(counted[name] / 4000 - share) <= 4 * math.sqrt(share * (1 - share) / 4000)
-    changed = {name for name, value in vars(session.params.router).items() if value is not getattr(params.router, name)}
+    changed = {name for name, value in vars(drawn.router).items() if value is not getattr(params.router, name)}
     assert changed == set(THRESHOLDS)
 
 
-def test_dice_of_the_same_seed_fall_alike():
-    shares = dict.fromkeys(STRATEGIES, 0.2)
-    thrown = []
+def test_strategies_of_the_same_seed_are_the_same():
+    params = SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=30)
+    drawn = []
     for seed in ((1, 0), (1, 0), (2, 0)):
-        session = SimpleNamespace(params=SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=30))
-        Dice(shares, seed).throw(session)
-        thrown.append([np.asarray(getattr(session.params.router, name)).tolist() for name in THRESHOLDS])
-    assert thrown[0] == thrown[1] != thrown[2]
+        router = draw_strategies(params, dict.fromkeys(STRATEGIES, 0.2), np.random.default_rng(seed)).router
+        drawn.append([np.asarray(getattr(router, name)).tolist() for name in THRESHOLDS])
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 # --- a toy run ----------------------------------------------------------------------------------------------------------
@@ -366,7 +368,9 @@ def test_prompts_leave_room_for_the_continuation():
 
 @pytest.mark.parametrize(("count", "most", "size"), [(40, 32, 20), (96, 32, 32), (33, 32, 17), (5, 32, 5), (65, 64, 33)])
 def test_batches_are_filled_evenly(count, most, size):
-    assert evenly(count, most) == size
+    rows = [numbers.tolist() for numbers in batches(count, most)]
+    assert {len(numbers) for numbers in rows} == {size} and len(rows) == -(-count // most)
+    assert [number for numbers in rows for number in numbers][:count] == list(range(count))
 
 
 forward = nnx.jit(lambda model, tokens_BT, positions_BT: model(tokens_BT, positions_BT)[0], graph_updates=False)
@@ -432,7 +436,7 @@ def test_every_method_is_accepted_all_along_its_scale(toy, name):
 def evaluation(toy):
     said = []
     names = ["greedy", "temperature", "router_no_attention"]  # each further one is some seconds of compiling
-    return evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE), said
+    return evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE).to_dict(), said
 
 
 def test_the_record_of_an_evaluation(toy, evaluation):
@@ -463,7 +467,7 @@ def test_the_real_text_is_measured_by_itself(toy, store, evaluation):
 
 def test_greedy_samples_are_all_the_same_and_the_likeliest(evaluation):
     by_name = {method["name"]: method["measures"] for method in evaluation[0]["methods"]}
-    assert by_name["greedy"]["self_bleu"] == [1, 1, 1]
+    assert by_name["greedy"]["self_bleu"] == (1, 1, 1)
     assert by_name["greedy"]["bits_per_byte"][0] < min(by_name[name]["bits_per_byte"][0] for name in ("temperature", "human"))
 
 
@@ -471,12 +475,12 @@ def test_differences_are_paired_and_the_verdict_is_that_of_excess():
     random = np.random.default_rng(4)
     measured = {name: {measure: random.normal(size=30) for measure in MEASURES} for name in ("a", "b")}
     noise = random.normal(0, 0.1, 2001)
-    pair = _compared("a", "b", {"a": 1.3 + noise, "b": 1.1 + noise}, measured)
-    assert pair["verdict"] == "worse" and pair["differences"]["excess"] == pytest.approx([0.2, 0.2, 0.2])
+    pair = _difference("a", "b", {"a": 1.3 + noise, "b": 1.1 + noise}, measured)
+    assert pair.verdict == "worse" and pair.differences["excess"] == pytest.approx((0.2, 0.2, 0.2))
     for measure in MEASURES:
-        assert tuple(pair["differences"][measure]) == mean_interval(measured["a"][measure] - measured["b"][measure])
-    alone = _compared("b", "a", {"a": 1.3 + noise, "b": None}, measured)
-    assert alone["verdict"] is None and "excess" not in alone["differences"]
+        assert pair.differences[measure] == mean_interval(measured["a"][measure] - measured["b"][measure])
+    alone = _difference("b", "a", {"a": 1.3 + noise, "b": None}, measured)
+    assert alone.verdict is None and "excess" not in alone.differences
 
 
 # The programs of these tests are those of the evaluation above: as many prompts and tokens.
@@ -538,7 +542,7 @@ def test_the_control_has_the_shares_that_its_pattern_showed():
 
 @pytest.mark.slow
 def test_all_methods_together(toy):
-    record = evaluate_sampling(toy, **LITTLE)
+    record = evaluate_sampling(toy, **LITTLE).to_dict()
     assert [method["name"] for method in record["methods"]] == ["human", *METHODS]
     assert sum(record["shares"].values()) == pytest.approx(1) and list(record["shares"]) == list(STRATEGIES)
     assert len(record["comparisons"]) == 6
@@ -551,7 +555,7 @@ def test_all_methods_together(toy):
 def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
     with pytest.raises(UserError, match=r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox"):
         evaluate_sampling(run_dir)
-    with pytest.raises(UserError, match="data holds no validation text of this run"):
+    with pytest.raises(UserError, match="keeps no validation text, from which the prompts are taken"):
         evaluate_sampling(run_dir, methods=["min_p"])
     with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
         evaluate_sampling(toy, methods=["min_p"], tokens=128)

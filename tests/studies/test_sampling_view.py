@@ -6,65 +6,66 @@ import json
 import re
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dantinox.config import UserError
+from dantinox.report.plots import save_files
+from dantinox.studies.sampling import Difference, MethodFinding, RulerPoint, SamplingStudy
 from dantinox.studies.sampling_view import (
-    FILES,
     HEADINGS,
     conclusions,
     draw_sampling,
     sampling_csv,
+    sampling_files,
     sampling_lines,
     sampling_markdown,
-    write_sampling,
 )
+from dantinox.studies.statistics import Interval
 
+FILES = ["sampling.csv", "sampling.json", "sampling.md", "sampling.png"]
 PLAIN = ("bits_per_byte", "diversity", "distinct_1", "distinct_2", "distinct_3", "rep_4")
 
 
 def method(name, at, tuned=None, at_edge=False, speed=None, self_bleu=True, excess=True):
     """A method whose measures lie around `at`, each with another interval."""
     names = (*(["excess"] if excess else []), *PLAIN, *(["self_bleu"] if self_bleu else []))
-    measures = {key: [at + i / 7, at + i / 7 - 0.0123, at + i / 7 + 0.0337] for i, key in enumerate(names)}
-    return {
-        "name": name, "tuned": tuned or {}, "at_edge": at_edge, "trials": [], "measures": measures,
-        "tok_per_s": speed and [speed, speed - 10.5, speed + 20.25],
-    }  # fmt: skip
+    measures = {key: Interval(at + i / 7, at + i / 7 - 0.0123, at + i / 7 + 0.0337) for i, key in enumerate(names)}
+    return MethodFinding(name, tuned or {}, at_edge, [], measures, speed and Interval(speed, speed - 10.5, speed + 20.25))
 
 
 def pair(a, b, verdict, difference):
-    differences = {"bits_per_byte": [0.1, 0.0, 0.2], "diversity": [-0.01, -0.02, 0.0]}
-    return {"a": a, "b": b, "verdict": verdict, "differences": differences | ({"excess": difference} if difference else {})}
+    differences = {"bits_per_byte": Interval(0.1, 0.0, 0.2), "diversity": Interval(-0.01, -0.02, 0.0)}
+    return Difference(a, b, verdict, differences | ({"excess": Interval(*difference)} if difference else {}))
 
 
 @pytest.fixture
 def record():
-    return {
-        "run": "/somewhere/runs/dante",
-        "reference": None,
-        "device": "cpu",
-        "unit": "characters",
-        "prompt_tokens": 64,
-        "prompts": 40,
-        "seeds": 3,
-        "tokens": 128,
-        "trials": 5,
-        "shares": {"greedy": 0.125, "clarify": 0.0625, "explore": 0.25, "resample": 0.0, "adaptive": 0.5625},
-        "methods": [
+    return SamplingStudy(
+        run="/somewhere/runs/dante",
+        reference=None,
+        device="cpu",
+        unit="characters",
+        prompt_tokens=64,
+        prompts=40,
+        seeds=3,
+        tokens=128,
+        trials=5,
+        shares={"greedy": 0.125, "clarify": 0.0625, "explore": 0.25, "resample": 0.0, "adaptive": 0.5625},
+        methods=[
             method("human", 0.2, self_bleu=False),
             method("greedy", 0.1, speed=3000.0, excess=False),
             method("min_p", 0.3, {"min_p": 0.0631}, speed=2900.0),
             method("router_calibrated", 0.35, {"candidates": 1, "base_temperature": 0.92}, at_edge=True, speed=2500.0),
             method("router_random", 0.33, {"candidates": 2}),
         ],
-        "ruler": [{"temperature": t, "diversity": 0.2 + t / 4, "bits_per_byte": 0.1 + t / 3} for t in (0.3, 0.8, 1.3)],
-        "comparisons": [
+        ruler=[RulerPoint(temperature=t, diversity=0.2 + t / 4, bits_per_byte=0.1 + t / 3) for t in (0.3, 0.8, 1.3)],
+        comparisons=[
             pair("router_calibrated", "min_p", "worse", [0.1234, 0.05, 0.2]),
             pair("router_calibrated", "router_random", "same", [-0.004, -0.05, 0.04]),
         ],
-    }
+    )
 
 
 def test_every_comparison_is_a_sentence_with_its_numbers(record):
@@ -74,8 +75,11 @@ def test_every_comparison_is_a_sentence_with_its_numbers(record):
         "router_calibrated is not distinguishable from router_random (-0.004 bits per byte at equal diversity, 95 % interval "
         "-0.050 to +0.040, judged by the model itself).",
     ]
-    record["reference"] = "/somewhere/runs/large"
-    record["comparisons"] = [pair("a", "b", "better", [-0.2, -0.3, -0.1]), pair("a", "c", None, None)]
+    record = replace(
+        record,
+        reference="/somewhere/runs/large",
+        comparisons=[pair("a", "b", "better", [-0.2, -0.3, -0.1]), pair("a", "c", None, None)],
+    )
     better, unknown = conclusions(record)
     assert better.startswith("a is better than b (-0.200 bits") and better.endswith("judged by large).")
     assert unknown == "a and c cannot be compared: plain temperature never came to the diversity of one of them."
@@ -84,14 +88,14 @@ def test_every_comparison_is_a_sentence_with_its_numbers(record):
 def test_a_model_that_judges_itself_is_told(record):
     warning = "Judged by the model itself, which favours its own likeliest texts: low temperatures look better than they are"
     assert warning in " ".join(sampling_lines(record)) and warning in sampling_markdown(record)
-    record["reference"] = "/somewhere/runs/large"
+    record = replace(record, reference="/somewhere/runs/large")
     assert "Judged by /somewhere/runs/large." in sampling_markdown(record) and "itself, which" not in sampling_markdown(record)
 
 
 def test_the_table_has_a_line_per_method(record):
     lines = list(sampling_lines(record, 400))
     table = lines[2:8]
-    assert table[0].split() == ["method", "setting", *HEADINGS.values()]
+    assert table[0].split() == ["method", "setting", *HEADINGS.values(), "tok/s"]
     cells = {line.split()[0]: re.split(r"\s{2,}", line) for line in table[1:]}
     assert list(cells) == ["human", "greedy", "min_p", "router_calibrated", "router_random"]
     assert cells["min_p"] == [
@@ -110,17 +114,17 @@ def test_columns_that_do_not_fit_stand_below(record, width):
     text = "\n".join(lines)
     assert all(text.count(heading) >= 1 for heading in HEADINGS.values())
     numbers = sum(line.count("±") for line in lines)
-    assert numbers == sum(len(method["measures"]) for method in record["methods"])
+    assert numbers == sum(len(method.measures) for method in record.methods)
 
 
 def test_the_csv_reads_back_bitwise(record):
     rows = list(csv.DictReader(io.StringIO(sampling_csv(record))))
-    assert [row["method"] for row in rows] == [method["name"] for method in record["methods"]]
-    for row, told in zip(rows, record["methods"], strict=True):
-        for key in HEADINGS:
-            numbers = told["tok_per_s"] if key == "tok_per_s" else told["measures"].get(key)
+    assert [row["method"] for row in rows] == [method.name for method in record.methods]
+    for row, told in zip(rows, record.methods, strict=True):
+        for key in (*HEADINGS, "tok_per_s"):
+            numbers = told.tok_per_s if key == "tok_per_s" else told.measures.get(key)
             cells = [row[key + end] for end in ("", "_low", "_high")]
-            assert cells == ["", "", ""] if numbers is None else [float(cell) for cell in cells] == numbers
+            assert cells == ["", "", ""] if numbers is None else [float(cell) for cell in cells] == list(numbers)
     assert rows[3]["setting"] == "candidates=1 base_temperature=0.92" and rows[3]["at_edge"] == "1"
     assert rows[0]["setting"] == "" and rows[2]["at_edge"] == "0"
 
@@ -136,7 +140,7 @@ def test_the_markdown_holds_both_tables_and_the_sentences(record):
     assert "| `router_calibrated` − `min_p` | +0.123 [+0.050, +0.200] |" in tables[1][2]
     assert all(f"* {sentence}" in text for sentence in conclusions(record))
     assert "greedy 12.5 %" in text and "of at most 5 tried on 40 other prompts" in text
-    record["comparisons"], record["shares"] = [], None
+    record = replace(record, comparisons=[], shares=None)
     assert sampling_markdown(record).count("\n| ---") == 1 and "router_random:" not in sampling_markdown(record)
 
 
@@ -146,22 +150,21 @@ def test_the_picture_is_a_png(record):
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     assert width > 1200 and height > 600
-    record["methods"] = record["methods"][:2]  # nothing tuned
-    assert draw_sampling(record)[:4] == b"\x89PNG"
+    assert draw_sampling(replace(record, methods=record.methods[:2]))[:4] == b"\x89PNG"  # nothing tuned
 
 
 def test_the_files(record, tmp_path):
     pytest.importorskip("matplotlib")
-    write_sampling(record, tmp_path / "new" / "folder")
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(FILES)
-    assert json.loads((tmp_path / "new" / "folder" / "sampling.json").read_text()) == record
+    save_files(tmp_path / "new" / "folder", sampling_files(record))
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
+    assert json.loads((tmp_path / "new" / "folder" / "sampling.json").read_text()) == json.loads(json.dumps(record.to_dict()))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^cannot write .*file"):
-        write_sampling(record, tmp_path / "file" / "below")
+        save_files(tmp_path / "file" / "below", sampling_files(record))
 
 
 def test_without_matplotlib_the_rest_is_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'dantinox\[plot\]'"):
-        write_sampling(record, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES[:3])
+        save_files(tmp_path, sampling_files(record))
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:3]

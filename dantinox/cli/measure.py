@@ -1,0 +1,215 @@
+"""`dantinox explain | calibrate | eval | info | doctor`: their flags, what they call, what they print."""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dantinox.cli.common import DEFAULT_PROMPT, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.config import UserError, overlay
+from dantinox.config.flags import add_config_flags
+from dantinox.files import check_folder, check_writable
+
+RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
+COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
+# Flag → the one of router and kv, or sampling and kv, that it belongs to ("" both), and how it is read.
+Flags = dict[str, tuple[str, dict[str, Any]]]
+CALIBRATE: Flags = {
+    "data_path": ("", {"type": Path, "metavar": "FILE", "help":
+        "the text (default: the run's own; router: its validation tokens, kv: its training tokens)"}),
+    "tokens": ("router", COUNT | {"help": "tokens to read at most (default: 32768)"}),
+    "sequences": ("kv", COUNT | {"help": "sequences to read (default: 20)"}),
+    "no_loss": ("kv", {"action": "store_true", "default": None, "help":
+        "leave out what eviction costs each head, the longest part"}),
+    "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "take over what this file holds instead of measuring"}),
+    "output": ("kv", {"type": Path, "metavar": "FILE", "help": "where to write (default: RUN/kv_entropy.json)"}),
+}  # fmt: skip
+EVALUATE: Flags = {
+    "methods": ("", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
+    "tokens": ("", COUNT | {"help": "sampling: of each continuation; kv: of each sequence (default: context)"}),
+    "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "the run that judges (default: the same)"}),
+    "prompts": ("sampling", COUNT | {"help": "to test on, and as many to tune on"}),
+    "seeds": ("sampling", COUNT | {"help": "continuations of each prompt"}),
+    "trials": ("sampling", COUNT | {"help": "settings tried for each method"}),
+    "ratios": ("kv", {"type": float, "nargs": "+", "metavar": "R", "help":
+        "shares of the slots that are kept (default: .5 .3 .2 .1)"}),
+    "sequences": ("kv", COUNT | {"help": "sequences of text to read (default: 200)"}),
+    "kv_calibration": ("kv", {"type": Path, "metavar": "FILE", "help":
+        "the heads' measured signals (default: RUN/kv_entropy.json)"}),
+    "kv_dtype": ("kv", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
+        "of the compressed caches (default: auto)"}),
+}  # fmt: skip
+
+
+def _add(command: argparse.ArgumentParser, flags: Flags) -> None:
+    for name, (of, reading) in flags.items():
+        command.add_argument(f"--{name}", **reading | {"help": (f"{of}: " if of else "") + reading["help"]})
+
+
+def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
+    """The flags that were given.
+
+    Args:
+      chosen: how a sentence says which of the two was chosen, as `--what kv`.
+
+    Raises:
+      UserError: one of them belongs to the other.
+    """
+    found = {name: getattr(options, name) for name in flags if getattr(options, name) is not None}
+    for name in found:
+        of = flags[name][0]
+        if of not in ("", options.what):
+            raise UserError(f"--{name} belongs to {chosen.replace(options.what, of)}: leave it out with {chosen}")
+    return found
+
+
+def explain_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run_dir", **RUN_DIR)
+    command.add_argument("--prompt", help=f"the text before the token; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    command.add_argument("--show", type=whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_flags(command, ("generation", "router"))
+
+
+def explain(options: argparse.Namespace) -> int:
+    _check_plot(options)
+    settings = given_settings(options)
+    from dantinox.run import load_run_config, open_run
+
+    overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
+    prompt = given_prompt(options)
+    use_compilation_cache()
+    from dantinox.generation import load
+    from dantinox.measure.explain import explain
+    from dantinox.measure.explain_view import draw_explanation, explanation_lines
+
+    found = explain(load(options.run_dir), prompt, settings, options.show)
+    return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
+
+
+def calibrate_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run_dir", **RUN_DIR)
+    what = "router: the thresholds of --router_preset calibrated; kv: what a head's share of --kv_budget goes by"
+    command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
+    _add(command, CALIBRATE)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    plot = "router: draw where the text and the strategies lie; kv: draw each head's entropy and what eviction costs it"
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
+
+
+def calibration(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `calibrate` that were given.
+
+    Raises:
+      UserError: --what, or --from_results, has no use for one of them.
+    """
+    flags = given(options, CALIBRATE, f"--what {options.what}")
+    for name in ("data_path", "sequences", "no_loss"):
+        if "from_results" in flags and name in flags:
+            raise UserError(f"--from_results measures nothing: leave --{name} out")
+    return flags
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    _check_plot(options)
+    flags = calibration(options)
+    use_compilation_cache()
+    if options.what == "router":
+        from dantinox.measure.calibrate_router import calibrate_router
+        from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
+
+        router = calibrate_router(options.run_dir, **flags)
+        return _show(options, router, lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
+    from dantinox.measure.calibrate_kv import calibrate_kv
+    from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
+
+    heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=_progress, **flags)
+    lines = kv_calibration_lines
+    return _show(options, heads, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
+
+
+def _check_plot(options: argparse.Namespace) -> None:
+    if options.plot is not None and options.plot.suffix != ".png":
+        raise UserError(f"--plot must name a .png file, got {options.plot}")
+    if options.plot is not None:
+        check_writable(options.plot, "--plot")
+
+
+def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], draw: Callable[[], bytes]) -> int:
+    """Prints what was found as JSON or as lines, and draws it where --plot asks for that."""
+    if options.json:
+        print(json.dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        _print(lines)
+    if options.plot is not None:
+        from dantinox.files import atomic_write
+
+        atomic_write(options.plot, draw())
+    return 0
+
+
+def evaluate_flags(command: argparse.ArgumentParser) -> None:
+    what = "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size"
+    command.add_argument("what", choices=["sampling", "kv"], help=what)
+    command.add_argument("--run_dir", **RUN_DIR)
+    command.add_argument("--quick", action="store_true", help="less of everything: prompts, sequences, seeds, trials")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where CSV, Markdown and plot go (default: RUN/evaluation)")
+    _add(command, EVALUATE)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    flags = given(options, EVALUATE, f"eval {options.what}")
+    from dantinox.run import open_run
+
+    out = options.out or open_run(options.run_dir).path / "evaluation"
+    check_folder(out, "--out")
+    use_compilation_cache()
+    from dantinox.report.plots import save_files
+
+    if options.what == "sampling":
+        from dantinox.studies.sampling import evaluate_sampling
+        from dantinox.studies.sampling_view import sampling_files, sampling_lines
+
+        sampling = evaluate_sampling(options.run_dir, quick=options.quick, progress=_progress, **flags)
+        _print(lambda width: sampling_lines(sampling, width))
+        files = sampling_files(sampling)
+    else:
+        from dantinox.studies.kv import evaluate_kv
+        from dantinox.studies.kv_view import kv_files, kv_lines
+
+        kv = evaluate_kv(options.run_dir, quick=options.quick, progress=_progress, **flags)
+        _print(lambda width: kv_lines(kv, width))
+        files = kv_files(kv)
+    save_files(out, files)
+    return 0
+
+
+def info_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", type=Path, help="the run directory")
+
+
+def info(options: argparse.Namespace) -> int:
+    use_compilation_cache()
+    from dantinox.measure.info import describe
+
+    return _print(lambda _: describe(options.run_dir))
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from dantinox.measure.doctor import examine
+
+    return _print(lambda _: examine())
+
+
+def _print(lines: Callable[[int], Iterable[str]]) -> int:
+    for line in lines(shutil.get_terminal_size((100, 24)).columns):
+        print(line, flush=True)
+    return 0
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,72 @@
+"""Texts as a model reads them to be measured: from a file or from the run, in batches of one size."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.generation import Run
+from dantinox.run import RunDirectory
+from dantinox.text import Corpus, TokenStore, open_store
+from dantinox.text.corpus import cut_up
+from dantinox.text.tokenizer import UnknownCharacter
+
+CHARACTERS = 1 << 16  # encoded at a time
+
+
+def batches(count: int, most: int) -> Iterator[np.ndarray]:
+    """The numbers below `count` in batches of at most `most`, with the fewest empty places.
+
+    All are of one size, so that one program does for all; behind the last number the first ones come again.
+    """
+    rows = -(-count // -(-count // most))
+    for first in range(0, count, rows):
+        yield np.arange(first, first + rows) % count
+
+
+def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """The position of each token of right-padded texts, −1 behind their ends."""
+    places_T = jnp.arange(tokens_BT.shape[1])
+    return jnp.where(places_T < lengths_B[:, None], places_T, -1)
+
+
+def stored(run: Run, directory: RunDirectory, what: str) -> TokenStore:
+    """The tokens that the training left in a run directory.
+
+    Raises:
+      UserError: there are none; `what` says what is missing, and perhaps what to do.
+    """
+    store = open_store(run.config, directory.data, run.tokenizer)
+    if store is None:
+        raise UserError(f"{directory.path} keeps no {what}")
+    return store
+
+
+def read_text(run: Run, path: str, tokens: int) -> np.ndarray:
+    """The first tokens of a text, which is named as `data.path` names one."""
+    parts, count = [np.zeros(0, np.int32)], 0
+    for part in _encoded(run, path):
+        parts.append(part)
+        count += len(part)
+        if count >= tokens:
+            break
+    return np.concatenate(parts)[:tokens]
+
+
+def _encoded(run: Run, path: str) -> Iterator[np.ndarray]:
+    """The tokens of a text in parts, its documents between begin and end tokens as a token store has them."""
+    tokenizer = run.tokenizer
+    begin, end = (np.array([] if token is None else [token], np.int32) for token in (tokenizer.bos_id, tokenizer.eos_id))
+    document, characters = -1, 0
+    for number, text in Corpus.open(path, run.config.data.text_field).pieces():
+        if number != document:
+            yield begin if document < 0 else np.concatenate([end, begin])
+            document = number
+        for part in cut_up(text, CHARACTERS):
+            try:
+                yield tokenizer.encode_array(part)
+            except UnknownCharacter as error:
+                raise UnknownCharacter(error.character, characters + error.position) from None
+            characters += len(part)
