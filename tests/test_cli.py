@@ -13,7 +13,7 @@ import pytest
 
 from dantinox import cli, files
 from dantinox.cli import generate as generating
-from dantinox.config import UserError
+from dantinox.config import UserError, build_config
 
 ROOT = Path(__file__).resolve().parents[1]
 AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
@@ -567,6 +567,32 @@ def test_every_config_is_parsed_and_built(dantinox, name):
     millions = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) / 1e6
     assert 0.5 < millions < 1200
     assert all(line.split("#")[1].strip() for line in path.read_text().splitlines() if line.startswith("  ")), "a comment a key"
+
+
+def test_a_config_of_the_package_is_found_by_its_name_anywhere(dantinox, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for chosen in ([], ["--config", "quickstart"], ["--config", ROOT / "configs/quickstart.yaml"]):
+        assert "data:\n  path: builtin:python\n" in dantinox("train", *chosen, "--print_config")[1]
+    (tmp_path / "dante").write_text("model: {dim: 8, n_heads: 1}")  # a file goes before
+    assert "  dim: 8\n" in dantinox("train", "--config", "dante", "--print_config")[1]
+    says = "no config file at quick: give a file, or one of the package's (dante, gpt2_124m, llama_1b, quickstart, "
+    assert_one_sentence(dantinox("train", "--config", "quick"), says)
+
+
+def test_a_config_to_start_from(dantinox, tmp_path, monkeypatch):
+    from dantinox.config import load_config
+
+    monkeypatch.chdir(tmp_path)
+    assert dantinox("init", "new.yaml") == (0, "", "")
+    changed = {"data.path": "builtin:python", "training.sample_every": 250}
+    assert load_config("new.yaml") == build_config({}, changed)
+    lines = (tmp_path / "new.yaml").read_text(encoding="utf-8").splitlines()
+    assert "#   dantinox train --config new.yaml --run_dir runs/first" in lines and max(map(len, lines)) < 160
+    assert all(" # " in line for line in lines if line.startswith("  "))
+    code, out, _ = dantinox("train", "--config", "new.yaml", "--dry_run", *TINY)
+    assert code == 0 and "4 steps of 2 × 16 tokens" in out
+    assert_one_sentence(dantinox("init", "new.yaml"), "new.yaml is there already")
+    assert_one_sentence(dantinox("init", "gone/new.yaml"), "cannot write gone/new.yaml")
 
 
 def test_what_no_sample_can_start_from_is_said_before_the_training(dantinox, tmp_path, text):

@@ -1,4 +1,4 @@
-"""The command line: `dantinox train | generate | explain | calibrate | eval | info | doctor`. Parses, calls, prints."""
+"""The command line: `dantinox train | init | generate | explain | calibrate | eval | info | doctor`. Parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -79,6 +79,7 @@ def _parser() -> Parser:
 
 def _train(options: argparse.Namespace) -> int:
     from dantinox.config import dump_config, load_config
+    from dantinox.config.start import DEFAULT, find_config
     from dantinox.run import newest_run
 
     if options.resume and options.run_dir is None:
@@ -88,8 +89,8 @@ def _train(options: argparse.Namespace) -> int:
     path = options.config
     if path is None:
         saved = None if options.run_dir is None else options.run_dir / "config.yaml"
-        path = saved if options.resume and saved is not None and saved.is_file() else flags.DEFAULT_CONFIG
-    config = load_config(path, overrides(options))
+        path = saved if options.resume and saved is not None and saved.is_file() else DEFAULT
+    config = load_config(find_config(path), overrides(options))
     if options.print_config:
         print(dump_config(config), end="")
         return 0
@@ -104,6 +105,16 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
+def _init(options: argparse.Namespace) -> int:
+    from dantinox.config.start import starting_config
+    from dantinox.files import atomic_write
+
+    if options.file.exists():
+        raise UserError(f"{options.file} is there already: choose another name")
+    atomic_write(options.file, starting_config(options.file))
+    return 0
+
+
 def _generate(options: argparse.Namespace) -> int:
     from dantinox.cli.generate import generate
 
@@ -113,6 +124,7 @@ def _generate(options: argparse.Namespace) -> int:
 # Name → what it runs, what adds its flags, and what it is for.
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (_train, flags.train, "Train a model from a YAML file into a run directory."),
+    "init": (_init, flags.init, "Write a commented YAML file to start from."),
     "generate": (_generate, flags.generate, "Continue a prompt with a trained model."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),
     "calibrate": (

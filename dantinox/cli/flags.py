@@ -5,17 +5,20 @@ from pathlib import Path
 
 from dantinox.cli.common import DEFAULT_PROMPT, whole_number
 from dantinox.config.flags import add_config_flags
-
-DEFAULT_CONFIG = Path("configs/quickstart.yaml")
+from dantinox.config.start import DEFAULT
 
 
 def train(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=Path, help=f"the YAML file (default: {DEFAULT_CONFIG})")
+    command.add_argument("--config", type=Path, help=f"a YAML file, or a config of the package (default: {DEFAULT})")
     command.add_argument("--run_dir", type=Path, help="where to write (default: runs/run_YYYYMMDD_HHMMSS)")
     command.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
     command.add_argument("--dry_run", action="store_true", help="print plan, parameters, memory and the first batch, then stop")
     command.add_argument("--print_config", action="store_true", help="print the complete settings as YAML, then stop")
     add_config_flags(command)
+
+
+def init(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", type=Path, help="the YAML file to write")
 
 
 def generate(command: argparse.ArgumentParser) -> None:
