@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dantinox.cli import flags, measure
 from dantinox.cli.common import use_compilation_cache

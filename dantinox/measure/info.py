@@ -1,14 +1,19 @@
-"""What `dantinox info RUN` tells about a run."""
+"""What `dantinox info RUN` reports: the model, its training, its memory, and what narrow weights change."""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from dantinox.config import Config
 from dantinox.generation import Run, load, prepare
-from dantinox.generation.prepare import WEIGHTS, weight_bytes
-from dantinox.measure.perplexity import compare
-from dantinox.model import make_cache
+from dantinox.generation.prepare import WEIGHTS, weight_bytes, widen
+from dantinox.model import Transformer, make_cache
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv
 from dantinox.run import RunDirectory, open_run
@@ -19,36 +24,46 @@ ROWS = 8
 
 
 def describe(run_dir: str | Path) -> Iterator[str]:
-    """Paragraphs: the model, its training, its memory, and what narrow weights cost.
+    """Paragraphs: the model, its training, then a line per precision of the weights.
 
     Raises:
       UserError: the run cannot be loaded.
     """
-    directory = open_run(run_dir)
-    run = load(run_dir)
+    directory, run = open_run(run_dir), load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)
-    yield from _weights(directory, run)
+    store = open_store(run.config, directory.data, run.tokenizer)
+    if store is None:
+        yield "no token store in this run: the cost of narrow weights cannot be measured\n"
+    for name in WEIGHTS[1:]:
+        narrow = prepare(run.model, name)
+        line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
+        if store is not None and name != "float32":
+            found = compare(run.model, narrow, store.validation(ROWS, TOKENS))
+            line += (
+                f"  logit error {found.logit_error:.2g}, perplexity {math.exp(found.nats):.4g} → "
+                f"{math.exp(found.other_nats):.4g} ({100 * math.expm1(found.other_nats - found.nats):+.3f} %) "
+                f"on {found.targets} tokens"
+            )
+        yield line
 
 
 def _model(run: Run) -> str:
     m = run.model.config
     cache = make_cache(m, 1, m.max_context, run.model.dtype).report()
     windows = sorted({window for window in m.windows if window is not None})
-    tokenizer = run.tokenizer
     return table([
         ("parameters", human_count(weight_bytes(run.model) / 4)),
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {m.kv_heads} key/value heads"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
         ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),
-        ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
+        ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size} symbols"),
     ])  # fmt: skip
 
 
 def _training(directory: RunDirectory, config: Config) -> str:
-    log = directory.log(config)
-    rows = read_csv(log) if log.is_file() else []
+    rows = read_csv(directory.log(config))
     if not rows:
         return "no training log\n"
     best = min(rows, key=lambda row: row["val_loss"])
@@ -58,19 +73,31 @@ def _training(directory: RunDirectory, config: Config) -> str:
     ])  # fmt: skip
 
 
-def _weights(directory: RunDirectory, run: Run) -> Iterator[str]:
-    """A line per precision: bytes, and the cost measured on the validation text where the run still has it."""
-    store = open_store(run.config, directory.data, run.tokenizer)
-    if store is None:
-        yield "no token store in this run: the cost of narrow weights cannot be measured\n"
-    for name in WEIGHTS[1:]:
-        narrow = prepare(run.model, name)
-        line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
-        if store is not None and name != "float32":
-            batches: Iterator[Batch] = store.validation(ROWS, TOKENS)
-            found = compare(run.model, narrow, batches)
-            line += (
-                f"  logit error {found.logit_error:.2g}, perplexity {math.exp(found.nats):.4g} → "
-                f"{math.exp(found.other_nats):.4g} ({100 * found.perplexity_change:+.3f} %) on {found.targets} tokens"
-            )
-        yield line
+class Comparison(NamedTuple):
+    """Two models on the same text: mean −ln p per target of each, the root mean square of the difference of their logits (both
+    with mean zero per position), and how many targets were counted."""
+
+    nats: float
+    other_nats: float
+    logit_error: float
+    targets: int
+
+
+def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) -> Comparison:
+    """Runs both models over validation batches. Narrow weights are widened first: the numbers are the same."""
+    total = np.zeros(4)
+    for batch in batches:
+        total += np.asarray(_sums(model, other, jax.tree.map(jnp.asarray, batch)), np.float64)
+    *sums, targets = total
+    nats, other_nats, gap = (number / targets for number in sums)
+    return Comparison(nats, other_nats, math.sqrt(gap), int(targets))
+
+
+@nnx.jit(graph_updates=False)
+def _sums(model: Transformer, other: Transformer, batch: Any) -> jax.Array:
+    """Sums over the targets: −ln p of each model, the mean square difference of logits, 1."""
+    positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
+    a, b = (m(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0] for m in (widen(model), widen(other)))
+    nats = [-jnp.take_along_axis(jax.nn.log_softmax(x), batch.targets_BT[..., None], 2)[..., 0] for x in (a, b)]
+    gap_BT = jnp.mean(jnp.square((b - b.mean(-1, keepdims=True)) - (a - a.mean(-1, keepdims=True))), -1)
+    return jnp.stack([jnp.sum(batch.mask_BT * x_BT) for x_BT in (*nats, gap_BT, jnp.ones_like(gap_BT))])

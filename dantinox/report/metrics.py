@@ -9,7 +9,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +32,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class MetricsLog:
-    """The two files. `columns` are those of the CSV; a row may leave cells empty, its JSON line leaves them out."""
+    """The two files; a row may leave cells of the CSV empty, its JSON line leaves them out."""
 
     path_csv: Path
     path_jsonl: Path
-    columns: Sequence[str] = COLUMNS
 
     def interval(self, row: Mapping[str, Any]) -> None:
         """Adds a row of `logging.log_every` steps to the JSON lines."""
@@ -49,11 +48,11 @@ class MetricsLog:
           UserError: a file cannot be written, or the CSV was begun with other columns.
           ValueError: `row` has a name that is no column.
         """
-        unknown = set(row) - set(self.columns)
+        unknown = set(row) - set(COLUMNS)
         if unknown:
             raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
-        cells = [_cell(row.get(column)) for column in self.columns]
-        lines = [cells] if self._has_header() else [list(self.columns), cells]
+        cells = [_cell(row.get(column)) for column in COLUMNS]
+        lines = [cells] if self._has_header() else [list(COLUMNS), cells]
         _append(self.path_csv, "".join(",".join(line) + "\n" for line in lines))
         self._append_json("evaluation", row)
 
@@ -69,67 +68,70 @@ class MetricsLog:
         _append(self.path_jsonl, json.dumps({"kind": kind} | finite, allow_nan=False) + "\n")
 
     def _has_header(self) -> bool:
-        try:
-            with open(self.path_csv, encoding="utf-8") as file:
-                header = file.readline().rstrip("\n")
-        except FileNotFoundError:
-            return False
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {self.path_csv}: {_reason(error)}") from None
-        if header and header != ",".join(self.columns):
-            raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {','.join(self.columns)}")
+        header = _read(self.path_csv).partition(b"\n")[0].decode(errors="replace")
+        if header and header != ",".join(COLUMNS):
+            raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {','.join(COLUMNS)}")
         return bool(header)
 
 
 def _cut(path: Path, step: int) -> None:
     """Keeps the header and the leading whole rows up to `step` of a CSV or JSON-lines file; a missing file stays missing."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from None
-    step_of = _step_of_json if path.suffix == ".jsonl" else _step_of_csv
-    kept = []
-    for number, line in enumerate(content.splitlines(keepends=True)):
-        is_header = number == 0 and step_of is _step_of_csv
-        at = -1 if is_header else step_of(line)
+    content, kept = _read(path), b""
+    for line in content.splitlines(keepends=True):
+        at = _step_of(line) if kept or path.suffix == ".jsonl" else -1  # a CSV begins with its header
         if not line.endswith(b"\n") or at is None or at > step:
             break
-        kept.append(line)
-    if len(result := b"".join(kept)) != len(content):
-        atomic_write(path, result)
+        kept += line
+    if len(kept) != len(content):
+        atomic_write(path, kept)
+
+
+def _step_of(line: bytes) -> int | None:
+    first = line.split(b",", 1)[0]
+    if first.isdigit():
+        return int(first)
+    try:
+        at = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return at if isinstance(at, int) else None
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file, nothing of a missing one."""
+    try:
+        return path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def read_csv(path: Path) -> list[dict[str, float]]:
-    """The rows of a log; empty cells are left out, and so is a torn last line.
+    """The rows of a log; empty cells are left out, and so is a torn last line. A missing file has none.
 
     Raises:
       UserError: the file cannot be read or is no log.
     """
+    content = _read(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from None
-    whole = text[: text.rfind("\n") + 1]
-    try:
-        reader = csv.DictReader(io.StringIO(whole), strict=True)
+        text = content.decode()
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]), strict=True)
         return [{name: float(cell) for name, cell in row.items() if cell} for row in reader]
     except (ValueError, TypeError, csv.Error):
         raise UserError(f"{path} is not a training log: a cell is not a number") from None
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, without a torn last line.
+    """The rows of a metrics file, without a torn last line. A missing file has none.
 
     Raises:
       UserError: the file cannot be read or holds something else.
     """
+    content = _read(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n") if line]
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+    except ValueError as error:
+        raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
 
 
 def _append(path: Path, text: str) -> None:
@@ -140,7 +142,7 @@ def _append(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UserError(f"cannot write {path}: {_reason(error)}") from None
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -150,21 +152,3 @@ def _plain(value: Any) -> Any:
 
 def _cell(value: Any) -> str:
     return "" if value is None else repr(_plain(value))
-
-
-def _step_of_csv(line: bytes) -> int | None:
-    first = line.split(b",", 1)[0]
-    return int(first) if first.isdigit() else None
-
-
-def _step_of_json(line: bytes) -> int | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    at = row.get("step") if isinstance(row, dict) else None
-    return at if isinstance(at, int) else None
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]

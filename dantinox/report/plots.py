@@ -20,8 +20,8 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     Raises:
       UserError: matplotlib is not installed, there is no row to draw yet, or a file cannot be read or written.
     """
-    evaluations = read_csv(path_csv) if path_csv.is_file() else []
-    rows = read_jsonl(path_jsonl) if path_jsonl.is_file() else []
+    evaluations = read_csv(path_csv)
+    rows = read_jsonl(path_jsonl)
     train = _points([row for row in rows if row.get("kind") == "interval"] or evaluations, "train_loss")
     validation = _points(evaluations, "val_loss")
     if not train and not validation:
