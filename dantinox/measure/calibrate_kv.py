@@ -16,7 +16,7 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.files import check_writable
 from dantinox.generation import load
 from dantinox.measure.eviction import loss_rises
-from dantinox.measure.reading import batches, read_text, stored
+from dantinox.measure.reading import batches, padded, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.run import (
     KV_FORMAT,
@@ -39,6 +39,9 @@ BATCH_TOKENS = 2048  # read at once
 TRIES = 10_000  # places drawn in vain before a text is given up
 # What a head is called whose mean entropy is below so many bits.
 HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffuse": math.inf}
+
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ def calibrate_kv(
     output: str | Path | None = None,
     from_results: str | Path | None = None,
     loss: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> HeadCalibration:
     """Measures the attention of every query head on a text, and saves it in the run as `kv_entropy.json`.
 
@@ -122,7 +125,7 @@ def calibrate_kv(
     path = directory.kv if output is None else Path(output)
     check_writable(path)
     if from_results is None:
-        found = _measured(directory, sequences, data_path, seed, loss, progress)
+        found = _measured(directory, sequences, data_path, seed, progress if loss else None)
     elif data_path is not None or not loss:
         raise UserError("from_results measures nothing: leave data_path and loss out")
     else:
@@ -135,12 +138,7 @@ def calibrate_kv(
 
 
 def _measured(
-    directory: RunDirectory,
-    sequences: int,
-    data_path: str | Path | None,
-    seed: int,
-    loss: bool,
-    progress: Callable[[str], None],
+    directory: RunDirectory, sequences: int, data_path: str | Path | None, seed: int, progress: Progress | None
 ) -> HeadCalibration:
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
@@ -174,18 +172,10 @@ def _measured(
         "tokenizer": run.tokenizer.fingerprint,
         "weights": weights,
     }
-    if loss:
-        rises_LKC, sizes = loss_rises(run.model, _padded(texts), np.array([len(text) for text in texts]), progress)
+    if progress:
+        rises_LKC, sizes = loss_rises(run.model, *padded(texts), progress)
         found |= {"loss": _named(rises_LKC, "K"), "loss_slots": sizes}
     return described(directory, config, found)
-
-
-def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """The texts as rows `[S, T]`, zeros behind their ends."""
-    tokens_ST = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row_T, text in zip(tokens_ST, texts, strict=True):
-        row_T[: len(text)] = text
-    return tokens_ST
 
 
 def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> HeadCalibration:

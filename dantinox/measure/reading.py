@@ -1,6 +1,6 @@
 """Texts as a model reads them to be measured: from a file or from the run, in batches of one size."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,15 @@ def batches(count: int, most: int) -> Iterator[np.ndarray]:
     rows = -(-count // -(-count // most))
     for first in range(0, count, rows):
         yield np.arange(first, first + rows) % count
+
+
+def padded(texts: Sequence[Sequence[int] | np.ndarray], length: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Texts as rows `[N, T]` of tokens, zeros behind their ends, and their lengths `[N]`; T is the longest, or `length`."""
+    lengths_N = np.array([len(text) for text in texts], np.int32)
+    tokens_NT = np.zeros((len(texts), length or lengths_N.max()), np.int32)
+    for tokens_T, text in zip(tokens_NT, texts, strict=True):
+        tokens_T[: len(text)] = text
+    return tokens_NT, lengths_N
 
 
 def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from dantinox.generation.batch import CompileTimer
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.run import load_model
 from dantinox.generation.session import Chunk, Session
-from dantinox.measure.reading import batches, positions_of
+from dantinox.measure.reading import batches, padded, positions_of
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
 from dantinox.sampling import SamplingParams
@@ -213,15 +213,12 @@ class Judge:
         """
         spelt = [self._spelt(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         T = min(-(-max(len(ids) for ids, _ in spelt) // 32) * 32, self.model.config.max_context)  # a program per 32nd length
-        tokens_NT, weight_NT = np.zeros((len(spelt), T), np.int32), np.zeros((len(spelt), T), np.float32)
-        for tokens_T, weight_T, (ids, new) in zip(tokens_NT, weight_NT, spelt, strict=True):
-            tokens_T[: len(ids)] = ids
-            weight_T[len(ids) - new : len(ids)] = 1
-        lengths_N = np.array([len(ids) for ids, _ in spelt], np.int32)
+        tokens_NT, lengths_N = padded([ids for ids, _ in spelt], T)
+        new_N = np.array([new for _, new in spelt], np.int32)
         nats = []
         for rows in batches(len(spelt), int(np.clip(SCORED // (T * self.model.config.vocab_size), 1, 64))):
             with jax.default_matmul_precision("highest"):
-                found_B = _nats(self.model, *(jnp.asarray(x[rows]) for x in (tokens_NT, lengths_N, weight_NT)))
+                found_B = _nats(self.model, *(jnp.asarray(x[rows]) for x in (tokens_NT, lengths_N, new_N)))
             nats.append(np.asarray(found_B, np.float64))
         sizes = [max(1, len(text.encode())) for text in texts]
         bits_N = np.concatenate(nats)[: len(spelt)] / np.log(2) / sizes
@@ -244,8 +241,9 @@ class Judge:
 
 
 @nnx.jit(graph_updates=False)
-def _nats(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, weight_BT: jax.Array) -> jax.Array:
-    """Weighted sum of −ln p over the tokens of each row, each given those before it."""
-    logits_BTV, _, _ = model(tokens_BT, positions_of(tokens_BT, lengths_B))
+def _nats(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, new_B: jax.Array) -> jax.Array:
+    """Sum of −ln p over the last `new` tokens of each row, each given those before it."""
+    positions_BT = positions_of(tokens_BT, lengths_B)
+    logits_BTV, _, _ = model(tokens_BT, positions_BT)
     logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], axis=2)[..., 0]
-    return -jnp.sum(weight_BT[:, 1:] * logp_BT, axis=1)
+    return -jnp.sum(logp_BT, axis=1, where=positions_BT[:, 1:] >= (lengths_B - new_B)[:, None])

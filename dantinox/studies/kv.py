@@ -44,13 +44,7 @@ LEAST_GAIN, LEAST_NEEDLE = 0.05, 95  # nats per token, percent: below, the study
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done.
-
-    Attributes:
-      sequences: read of the text.
-      tasks: of each kind.
-      continued: prompts that are continued.
-    """
+    """How much is done: sequences read of the text, tasks of each kind, prompts that are continued."""
 
     sequences: int = 200
     tasks: int = 100
@@ -209,7 +203,9 @@ def evaluate_kv(
     bench = Bench(caches, progress)
     read, near = bench.read(text)
     written = bench.write(run, text, much.continued)
-    right: list[dict[str, Any]] = [{}] * len(caches) if tasks is None else bench.answer(tasks)
+    right: list[dict[str, Any]] = [{}] * len(caches)
+    if tasks is not None:
+        right = [{name: mean_interval(100 * right_P) for name, right_P in one.items()} for one in bench.answer(tasks)]
     found = [
         CacheFinding(
             name=cache.name,
@@ -217,7 +213,7 @@ def evaluate_kv(
             **_size(cache),
             **_losses(read[i], read[0], text.seeds),
             **_likeness(written[i], written[0]),
-            **_shares(right[i]),
+            **right[i],
         )
         for i, cache in enumerate(caches)
     ]
@@ -289,10 +285,6 @@ def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
         "diverges": float(np.median(until_P)),
         "tok_per_s": own.rate,
     }
-
-
-def _shares(right: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: mean_interval(100 * right_P) for name, right_P in right.items()}
 
 
 def _by_ratio(

@@ -1,6 +1,5 @@
 """Caches side by side: which are compared, and what each makes of the same text, prompts and tasks."""
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 from dantinox.studies.continuations import NEUTRAL, decode
 from dantinox.studies.kv_tasks import Sequences, Tasks, shares
+from dantinox.studies.statistics import chosen
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "loss")
@@ -144,17 +144,12 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
     Raises:
       UserError: an unknown name, or one that needs what was not measured.
     """
-    for name in names or ():
-        if name not in (REFERENCE, *METHODS):
-            near = difflib.get_close_matches(name.lower(), METHODS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(METHODS)}"
-            raise UserError(f"no method of eval kv is called {name}: {hint}")
-    if names and set(names) == {REFERENCE}:
+    found = [name for name in chosen(names, (*METHODS, REFERENCE), "method of eval kv") if name != REFERENCE]
+    if not found:
         raise UserError(f"{REFERENCE} is what the others are compared with: name at least one of {', '.join(METHODS)}")
-    chosen = [name for name in METHODS if names is None or name in names]
-    signals = [name for name in chosen if name in SIGNALS]
+    signals = [name for name in found if name in SIGNALS]
     if not signals:
-        return chosen, []
+        return found, []
     if measured is None:
         raise UserError(
             f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
@@ -163,7 +158,7 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
     lacking = {name: measured.lacks(name) for name in signals if measured.lacks(name)}
     if lacking and names is not None:
         raise UserError(next(iter(lacking.values())))
-    return [name for name in chosen if name not in lacking], [f"{name}: {reason}" for name, reason in lacking.items()]
+    return [name for name in found if name not in lacking], [f"{name}: {reason}" for name, reason in lacking.items()]
 
 
 def contenders(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
+from dantinox.measure.reading import padded
 from dantinox.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, recall
 
@@ -53,11 +54,10 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
         )
     overlapping = len(apart) < count
     left = left if overlapping else apart
-    starts: list[np.ndarray] = []
+    starts_S = np.zeros(0, np.int64)
     for seed, share in enumerate(shares(count)):
-        starts.append(np.random.default_rng(seed).choice(left, share, replace=False))
-        left = np.setdiff1d(left, starts[-1])
-    places_ST = np.concatenate(starts)[:, None] + np.arange(length)
+        starts_S = np.append(starts_S, np.random.default_rng(seed).choice(np.setdiff1d(left, starts_S), share, replace=False))
+    places_ST = starts_S[:, None] + np.arange(length)
     read_N = np.zeros(len(stream_N), bool)
     read_N[places_ST] = True
     repeated = repetition(tokenizer.decode(stream_N[read_N]).split(), 4)  # type: ignore[arg-type]
@@ -110,21 +110,15 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
       UserError: the sequences are too short for tasks.
     """
     T = sequences.ids.shape[1]
-    longest = recall.copy(random.Random(0), FACTS).question
-    context = T - len(tokenizer.encode(longest))
-    rows, answers = [], []
-    for kind in KINDS:
-        for seed, share in enumerate(shares(count)):
-            rng = random.Random(seed)
-            for _ in range(share):
-                ids, answer = _task(tokenizer, sequences.ids, rng, kind, context)
-                rows.append(ids)
-                answers.append(answer)
-    tokens_PT = np.zeros((len(rows), T), np.int32)
-    for row_T, ids in zip(tokens_PT, rows, strict=True):
-        row_T[: len(ids)] = ids
-    needles = np.arange(len(rows)) < count
-    return Tasks(tokens_PT, np.array([len(ids) for ids in rows], np.int32), np.array(answers), needles, context)
+    context = T - len(tokenizer.encode(recall.copy(random.Random(0), FACTS).question))  # the longest
+    made = [
+        _task(tokenizer, sequences.ids, rng, kind, context)
+        for kind in KINDS
+        for rng, share in zip(map(random.Random, range(SEEDS)), shares(count), strict=True)
+        for _ in range(share)
+    ]
+    rows, answers = zip(*made, strict=True)
+    return Tasks(*padded(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
 
 
 def _task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, context: int) -> tuple[list[int], int]:

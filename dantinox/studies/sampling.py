@@ -196,14 +196,7 @@ def evaluate_sampling(
 
 
 class Tuned(NamedTuple):
-    """A method as it is tested.
-
-    Attributes:
-      settings: what makes it, and `values`, those of its knobs.
-      trials: in order.
-      at_edge: all of them lay on one side of the diversity aimed at.
-      shares: of the strategies to be drawn at random, None but for the control.
-    """
+    """A method as it is tested: what makes it and the values of its knobs, its trials, and shares of strategies to be drawn."""
 
     settings: Mapping[str, Any]
     values: Mapping[str, float] = {}

@@ -1,11 +1,11 @@
 """The ways of choosing tokens that `dantinox eval sampling` compares, and how much it does to compare them."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dantinox.config import UserError
+from dantinox.studies.statistics import chosen
 
 
 class Knob(NamedTuple):
@@ -66,14 +66,7 @@ RULER = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)  # temperatures, close enough for 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done.
-
-    Attributes:
-      prompts: to test on, and as many others to tune on.
-      seeds: continuations of each test prompt.
-      tokens: of a continuation.
-      trials: values that a method is tuned over.
-    """
+    """How much is done: prompts to test on (and as many to tune on), continuations of each, their tokens, settings tried."""
 
     prompts: int = 96
     seeds: int = 5
@@ -95,12 +88,7 @@ def chosen_methods(names: Sequence[str] | None) -> list[str]:
     Raises:
       UserError: an unknown name, or the control without its pattern.
     """
-    names = list(METHODS) if names is None else list(names)
-    for name in names:
-        if name not in METHODS:
-            near = difflib.get_close_matches(name.lower().replace("-", "_"), METHODS, 1)
-            hint = f", did you mean {near[0]}?" if near else f": they are {', '.join(METHODS)}"
-            raise UserError(f"no sampling method is called {name}{hint}")
-    if CONTROL in names and PATTERN not in names:
+    found = chosen(names, METHODS, "sampling method")
+    if CONTROL in found and PATTERN not in found:
         raise UserError(f"{CONTROL} draws strategies as often as {PATTERN} takes them: name both in --methods")
-    return [name for name in METHODS if name in names]
+    return found

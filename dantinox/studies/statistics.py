@@ -4,12 +4,15 @@ An n-gram is n tokens in a row: characters where the vocabulary is one of charac
 its length: compare texts of equal length.
 """
 
+import difflib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from dantinox.config import UserError
 
 RESAMPLINGS = 2000
 CONFIDENCE = 0.95
@@ -17,6 +20,21 @@ BLEU_ORDERS = (1, 2, 3, 4)
 SMOOTHING = 0.1  # what counts as matched where nothing of an order did
 
 Tokens = Sequence[int]
+
+
+def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:
+    """Those of the known names that were given (None: all), in their usual order.
+
+    Raises:
+      UserError: an unknown name.
+    """
+    known = list(known)
+    for name in names or ():
+        if name not in known:
+            near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(known)}"
+            raise UserError(f"no {what} is called {name}: {hint}")
+    return [name for name in known if names is None or name in names]
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:

@@ -205,9 +205,9 @@ def test_bisection_takes_the_first_of_equal_trials():
 def test_methods_are_chosen_by_name():
     assert chosen_methods(None) == list(METHODS)
     assert chosen_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
-    with pytest.raises(UserError, match=r"^no sampling method is called minp, did you mean min_p\?$"):
+    with pytest.raises(UserError, match=r"^no sampling method is called minp: did you mean min_p\?$"):
         chosen_methods(["minp"])
-    with pytest.raises(UserError, match="called Router-Guide, did you mean router_guide"):
+    with pytest.raises(UserError, match="called Router-Guide: did you mean router_guide"):
         chosen_methods(["Router-Guide"])
     with pytest.raises(UserError, match=r"called beam: they are greedy, temperature, .*router_random$"):
         chosen_methods(["beam"])
