@@ -11,6 +11,7 @@ from dantinox.config import Config, dump_config, load_config
 from dantinox.files import UserError, atomic_write
 
 RUNS = Path("runs")
+V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,12 @@ def open_run(path: str | Path) -> RunDirectory:
         raise UserError(f"no run directory at {path}{hint}")
     if not run.config.is_file():
         raise UserError(f"{path} is not a run directory: it has no {run.config.name}{hint}")
+    for name in V0_WEIGHTS:
+        if (run.path / name).is_file():
+            raise UserError(
+                f"{path} is a run of DantinoX 0, whose weights ({name}) this version does not read: train the model again, "
+                "with `dantinox train`, on the text it was made from"
+            )
     if not run.weights.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
     return run

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,16 +159,11 @@ def _chunks(plan: _Plan, tokenizer: Tokenizer) -> Iterator[Chunk]:
     """The text in stretches to encode. Only our own BPE may be cut between lines without a change in its tokens."""
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
     flat = ((part, document, text) for part, document, whole in plan.parts() for text in cut_up(whole, size))
-    before: tuple[int, int] | None = None
-    held: Chunk | None = None
-    for part, document, text in flat:
-        begins = document != before
-        counts = begins or (held is not None and part != held.part)
-        if held is not None:
-            yield held._replace(ends=begins)
-        held, before = Chunk(part, counts, begins, False, text), document
-    if held is not None:
-        yield held._replace(ends=True)
+    before = (0, (-1, 0))
+    for (part, document, text), (_, following, _) in pairwise(chain(flat, [(0, (-1, 0), "")])):
+        begins = document != before[1]
+        yield Chunk(part, begins or part != before[0], begins, following != document, text)
+        before = part, document
 
 
 def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
@@ -189,10 +185,7 @@ def _build(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # dies with its process
-            header = _read_header(directory, wanted)
-            if header is None:
-                header = _write(plan, tokenizer, directory, wanted, progress)
-            return header
+            return _read_header(directory, wanted) or _write(plan, tokenizer, directory, wanted, progress)
     except OSError as error:
         raise UserError(f"cannot write the tokens in {directory}: {error.strerror or error}") from None
 
@@ -236,17 +229,13 @@ def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
 def _encode(tokenizer: Tokenizer, batch: list[Chunk], before: int) -> Iterator[np.ndarray]:
     try:
         encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
-    except UnknownCharacter as error:
-        raise _placed(error, batch, before) from None
+    except UnknownCharacter as error:  # its place in the corpus, not in the chunk
+        place = before + "".join(chunk.text for chunk in batch).index(error.character)
+        raise UnknownCharacter(error.character, place) from None
     for chunk, ids in zip(batch, encoded, strict=True):
         first = [tokenizer.bos_id] if chunk.begins and tokenizer.bos_id is not None else []
         last = [tokenizer.eos_id] if chunk.ends and tokenizer.eos_id is not None else []
         yield np.concatenate([np.array(first, np.int32), ids, np.array(last, np.int32)]) if first or last else ids
-
-
-def _placed(error: UnknownCharacter, batch: list[Chunk], before: int) -> UnknownCharacter:
-    """The same error with the position in the corpus, not in the chunk."""
-    return UnknownCharacter(error.character, before + "".join(chunk.text for chunk in batch).index(error.character))
 
 
 def _added(counts: Counts, chunk: Chunk, tokens: int) -> Counts:

@@ -71,6 +71,9 @@ def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeyp
     assert "it has no config.yaml" in sentence(open_run, "runs/empty")
     Path("runs/old/model_weights.msgpack").touch()
     assert open_run("runs/old").path == tmp_path / "runs" / "old"
+    Path("runs/old/best_model_weights.msgpack").touch()
+    says = "runs/old is a run of DantinoX 0, whose weights (best_model_weights.msgpack) this version does not read: train"
+    assert sentence(open_run, "runs/old").startswith(says)
 
 
 def test_the_config_comes_back_equal(tmp_path):
