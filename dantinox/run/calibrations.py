@@ -43,20 +43,27 @@ def load_router_calibration(run: RunDirectory) -> dict[str, float] | None:
       UserError: the file cannot be read, or does not hold exactly these numbers.
     """
     path, again = run.router, f"run `dantinox calibrate --run_dir {run.path} --what router` again"
+    if not path.exists():
+        return None
+    found = _read(path, _RouterFile, MAX_ROUTER_BYTES, again)
+    if found.weights != weights_digest(run):
+        warnings.warn(f"the calibration {path} was measured on other weights: {again}", stacklevel=2)
+    return found.measured.model_dump()
+
+
+def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
+    """What a file holds, checked; `again` says in errors how to make another."""
     try:
-        if not path.exists():
-            return None
-        if path.stat().st_size > MAX_ROUTER_BYTES:
-            raise UserError(f"the calibration {path} is larger than {MAX_ROUTER_BYTES >> 20} MiB: {again}")
-        found: Any = _RouterFile.model_validate_json(path.read_bytes())
-        if found.weights != weights_digest(run):
-            warnings.warn(f"the calibration {path} was measured on other weights: {again}", stacklevel=2)
+        if path.stat().st_size > limit:
+            raise UserError(f"the calibration {path} is larger than {limit >> 20} MiB: {again}")
+        return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
     except ValidationError as error:
-        where = on_one_line("".join(f"{part}: " for part in error.errors()[0]["loc"]))
-        raise UserError(f"the calibration {path} is no good ({where}{error.errors()[0]['msg']}): {again}") from None
-    return found.measured.model_dump()
+        first = error.errors()[0]
+        where = on_one_line(": ".join(map(str, first["loc"])))
+        wrong = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
+        raise UserError(f"the calibration {path} {wrong}: {again}") from None
 
 
 class _Method(Section):
@@ -168,17 +175,7 @@ def read_kv_calibration(
     """
     path = Path(path)
     again = _kv_again(path)
-    try:
-        if path.stat().st_size > MAX_KV_BYTES:
-            raise UserError(f"the calibration {path} is larger than {MAX_KV_BYTES >> 20} MiB: {again}")
-        file = _KVFile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = on_one_line(": ".join(map(str, first["loc"])))
-        told = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
-        raise UserError(f"the calibration {path} {told}: {again}") from None
+    file = _read(path, _KVFile, MAX_KV_BYTES, again)
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
     if theirs != ours:
         counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]

@@ -64,7 +64,11 @@ def load_weights(
 
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights file, computed once for as long as the file stays as it is."""
-    return _digest(run.weights, *(getattr(run.weights.stat(), f"st_{name}") for name in ("ino", "size", "mtime_ns")))
+    try:
+        now = run.weights.stat()
+        return _digest(run.weights, now.st_ino, now.st_size, now.st_mtime_ns)
+    except OSError as error:
+        raise UserError(f"cannot read the weights {run.weights}: {error.strerror}") from None
 
 
 @lru_cache(maxsize=16)

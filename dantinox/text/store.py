@@ -43,7 +43,7 @@ class TokenStore:
     across the end of an epoch.
 
     Attributes:
-      train, val: `Counts` of the two parts; train_tokens, val_tokens, val_bytes are taken from them.
+      train, val: `Counts` of the two parts.
       windows_per_epoch: distinct windows in one pass; one step takes `batch_size` of them.
     """
 
@@ -82,18 +82,6 @@ class TokenStore:
         self.windows_per_epoch = max(1, (len(train) - sequence_length) // sequence_length)
         self._offsets_T1 = np.arange(sequence_length + 1)
         self._epochs: dict[int, np.ndarray] = {}
-
-    @property
-    def train_tokens(self) -> int:
-        return len(self._train)
-
-    @property
-    def val_tokens(self) -> int:
-        return len(self._val)
-
-    @property
-    def val_bytes(self) -> int:
-        return self.val.bytes
 
     @property
     def val_bytes_per_token(self) -> float:

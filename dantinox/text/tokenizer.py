@@ -121,7 +121,7 @@ class Tokenizer:
         """`encode_array` of several texts; vocabularies that merge run on all cores."""
         if self.kind == "char":
             return [self._encode_characters(text) for text in texts]
-        spelled = [_utf8(text) for text in texts]
+        spelled = [_bytes(text) for text in texts]
         if self.kind == "byte":
             return [np.frombuffer(data, np.uint8).astype(np.int32) for data in spelled]
         try:
@@ -144,7 +144,7 @@ class Tokenizer:
         return Detokenizer(self.core, self.pieces, self.special_ids)
 
     def _encode_characters(self, text: str) -> np.ndarray:
-        codes = np.frombuffer(_utf32(text), "<u4")
+        codes = np.frombuffer(_bytes(text, "utf-32-le"), "<u4")
         ids = self._table[np.minimum(codes, len(self._table) - 1)]
         unknown = ids < 0
         if not unknown.any():
@@ -222,19 +222,9 @@ def _encoder(tree: dict[str, Any], name: str) -> Core:
     return _parse(json.dumps(hidden), name)[1]
 
 
-def _utf8(text: str) -> bytes:
+def _bytes(text: str, encoding: str = "utf-8") -> bytes:
     try:
-        return text.encode()
+        return text.encode(encoding)
     except UnicodeEncodeError as error:
-        raise UserError(_half(text, error.start)) from None
-
-
-def _utf32(text: str) -> bytes:
-    try:
-        return text.encode("utf-32-le")
-    except UnicodeEncodeError as error:
-        raise UserError(_half(text, error.start)) from None
-
-
-def _half(text: str, position: int) -> str:
-    return f"U+{ord(text[position]):04X} at position {position} is half of a character (a lone surrogate), which is not text"
+        what = f"U+{ord(text[error.start]):04X} at position {error.start}"
+        raise UserError(f"{what} is half of a character (a lone surrogate), which is not text") from None

@@ -73,7 +73,7 @@ class Checkpoints:
     def save(self, step: int, state: State, progress: Progress, facts: dict[str, Any], val_loss: float | None) -> None:
         """Copies the state and returns; the writing goes on in the background. `val_loss` is that of this very step."""
         arguments = self._orbax.args.Composite(
-            state=self._orbax.args.StandardSave(_tree(state)),
+            state=self._orbax.args.StandardSave(state._asdict()),
             facts=self._orbax.args.JsonSave({**facts, "progress": asdict(progress)}),
         )
         metrics = None if val_loss is None else {"val_loss": val_loss}
@@ -114,7 +114,7 @@ class Checkpoints:
 
     def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         arguments = self._orbax.args.Composite(
-            state=self._orbax.args.StandardRestore(_tree(_placed(abstract))), facts=self._orbax.args.JsonRestore()
+            state=self._orbax.args.StandardRestore(_placed(abstract)._asdict()), facts=self._orbax.args.JsonRestore()
         )
         restored = self._manager.restore(step, args=arguments)
         return State(**restored.state), dict(restored.facts)
@@ -131,10 +131,6 @@ def _val_loss(metrics: Any) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _tree(state: State) -> dict[str, Any]:
-    return state._asdict()
-
-
 def _placed(abstract: State) -> State:
     """The shapes with the device that they are restored to."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -142,5 +138,6 @@ def _placed(abstract: State) -> State:
 
 
 def first_line(error: BaseException) -> str:
+    """What went wrong, as part of a sentence."""
     lines = str(error).splitlines()
     return lines[0][:200] if lines else type(error).__name__

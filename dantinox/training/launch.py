@@ -118,7 +118,7 @@ def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
     return table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {m.activation} {m.hidden_dim}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
-        ("text", f"{human_count(store.train_tokens)} training tokens, {human_count(store.val_tokens)} for validation"),
-        ("training", f"{steps} steps of {t.batch_size} × {m.max_context} tokens, {tokens / store.train_tokens:.2f} passes"),
+        ("text", f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"),
+        ("training", f"{steps} steps of {t.batch_size} × {m.max_context} tokens, {tokens / store.train.tokens:.2f} passes"),
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip

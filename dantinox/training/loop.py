@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -78,38 +78,37 @@ def train(
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     with stop_request() as stop:
-        trainer = Trainer(config, run, tokenizer, store, console, sample)
+        trainer = _Trainer(config, run, tokenizer, store, console, sample, stop)
         with contextlib.closing(trainer.checkpoints):  # waits for what is on its way to the disk
-            return trainer.train(resume, stop)
+            return trainer.train(resume)
 
 
-class Trainer:
-    """One process's part of a run."""
+@dataclass
+class _Trainer:
+    """What `train` was given, and where it stands."""
 
-    def __init__(
-        self,
-        config: Config,
-        run: RunDirectory,
-        tokenizer: Tokenizer,
-        store: TokenStore,
-        console: Console,
-        sample: Sampler | None,
-    ):
-        self.config, self.run, self.tokenizer, self.store = config, run, tokenizer, store
-        self.console, self.sample = console, sample
-        self.steps = total_steps(config, store.windows_per_epoch)
-        self.model = config.architecture(tokenizer.vocab_size)
-        self.facts = run_facts(config, tokenizer.fingerprint)
-        self.logs = MetricsLog(run.log(config), run.metrics)
-        self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last)
-        self.progress, self.step = Progress(), 0
-        self.val_loss: float | None = None  # of this very step
-        self.saved_step: int | None = None
+    config: Config
+    run: RunDirectory
+    tokenizer: Tokenizer
+    store: TokenStore
+    console: Console
+    sample: Sampler | None
+    stop: StopRequest
+    step: int = 0
+    progress: Progress = field(default_factory=Progress)
+    val_loss: float | None = None  # of this very step
+    saved_step: int | None = None
+    recent: list[Metrics] = field(default_factory=list)  # of the steps since they were last looked at
+
+    def __post_init__(self) -> None:
+        self.steps = total_steps(self.config, self.store.windows_per_epoch)
+        self.model = self.config.architecture(self.tokenizer.vocab_size)
+        self.facts = run_facts(self.config, self.tokenizer.fingerprint)
+        self.logs = MetricsLog(self.run.log(self.config), self.run.metrics)
+        self.checkpoints = Checkpoints(self.run.checkpoints, self.config.training.keep_last)
         self.state: State
-        self.recent: list[Metrics] = []
 
-    def train(self, resume: bool, stop: StopRequest) -> Progress:
-        """See `train`."""
+    def train(self, resume: bool) -> Progress:
         restored = self._restore() if resume else None
         if restored and self._finished():
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
@@ -122,38 +121,35 @@ class Trainer:
             self.state = initial_state(self.config, self.model, self.steps, given)
         self.logs.cut(self.step)
         self.console.start(self.steps, self.step)
-        feed = Feed(self.store.batch, self.step, self.steps)
-        try:
-            stop.can_save = True
-            self._loop(feed, stop)
-        finally:
-            feed.close()
+        with contextlib.closing(Feed(self.store.batch, self.step, self.steps)) as feed:
+            self.stop.can_save = True
+            self._loop(feed)
+        self._conclude()
         return self.progress
 
-    def _loop(self, feed: Feed, stop: StopRequest) -> None:
+    def _loop(self, feed: Feed) -> None:
         self.clock = Clock()
         if self.progress.evaluation_due:
-            self._evaluate(stop)
-            self._stop_if_asked(stop)
+            self._evaluate()
+            self._stop_if_asked()
         while not self._finished():
             self.state, metrics = self.programs.train(self.state, feed.next())
             self.step += 1
             self.val_loss = None
             self.clock.steps += 1
             self.recent.append(metrics)
-            self._after_step(stop)
-            self._stop_if_asked(stop)
-        self._conclude()
+            self._after_step()
+            self._stop_if_asked()
 
-    def _after_step(self, stop: StopRequest) -> None:
+    def _after_step(self) -> None:
         """Whatever is due after this step: a line, an evaluation, a sample, a checkpoint."""
         t, last = self.config.training, self.step == self.steps
         evaluates = self.step % t.eval_every == 0 or last
         if self.step % self.config.logging.log_every == 0 or last:
             self._log_interval()
         if evaluates:
-            self._evaluate(stop)
-        if self.sample and t.sample_every and (self.step % t.sample_every == 0 or last) and stop.signal is None:
+            self._evaluate()
+        if self.sample and t.sample_every and (self.step % t.sample_every == 0 or last) and self.stop.signal is None:
             with self.clock.paused():
                 self._write_sample(self.sample)
         if last or self._finished():
@@ -167,13 +163,12 @@ class Trainer:
         return (self.step >= self.steps or tired) and not self.progress.evaluation_due
 
     def _log_interval(self) -> None:
-        total, steps = (float(x) for x in np.asarray(self.state.since_line))
+        total, steps = np.asarray(self.state.since_line).tolist()
         self.state = self.state._replace(since_line=jnp.zeros(2))
         row = {"step": self.step, "train_loss": total / steps} | self._vitals()
         self._check_numbers(row["train_loss"])
         self.logs.interval(row)
-        left = row["ms_per_step"] / 1e3 * (self.steps - self.step)
-        self.console.interval(row | {"seconds_left": left})
+        self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (self.steps - self.step)})
 
     def _vitals(self) -> dict[str, Any]:
         """Waits for the device, then reads what every row ends with."""
@@ -205,17 +200,17 @@ class Trainer:
             f"(loss {known[bad].loss}, gradient norm {known[bad].grad_norm}): lower training.lr; {kept}"
         )
 
-    def _evaluate(self, stop: StopRequest) -> None:
+    def _evaluate(self) -> None:
         """Measures, writes the row, exports the weights if they are the best; when asked to stop, leaves all that for later."""
         vitals = self.progress.evaluation_due or self._vitals()
         with self.clock.paused():
-            loss = self._validation_loss(stop)
+            loss = self._validation_loss()
             self.progress = replace(self.progress, evaluation_due=vitals if loss is None else None)
             if loss is not None:
                 self._log_evaluation(loss, vitals)
 
     def _log_evaluation(self, loss: float, vitals: dict[str, Any]) -> None:
-        total, steps = (float(x) for x in np.asarray(self.state.since_row))
+        total, steps = np.asarray(self.state.since_row).tolist()
         self._check_numbers(total / steps)
         self.state = self.state._replace(since_row=jnp.zeros(2))
         bits = loss / math.log(2) / self.store.val_bytes_per_token
@@ -226,13 +221,13 @@ class Trainer:
         if self.progress.best_step == self.step:
             save_weights(self.run.weights, jax.device_get(self.state.parameters))
 
-    def _validation_loss(self, stop: StopRequest) -> float | None:
+    def _validation_loss(self) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
         nats = count = 0.0
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             part = jax.device_get(self.programs.evaluate(self.state.parameters, batch))
             nats, count = nats + float(part.nats), count + float(part.targets)
-            if stop.signal is not None:
+            if self.stop.signal is not None:
                 return None
         return nats / count
 
@@ -255,21 +250,23 @@ class Trainer:
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
         self.saved_step = self.step
 
-    def _stop_if_asked(self, stop: StopRequest) -> None:
-        if stop.signal is None:
+    def _stop_if_asked(self) -> None:
+        if self.stop.signal is None:
             return
         if self.saved_step != self.step:
             self._save()
         self.checkpoints.wait()
         self.console.note(f"stopped by a signal; step {self.step} is saved, --resume goes on from it")
-        raise SystemExit(stop.exit_code)
+        raise SystemExit(self.stop.exit_code)
 
     def _conclude(self) -> None:
         """What a finished run leaves behind. The last checkpoint says that it is finished, so it is written last."""
-        summary = self._summary()
-        atomic_write(self.run.summary(self.config), json.dumps(summary, indent=1) + "\n")
+        atomic_write(self.run.summary(self.config), json.dumps(self._summary(), indent=1) + "\n")
         if self.config.logging.plot:
-            self._plot()
+            try:
+                plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png")
+            except UserError as error:
+                self.console.note(f"no plot: {error}")
         if self.saved_step != self.step:
             self._save()
         self.checkpoints.wait()
@@ -289,12 +286,6 @@ class Trainer:
             "best_step": self.progress.best_step,
             "model": asdict(self.model),
         } | self.facts
-
-    def _plot(self) -> None:
-        try:
-            plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png")
-        except UserError as error:
-            self.console.note(f"no plot: {error}")
 
     def _restore(self) -> bool:
         """Takes the newest checkpoint that can be read; False where there is none."""

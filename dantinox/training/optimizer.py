@@ -118,11 +118,7 @@ def muon(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransfor
         rate = learning_rate(state.steps)
         momentum = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, state.momentum, gradients)
         ahead = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, momentum, gradients)
-        leaves, tree = jax.tree.flatten_with_path(ahead)
-        names = [path[-1].key for path, _ in leaves]
-        directions = orthogonalise({name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)})
-        directions_tree = jax.tree.unflatten(tree, [directions[name] for name in names])
-        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), directions_tree, parameters)
+        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), orthogonalise(ahead), parameters)
         return updates, MuonState(state.steps + 1, momentum)
 
     return optax.GradientTransformation(init, update)

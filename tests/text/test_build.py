@@ -282,4 +282,4 @@ def test_bits_per_byte_count_the_targets_that_the_loss_counts(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text * 9}) + "\n" for text in ["abc", "dé", "fg", "h"]))
     _, store = prepare_data(settings(tmp_path, **{"data.val_fraction": 0.6}), tmp_path / "store")
     counted = sum(batch.mask_BT.sum() for batch in store.validation(2))
-    assert store.val_bytes_per_token == store.val_bytes / counted
+    assert store.val_bytes_per_token == store.val.bytes / counted
