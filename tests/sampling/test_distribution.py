@@ -1,6 +1,7 @@
 """A million draws against the exact distribution (Pearson's χ²), for a small vocabulary and for a large one."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ LEAST = 10  # draws that a cell must expect
 SIGNIFICANCE = 0.001
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # it runs for longer than it is compiled
 def million(logits_V, numbers_N3):
     """Draws with the keys of (seed, sample_index, n_generated); only the uniforms differ, so weights are summed once."""
     return jax.lax.map(lambda numbers: draw(logits_V, row_key(*numbers)), numbers_N3, batch_size=CHUNK)
