@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ DRAWS = 200_000
 MOST = 12  # candidates drawn; the first n of them count
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # it runs for longer than it is compiled
 def explicit(logits_V, raw_V, n):
     """Draws with other keys, each the best of its own n candidates."""
 
