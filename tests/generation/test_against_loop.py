@@ -128,9 +128,10 @@ def test_every_chain_in_one_batch():
     ("settings", "order"),
     [
         ({"preset": "kobold"}, ("repetition_penalty", "top_k", "top_a", "top_p", "tail_free", "typical", "temperature")),
-        (
+        pytest.param(
             {"preset": "kobold", "sampler_order": [5, 4, 3, 2, 1, 0, 6]},
             ("temperature", "typical", "tail_free", "top_p", "top_a", "top_k", "repetition_penalty"),
+            marks=pytest.mark.exhaustive,  # tests/sampling/test_window.py has orders of all kinds
         ),
         ({"sampler_order": ["top_p", "repetition_penalty", "temperature", "top_k", "typical", "top_a", "tail_free"]}, None),
     ],

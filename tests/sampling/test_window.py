@@ -35,6 +35,12 @@ def final(logits_BV, params, state):
 
 
 @jax.jit
+def whole(logits_BV, params, state):
+    """The same without windows."""
+    return trace(logits_BV, params, state)[0][-1][1]
+
+
+@jax.jit
 def flags(logits_BV, params, state):
     """Rows left open, rows the window cannot hold."""
     context = Context(params, state, _keys(params, state))
@@ -74,7 +80,7 @@ def test_a_cut_in_the_window_is_the_cut_of_the_whole_row(name):
     assert params.plan == (name,)
     for seed, spread in ((0, 1.6), (1, 2.5), (2, 1.2)):
         logits_BV = jnp.asarray(np.stack([language(seed, spread)] * len(rows)))
-        whole_BV = trace(logits_BV, params, started(params))[0][-1][1]
+        whole_BV = whole(logits_BV, params, started(params))
         np.testing.assert_array_equal(final(logits_BV, params, started(params)), whole_BV)
         np.testing.assert_array_equal(whole_BV[3], logits_BV[3])
         assert (np.isfinite(whole_BV[:2]).sum(axis=1) < WINDOW).all()
@@ -178,7 +184,8 @@ def test_whole_rows_one_by_one_are_whole_rows_together():
 def test_the_window_holds_the_largest_and_the_sums_of_the_others():
     x_BV = np.stack([language(8), language(9)])
     x_BV[0, ::2] = -np.inf
-    values_BK, ids_BK, rest = take_window(jnp.asarray(x_BV))
+    take = jax.jit(take_window)
+    values_BK, ids_BK, rest = take(x_BV)
     for b in range(2):
         order = np.lexsort((np.arange(V), -x_BV[b]))
         np.testing.assert_array_equal(ids_BK[b], np.sort(order[:WINDOW]))
@@ -187,9 +194,9 @@ def test_the_window_holds_the_largest_and_the_sums_of_the_others():
         others = others[others > -np.inf]
         sums = (np.exp(others).sum(), (others * np.exp(others)).sum(), len(others), others.sum(), (others**2).sum())
         np.testing.assert_allclose([part[b] for part in rest], sums, rtol=1e-5)
-    few = np.full((1, V), -np.inf, np.float32)
-    few[0, 3:9] = 1.0
-    assert [float(part[0]) for part in take_window(jnp.asarray(few))[2]] == [0.0] * 5
+    few = np.full((2, V), -np.inf, np.float32)
+    few[:, 3:9] = 1.0
+    assert [float(part[0]) for part in take(few)[2]] == [0.0] * 5
 
 
 def test_the_selection_is_no_sort_of_the_row(optimised):
@@ -203,6 +210,6 @@ def test_logits_far_apart_leave_the_sums_finite():
     rows = [{"top_n_sigma": 0.5}, {"eta_cutoff": 1e-6}, {"typical": 0.5}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])
     logits_BV = jnp.asarray(np.stack([x_V] * 3))
-    whole_BV = trace(logits_BV, params, started(params))[0][-1][1]
+    whole_BV = whole(logits_BV, params, started(params))
     np.testing.assert_array_equal(final(logits_BV, params, started(params)), whole_BV)
     assert np.isfinite(whole_BV[:2]).sum(axis=1).tolist() == [V // 2] * 2
