@@ -3,26 +3,23 @@
 import difflib
 import json
 import re
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
-from dantinox.config.sections import Config
+from dantinox.config.sections import FIELDS, SECTIONS, UNCHECKED, Config, flat, idle, without
 from dantinox.files import UserError, on_one_line, shown
+
+REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
 ALIASES = {
     "generation.max_generations": "generation.max_new_tokens",
     "logging.eval_iters": "training.eval_every",
-}
-SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
-FIELDS: dict[str, FieldInfo] = {
-    f"{section}.{name}": field
-    for section, kind in SECTIONS.items()
-    for name, field in kind.model_fields.items()  # type: ignore[union-attr]
 }
 
 
@@ -138,9 +135,21 @@ def build_config(
     source: str = "",
     origin: str = "command line",
 ) -> Config:
-    """Validates a tree of sections; `where` tells for a dotted path where it was written, `origin` where the overrides were."""
+    """Validates a tree of sections with overrides laid over it.
+
+    A setting that has no effect beside the others is refused among the overrides; elsewhere it is reported in one line, and
+    counts as its default. What equals its default asks for nothing.
+
+    Args:
+      overrides: dotted path → value.
+      where: dotted path → where in `source` it was written.
+      origin: where the overrides were.
+
+    Raises:
+      UserError: a wrong name, type or range, settings that contradict each other, or an override without effect.
+    """
     where = dict(where or {})
-    flat: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for section, content in tree.items():
         if section not in SECTIONS:
             raise UserError(
@@ -150,19 +159,36 @@ def build_config(
             continue
         if not isinstance(content, dict):
             raise UserError(f"{section} must be a section of keys, got {shown(content)}{_place(section, where, source)}")
-        flat |= {f"{section}.{key}": value for key, value in content.items()}
-    flat = _resolve_aliases(flat, where, source)
+        written |= {f"{section}.{key}": value for key, value in content.items()}
+    written = _resolve_aliases(written, where, source)
     changes = _resolve_aliases(overrides or {}, {}, origin)
     where |= dict.fromkeys(changes, origin)
     nested: dict[str, dict[str, Any]] = {}
-    for key, value in (flat | changes).items():
+    for key, value in (written | changes).items():
         check_text(key, value, where, source)
         section, _, name = key.partition(".")
         nested.setdefault(section, {})[name] = value
     try:
-        return Config.model_validate(nested)
+        config = Config.model_validate(nested, context=UNCHECKED)
     except ValidationError as error:
         raise UserError(_sentence(error, where, source)) from None
+    unused = idle(config)
+    for key in unused.keys() & changes.keys():
+        raise UserError(f"{key} has no effect {unused[key]}{_place(key, where, source)}")
+    for reason in dict.fromkeys(unused.values()):
+        keys = [key for key in unused if unused[key] == reason]
+        verb = "has" if len(keys) == 1 else "have"
+        warnings.warn(f"{_listed(keys)} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=2)
+    config = without(config, unused)
+    for problem in config.conflicts():
+        named = [key for key in re.findall(r"[a-z]+\.[a-z_]+", problem) if key in FIELDS]
+        place = next((where[key] for key in named if key in where), source)
+        raise UserError(f"{problem} ({place})" if place else problem)
+    return config
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
 
 
 def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
@@ -178,14 +204,16 @@ def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None
 
 
 def dump_config(config: Config) -> str:
-    """The complete settings as YAML text that `load_config` reads back equal."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """The settings as YAML text that `load_config` reads back equal: all that shaped the weights, and of what a request may
+    change only what is not the default."""
+    dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in REQUEST) for name in SECTIONS}
+    return yaml.dump({name: keys for name, keys in dumped.items() if keys}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted path → (old, new) for every setting in which two configs differ."""
-    a, b = old.model_dump(), new.model_dump()
-    return {f"{s}.{k}": (v, b[s][k]) for s, keys in a.items() for k, v in keys.items() if v != b[s][k]}
+    values = flat(new)
+    return {key: (value, values[key]) for key, value in flat(old).items() if value != values[key]}
 
 
 def json_schema() -> str:
@@ -211,7 +239,8 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "pattern" in schema:
         return "a file name of letters, digits, - and _ and ."
     if kind == "array":
-        return f"a list (each {_in_words(schema['items'])})"
+        pair = schema.get("prefixItems")
+        return " and ".join(map(_in_words, pair)) if pair else f"a list (each {_in_words(schema['items'])})"
     if kind == "object":
         return f"a mapping (each {_in_words(schema['additionalProperties'])})"
     words = WORDS[kind or ""]
@@ -278,11 +307,6 @@ def _resolve_aliases(flat: dict[str, Any], where: dict[str, str], source: str) -
 
 def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str:
     first = error.errors(include_url=False)[0]
-    if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        keys = [key for key in re.findall(r"[a-z]+\.[a-z_]+", message) if key in FIELDS]
-        place = next((where[key] for key in keys if key in where), source)
-        return f"{message} ({place})" if place else message
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":

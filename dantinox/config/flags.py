@@ -9,9 +9,6 @@ from dantinox.config.files import ALIASES, FIELDS, allowed, did_you_mean, flat_n
 from dantinox.files import UserError
 
 SHORT_NAMES = {"data_path": "data.path"}
-TEXTS = [
-    f"generation.{name}" for name in ("stop", "dry_breakers", "bad_words", "banned_tokens", "allowed_tokens", "logit_bias")
-]
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,7 +99,7 @@ def _arity(key: str) -> dict[str, Any]:
 def _value(key: str, given: str | list[str]) -> Any:
     kinds = _members(FIELDS[key].annotation)
     if isinstance(given, list):
-        texts = [_unescape(text) for text in given] if key in TEXTS else given
+        texts = [_unescape(text) for text in given] if key.startswith("generation.") else given
         if len(texts) > 1 or str not in kinds:
             return texts
         given = texts[0]

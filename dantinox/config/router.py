@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, NonNegative, Section
+from dantinox.config.base import Count, CountOrZero, Fraction, Needs, NonNegative, Section, given
 from dantinox.files import UserError
 
 Threshold = NonNegative | None
 Coefficient = Annotated[float, Field(ge=-1000, le=1000)]
+ATTENTION = Needs(("router.use_attention", True))
+AttentionTerm = Annotated[float, Field(ge=-1000, le=1000), ATTENTION]  # a coefficient of attention metrics
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
 WindowCount = Annotated[int, Field(ge=1, le=256)]  # more tokens than the window holds cannot be candidates
 EVERY = 2**30  # a top_k that cuts nothing
@@ -33,13 +35,6 @@ STRATEGIES = (*RULES, "adaptive")
 THRESHOLDS = tuple(dict.fromkeys(threshold for conditions in RULES.values() for *_, threshold in conditions))
 MEASURED = (
     "low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy", "entropy_scale", "varentropy_scale",
-)  # fmt: skip
-# Coefficients of attention metrics.
-ATTENTION_TERMS = (
-    "clarify_temperature_attn_entropy", "explore_temperature_interaction", "explore_top_k_disagreement",
-    "resample_temperature_attn_varentropy", "resample_top_p_attn_entropy",
-    "adaptive_temperature_attn_uncertainty", "adaptive_temperature_agreement", "adaptive_top_p_attn_varentropy",
-    "adaptive_top_k_interaction", "adaptive_top_k_agreement",
 )  # fmt: skip
 # What a preset sets; `calibrated` takes the measured numbers from a file of the run.
 PRESET_NUMBERS: dict[str, dict[str, float]] = {
@@ -61,6 +56,8 @@ PRESET_NUMBERS: dict[str, dict[str, float]] = {
 
 class RouterSection(Section):
     """The entropy router: when it takes which strategy, and how it sets the sampling numbers of each token."""
+
+    needs = (Needs(("generation.strategy", "entropy")),)
 
     router_preset: Literal["guide", "calibrated"] = Field(
         "guide", description="where keys that are null come from: the entropix guide, or measurements of this model"
@@ -85,31 +82,39 @@ class RouterSection(Section):
     temperature_max: NonNegative | None = Field(
         None, description="largest temperature (null: the preset's, guide no bound, calibrated 2.0)"
     )
-    base_temperature: NonNegative = Field(0.666, description="T₀ of requests that set no temperature")
-    base_top_p: Fraction = Field(0.9, description="p₀ of requests that set no top_p")
-    base_top_k: Count = Field(27, description="k₀ of requests that set no top_k")
-    base_min_p: Fraction = Field(0.03, description="m₀ of requests that set no min_p")
+    base_temperature: Annotated[NonNegative, Needs(("generation.temperature", 1.0))] = Field(
+        0.666, description="T₀ of requests that set no temperature"
+    )
+    base_top_p: Annotated[Fraction, Needs(("generation.top_p", None))] = Field(
+        0.9, description="p₀ of requests that set no top_p"
+    )
+    base_top_k: Annotated[Count, Needs(("generation.top_k", None))] = Field(27, description="k₀ of requests that set no top_k")
+    base_min_p: Annotated[Fraction, Needs(("generation.min_p", 0.0))] = Field(
+        0.03, description="m₀ of requests that set no min_p"
+    )
     candidates: Annotated[int, Field(ge=1, le=4096)] = Field(
         12, description="adaptive: draws of which the one likeliest under the model is taken (1: a plain draw)"
     )
     clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = Field(
         None, description="clarify: the token to emit, its id or a text of one token (null: sample at a higher temperature)"
     )
-    clarify_cooldown: CountOrZero = Field(32, description="clarify: not when the token is among this many last ones")
+    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", given))] = Field(
+        32, description="clarify: not when the token is among this many last ones"
+    )
     clarify_temperature_factor: Coefficient = Field(1.3, description="clarify: factor of T₀")
-    clarify_temperature_attn_entropy: Coefficient = Field(0.2, description="clarify: what attn_entropy adds to the factor")
+    clarify_temperature_attn_entropy: AttentionTerm = Field(0.2, description="clarify: what attn_entropy adds to the factor")
     clarify_temperature_max: NonNegative = Field(1.5, description="clarify: largest temperature")
     explore_temperature_factor: Coefficient = Field(1.2, description="explore: factor of T₀")
-    explore_temperature_interaction: Coefficient = Field(
+    explore_temperature_interaction: AttentionTerm = Field(
         0.3, description="explore: what interaction_strength adds to the factor"
     )
     explore_temperature_max: NonNegative = Field(1.5, description="explore: largest temperature")
-    explore_top_k_disagreement: Coefficient = Field(
+    explore_top_k_disagreement: AttentionTerm = Field(
         0.5, description="explore: what 1 − attn_agreement adds to the factor of k₀"
     )
     explore_top_k_min: Count = Field(5, description="explore: smallest top_k")
     resample_temperature_factor: Coefficient = Field(2.0, description="resample: factor of T₀")
-    resample_temperature_attn_varentropy: Coefficient = Field(
+    resample_temperature_attn_varentropy: AttentionTerm = Field(
         0.5, description="resample: what attn_varentropy adds to the factor"
     )
     resample_temperature_min: NonNegative | None = Field(
@@ -118,27 +123,38 @@ class RouterSection(Section):
     resample_temperature_min_factor: NonNegative | None = Field(
         None, description="resample: smallest temperature, as a factor of T₀ (null: the preset's, guide 0, calibrated 1.2)"
     )
-    resample_top_p_attn_entropy: Coefficient = Field(0.2, description="resample: what attn_entropy takes from p₀")
+    resample_top_p_attn_entropy: AttentionTerm = Field(0.2, description="resample: what attn_entropy takes from p₀")
     resample_top_p_min: Fraction = Field(0.5, description="resample: smallest top_p")
     adaptive_temperature_uncertainty: Coefficient = Field(0.3, description="adaptive: what H + V adds to the factor of T₀")
-    adaptive_temperature_attn_uncertainty: Coefficient = Field(
+    adaptive_temperature_attn_uncertainty: AttentionTerm = Field(
         0.2, description="adaptive: what attn_entropy + attn_varentropy adds to the factor of T₀"
     )
-    adaptive_temperature_agreement: Coefficient = Field(0.2, description="adaptive: what attn_agreement takes from it")
-    adaptive_top_p_attn_varentropy: Coefficient = Field(
+    adaptive_temperature_agreement: AttentionTerm = Field(0.2, description="adaptive: what attn_agreement takes from it")
+    adaptive_top_p_attn_varentropy: AttentionTerm = Field(
         0.1, description="adaptive: what attn_varentropy adds to the factor of p₀"
     )
     adaptive_top_p_min: Fraction = Field(0.1, description="adaptive: smallest top_p")
     adaptive_top_p_max: Fraction = Field(1.0, description="adaptive: largest top_p")
-    adaptive_top_k_interaction: Coefficient = Field(
+    adaptive_top_k_interaction: AttentionTerm = Field(
         0.3, description="adaptive: what interaction_strength adds to the factor of k₀"
     )
-    adaptive_top_k_agreement: Coefficient = Field(0.2, description="adaptive: what attn_agreement takes from it")
+    adaptive_top_k_agreement: AttentionTerm = Field(0.2, description="adaptive: what attn_agreement takes from it")
     adaptive_top_k_min: WindowCount = Field(1, description="adaptive: smallest top_k")
     adaptive_top_k_max: WindowCount = Field(100, description="adaptive: largest top_k")
     adaptive_min_p_uncertainty: Coefficient = Field(0.5, description="adaptive: what H + V takes from the factor of m₀")
     adaptive_min_p_min: Fraction = Field(0.01, description="adaptive: smallest min_p")
     adaptive_min_p_max: Fraction = Field(0.5, description="adaptive: largest min_p")
+    score_logprob: Coefficient = Field(
+        1.0, description="a candidate's score: weight of its ln p (0: the first candidate is taken, below: the least likely)"
+    )
+    score_entropy: Coefficient = Field(
+        0.1, description="a candidate's score: weight of 1 − H; as the five below, it moves all candidates of a token alike"
+    )
+    score_attn_entropy: AttentionTerm = Field(0.2, description="a candidate's score: weight of 1 − attn_entropy")
+    score_varentropy: Coefficient = Field(0.3, description="a candidate's score: weight of 1 − V")
+    score_attn_varentropy: AttentionTerm = Field(0.4, description="a candidate's score: weight of 1 − attn_varentropy")
+    score_agreement: AttentionTerm = Field(0.5, description="a candidate's score: weight of attn_agreement")
+    score_interaction: AttentionTerm = Field(0.6, description="a candidate's score: weight of interaction_strength")
 
     def numbers(self, measured: Mapping[str, float] | None = None) -> dict[str, float]:
         """Every number of the router by the name of its key, what is null put in from the preset.
@@ -160,6 +176,9 @@ class RouterSection(Section):
                 f"--run_dir … --what router`, or set {', '.join(missing)}"
             )
         return {name: float(value) for name, value in (preset | own).items()}
+
+
+ATTENTION_TERMS = tuple(name for name, field in RouterSection.model_fields.items() if ATTENTION in field.metadata)
 
 
 def with_request(numbers: Mapping[str, float], **request: Any) -> dict[str, float]:
@@ -209,26 +228,14 @@ def forcing(strategy: str) -> dict[str, float]:
     raise ValueError(f"no strategy is called {strategy}: they are {', '.join(STRATEGIES)}")
 
 
-def idle_keys(r: RouterSection) -> dict[str, str]:
-    """The keys that change nothing beside the others, and what switches them off."""
-    idle = dict.fromkeys(() if r.use_attention else ATTENTION_TERMS, "router.use_attention is false")
-    return idle | ({"clarify_cooldown": "router.clarify_token is null"} if r.clarify_token is None else {})
-
-
 def router_conflicts(r: RouterSection) -> list[tuple[bool, str]]:
     """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
     numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
     pairs = [(f"{name}_min", f"{name}_max") for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p")]
     return [
-        *(
-            (
-                numbers[low] > numbers[high],
-                f"router.{low} must be at most router.{high}, got {numbers[low]:g} and {numbers[high]:g}",
-            )
-            for low, high in pairs
-        ),
-        *(
-            (getattr(r, key) != RouterSection.model_fields[key].default, f"router.{key} has no effect while {reason}")
-            for key, reason in idle_keys(r).items()
-        ),
+        (
+            numbers[low] > numbers[high],
+            f"router.{low} must be at most router.{high}, got {numbers[low]:g} and {numbers[high]:g}",
+        )
+        for low, high in pairs
     ]

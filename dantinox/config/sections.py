@@ -1,33 +1,40 @@
-"""The settings: names, types, ranges, defaults and help, each written here once.
+"""The settings: names, types, ranges, defaults, help and what they need to have an effect, each written here once.
 
 The tree `Config` has one frozen section per YAML section. Flags, error sentences, the JSON Schema and the sampling parameters
 are derived from it.
 """
 
 import math
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 
 from dantinox.config.base import (
     Count,
     CountOrZero,
     FileName,
     Fraction,
+    Needs,
     NonNegative,
     Positive,
     Section,
     Seed,
     as_tuple,
+    given,
 )
-from dantinox.config.generation import ROUTED, GenerationSection, generation_conflicts
+from dantinox.config.generation import GenerationSection, generation_conflicts
 from dantinox.config.kv import KVSection, kv_conflicts
-from dantinox.config.router import RouterSection, bases_of, router_conflicts
+from dantinox.config.router import RouterSection, router_conflicts
+from dantinox.files import shown
 
 # Names in a run directory that its own files bear.
 RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json")
 
+PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 
 
@@ -50,7 +57,7 @@ class ModelSection(Section):
     qk_norm: bool = Field(False, description="RMS-normalise queries and keys per head before positions are applied")
     dropout_rate: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout in training only")
     gradient_checkpointing: bool = Field(False, description="recompute layers in the backward pass to save memory")
-    remat_policy: Literal["full", "dots"] = Field(
+    remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = Field(
         "full", description="with gradient_checkpointing: recompute everything, or all but matrix products"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -58,14 +65,22 @@ class ModelSection(Section):
     )
 
 
-class MoESection(Section):
-    """Mixture of experts, and the feed-forward expansion."""
+EXPERTS = Needs(("moe.use_moe", True))
 
-    use_moe: bool = Field(False, description="use experts in place of the dense feed-forward layer")
-    n_experts: Count = Field(4, description="experts per layer (with use_moe)")
-    top_k_mlp: Count = Field(2, description="experts per token (with use_moe)")
+
+class MoESection(Section):
+    """The feed-forward expansion, and the keys of older files about experts, which this version does not have."""
+
+    use_moe: bool = Field(False, description="experts in place of the dense feed-forward layer: not in this version")
+    n_experts: Annotated[Count, EXPERTS] = Field(4, description="experts per layer: not in this version")
+    top_k_mlp: Annotated[Count, EXPERTS] = Field(2, description="experts per token: not in this version")
     expansion: Positive | None = Field(None, description="feed-forward width as a multiple of dim (null: see model.hidden_dim)")
-    alpha_balance: NonNegative = Field(0.01, description="weight of the load-balance loss (with use_moe)")
+    alpha_balance: Annotated[NonNegative, EXPERTS] = Field(
+        0.01, description="weight of the experts' load-balance loss: not in this version"
+    )
+
+
+SLIDING = Needs(("attention.sliding_window", True))
 
 
 class AttentionSection(Section):
@@ -74,10 +89,14 @@ class AttentionSection(Section):
     use_rotary_pos: bool = Field(True, description="rotary positions (RoPE, half-split layout)")
     trainable_pos: bool = Field(False, description="learned position embeddings")
     absolute_pos: bool = Field(False, description="sinusoidal position embeddings")
-    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    rope_theta: Annotated[Positive, Needs(("attention.use_rotary_pos", True))] = Field(
+        10000.0, description="base of the rotary frequencies"
+    )
     sliding_window: bool = Field(False, description="limit attention to the last context_window + 1 keys")
-    context_window: CountOrZero | None = Field(None, description="keys before the query's own that a sliding layer sees")
-    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple)] = Field(
+    context_window: Annotated[CountOrZero | None, SLIDING] = Field(
+        None, description="keys before the query's own that a sliding layer sees"
+    )
+    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = Field(
         ("sliding",), description="with sliding_window: the kind of each layer, repeated over the depth"
     )
     no_sink: bool = Field(False, description="output gate: attention output times sigmoid(W x)")
@@ -89,11 +108,21 @@ class TokenizerSection(Section):
     tokenizer_type: Literal["char", "byte", "bpe", "file"] = Field(
         "bpe", description="char, byte, byte-level BPE trained on the corpus, or a tokenizer.json at tokenizer_path"
     )
-    vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] = Field(
+    vocab_size: Annotated[int, Field(ge=260, le=1_000_000), Needs(("tokenizer.tokenizer_type", "bpe"))] = Field(
         4096, description="symbols a trained BPE vocabulary has, the three special ones included"
     )
-    tokenizer_path: str | None = Field(None, description="a tokenizer.json to use (tokenizer_type: file)")
-    byte_fallback: bool = Field(False, description="char: spell unknown characters as bytes instead of refusing them")
+    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = Field(
+        None, description="a tokenizer.json to use (tokenizer_type: file)"
+    )
+    byte_fallback: Annotated[bool, Needs(("tokenizer.tokenizer_type", "char"))] = Field(
+        False, description="char: spell unknown characters as bytes instead of refusing them"
+    )
+
+
+def may_hold_records(corpus: Any) -> bool:
+    """Whether some part of a corpus may be JSON Lines, as far as its name says."""
+    parts = (corpus,) if isinstance(corpus, str) else corpus or ()
+    return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
 
 class DataSection(Section):
@@ -103,28 +132,42 @@ class DataSection(Section):
         None, description="text file, folder, glob, .jsonl[.gz], builtin:python, builtin:recall, or a list of these"
     )
     val_path: str | None = Field(None, description="a separate validation text (null: the end of the corpus)")
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="share of the text kept for validation")
-    text_field: str = Field("text", description="the field of a JSON Lines record that holds the text")
-    dataset_source: Literal["local"] = Field("local", description="where the corpus is: local files")
+    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = Field(
+        0.1, description="share of the text kept for validation"
+    )
+    text_field: Annotated[str, Needs(*((f"data.{key}", may_hold_records) for key in ("path", "dataset_name", "val_path")))] = (
+        Field("text", description="the field of a JSON Lines record that holds the text")
+    )
+    dataset_source: Literal["local", "huggingface"] = Field(
+        "local", description="where the corpus is: local files; no other source in this version"
+    )
     dataset_name: str | None = Field(None, description="the older name of data.path")
-    streaming: bool = Field(False, description="stream a remote data set; local corpora are always memory-mapped")
+    streaming: bool = Field(False, description="stream a remote data set: not in this version")
 
 
 class TrainingSection(Section):
     """Objective, optimizer and the loop."""
 
     steps: Count | None = Field(None, description="optimizer steps (null: as many as `epochs` passes need)")
-    epochs: Positive = Field(1.0, description="passes over the training text, when steps is null")
+    epochs: Annotated[Positive, Needs(("training.steps", None))] = Field(
+        1.0, description="passes over the training text, when steps is null"
+    )
     batch_size: Count = Field(32, description="sequences per optimizer step, all accumulation steps together")
     grad_accum: Count = Field(1, description="parts a batch is split into to save memory; must divide batch_size")
     seed: Seed = Field(42, description="seeds weights, data order and dropout")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, all else by AdamW")
     lr: Positive = Field(3e-4, description="peak learning rate of AdamW")
-    muon_lr: Positive = Field(0.02, description="peak learning rate of Muon's matrices")
-    min_lr_ratio: Fraction = Field(0.1, description="last learning rate as a share of the peak")
+    muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = Field(
+        0.02, description="peak learning rate of Muon's matrices"
+    )
+    min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = Field(
+        0.1, description="last learning rate as a share of the peak"
+    )
     warmup_steps: CountOrZero = Field(100, description="steps of linear warm-up from zero")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="learning rate after warm-up")
-    decay_fraction: Fraction = Field(0.2, description="wsd: share of the steps spent in the final decay")
+    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = Field(
+        0.2, description="wsd: share of the steps spent in the final decay"
+    )
     weight_decay: NonNegative = Field(0.1, description="decoupled decay, on matrices only")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW: decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW: decay of the second moment")
@@ -134,7 +177,9 @@ class TrainingSection(Section):
     eval_tokens: Count | None = Field(None, description="validation tokens used per evaluation (null: all)")
     checkpoint_every: Count | None = Field(None, description="steps between checkpoints (null: at each evaluation)")
     sample_every: Count | None = Field(None, description="steps between text samples (null: none)")
-    sample_prompt: str = Field("", description="what the samples start from (empty: a newline)")
+    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = Field(
+        "", description="what the samples start from (empty: a newline)"
+    )
     keep_last: Count = Field(2, description="latest checkpoints kept, besides the best")
     patience: Count | None = Field(None, description="stop after this many evaluations without a better loss")
     init_from: str | None = Field(None, description="run directory whose weights to start from")
@@ -147,6 +192,9 @@ class LoggingSection(Section):
     log_file: FileName = Field("training_log.csv", description="evaluation log in the run directory")
     summary_file: FileName = Field("model_summary.json", description="model summary in the run directory")
     plot: bool = Field(True, description="draw plots/loss.png at the end (needs the extra `plot`)")
+
+
+UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own
 
 
 @dataclass(frozen=True)
@@ -193,11 +241,15 @@ class Config(Section):
     logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> "Config":
-        for wrong, sentence in self._conflicts():
-            if wrong:
-                raise ValueError(sentence)
+    def _sections_agree(self, info: ValidationInfo) -> "Config":
+        if info.context != UNCHECKED:
+            for problem in (*(f"{key} has no effect {reason}" for key, reason in idle(self).items()), *self.conflicts()):
+                raise ValueError(problem)
         return self
+
+    def conflicts(self) -> Iterator[str]:
+        """A sentence for each rule across settings that is broken."""
+        return (sentence for broken, sentence in self._conflicts() if broken)
 
     def _conflicts(self) -> list[tuple[bool, str]]:
         """Every rule that spans settings: (is it broken, the sentence that says so)."""
@@ -205,7 +257,11 @@ class Config(Section):
         kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
         positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
         return [
-            (self.moe.use_moe, "moe.use_moe must be false: this version trains dense feed-forward layers only"),
+            (
+                self.moe.use_moe or d.streaming or d.dataset_source != "local",
+                "this version has no experts and no remote data sets: moe.use_moe must be false, data.dataset_source local and "
+                "data.streaming false, with the corpus on disk at data.path",
+            ),
             (
                 m.head_size is None and m.dim % m.n_heads != 0,
                 f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}",
@@ -234,10 +290,6 @@ class Config(Section):
                 a.sliding_window and a.context_window is None,
                 "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null",
             ),
-            (
-                not a.sliding_window and a.context_window is not None,
-                "attention.context_window has no effect while attention.sliding_window is false: set that to true",
-            ),
             (len(a.layer_types) == 0, "attention.layer_types must name at least one of sliding, full, got []"),
             (
                 t.batch_size % t.grad_accum != 0,
@@ -248,20 +300,14 @@ class Config(Section):
                 f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}",
             ),
             (
-                (k.tokenizer_type == "file") != (k.tokenizer_path is not None),
-                "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file, and only then",
-            ),
-            (
-                k.byte_fallback and k.tokenizer_type != "char",
-                "tokenizer.byte_fallback is an option of tokenizer.tokenizer_type: char, "
-                f"got tokenizer_type: {k.tokenizer_type}",
+                k.tokenizer_type == "file" and k.tokenizer_path is None,
+                "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file",
             ),
             (
                 d.path is not None and d.dataset_name is not None,
                 "data.path and data.dataset_name both name the corpus: give one of them",
             ),
             (d.path == (), "data.path must name at least one file, got []"),
-            (d.streaming, "data.streaming must be false: a local corpus is memory-mapped, never streamed"),
             (
                 len({self.logging.log_file, self.logging.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2,
                 "logging.log_file and logging.summary_file must differ from each other and from "
@@ -269,20 +315,7 @@ class Config(Section):
             ),
             *generation_conflicts(self.generation),
             *router_conflicts(self.router),
-            *kv_conflicts(self.kv, self.generation.use_cache),
-            *(
-                (
-                    getattr(self.router, key) != RouterSection.model_fields[key].default,
-                    f"router.{key} has no effect while generation.{key.removeprefix('base_')} is set: leave one of them out",
-                )
-                for key in bases_of(**{name: getattr(self.generation, name) for name in ROUTED})
-                if self.generation.strategy == "entropy"
-            ),
-            *(
-                (True, f"router.{key} has no effect while generation.strategy is chain: set that to entropy")
-                for key in sorted(self.router.model_fields_set)
-                if self.generation.strategy == "chain" and getattr(self.router, key) != RouterSection.model_fields[key].default
-            ),
+            *kv_conflicts(self.kv),
         ]
 
     @property
@@ -324,3 +357,59 @@ class Config(Section):
             remat=m.remat_policy if m.gradient_checkpointing else "none",
             dtype=m.dtype,
         )
+
+
+SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
+FIELDS: dict[str, FieldInfo] = {
+    f"{section}.{name}": field for section, kind in SECTIONS.items() for name, field in kind.model_fields.items()
+}
+
+
+def flat(config: Config, changed: bool = False) -> dict[str, Any]:
+    """Dotted path → value of every setting, or of those that are `changed` from their default."""
+    values = {key: getattr(getattr(config, section), name) for key in FIELDS for section, _, name in [key.partition(".")]}
+    return {key: value for key, value in values.items() if not changed or value != FIELDS[key].default}
+
+
+def idle(config: Config) -> dict[str, str]:
+    """The settings, other than their default, that change nothing beside the others: dotted path → while what is so.
+
+    What has no effect itself counts as its default for those that need it.
+    """
+    values = flat(config)
+    reasons: dict[str, str] = {}
+
+    def value_of(key: str) -> Any:
+        return FIELDS[key].default if reason(key) else values[key]
+
+    def reason(key: str) -> str:
+        if key not in reasons:
+            needs = (
+                *SECTIONS[key.partition(".")[0]].needs,
+                *(mark for mark in FIELDS[key].metadata if isinstance(mark, Needs)),
+            )
+            missing = next((need for need in needs if not need.met(value_of)), None)
+            reasons[key] = "" if missing is None else because(missing)
+        return reasons[key]
+
+    def because(need: Needs) -> str:
+        others = dict.fromkeys(key for key, _ in need.others)
+        root = next((reason(key) for key in others if reason(key) and values[key] != FIELDS[key].default), "")
+        return root or "while " + " and ".join(f"{key} is {worded(values[key])}" for key in others)
+
+    return {key: reason(key) for key in flat(config, changed=True) if reason(key)}
+
+
+def worded(value: Any) -> str:
+    return value if isinstance(value, str) and value else shown(value)
+
+
+def without(config: Config, keys: Iterable[str]) -> Config:
+    """The same settings with these at their default."""
+    defaults: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        section, _, name = key.partition(".")
+        defaults.setdefault(section, {})[name] = FIELDS[key].default
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in defaults.items()}
+    )

@@ -27,12 +27,13 @@ from dantinox.run import (
     weights_digest,
 )
 from dantinox.sampling import SamplingParams
+from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
 # The same for all rows of a batch, with router.use_attention and all of kv.
 PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
-SHARED = ("use_cache", "weights", "n", "strategy", "preset", "sampler_order", "ties", "top_p_rule")
+SHARED = ("use_cache", "weights", "n", *sampling.SHARED)
 
 
 class Run:

@@ -5,7 +5,8 @@ from functools import lru_cache
 from typing import Any
 
 from dantinox.config import Config, GenerationSection, UserError
-from dantinox.config.generation import is_digits, steps_on
+from dantinox.config.generation import steps_on
+from dantinox.config.steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
@@ -56,17 +57,29 @@ def _with_ids(config: Config, tokenizer: Tokenizer) -> Config:
 
 def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
     """The same settings with token ids in the place of texts."""
-    named = {
-        key: [_token(tokenizer, token, f"generation.{key}") for token in getattr(section, key)]
-        for key in ("allowed_tokens", "banned_tokens")
-    }
-    bias: dict[int, float] = {}
-    for token, value in section.logit_bias.items():
-        token_id = _token(tokenizer, token, "generation.logit_bias")
-        bias[token_id] = bias.get(token_id, 0.0) + value
-    words = [sequence for word in section.bad_words for sequence in _spellings(tokenizer, word)]
-    breakers = _containing(tokenizer, section.dry_breakers) if "dry" in steps_on(section) else []
-    return section.model_copy(update=named | {"logit_bias": bias, "bad_words": tuple(words), "dry_breakers": tuple(breakers)})
+    found: dict[str, Any] = {"stop_token_ids": _tokens(tokenizer, section, "stop_token_ids")}
+    for key, setting in SETTINGS.items():
+        if setting.kind == Tokens:
+            found[key] = _tokens(tokenizer, section, key)
+        elif setting.kind == Biases:
+            biases: dict[str, float] = {}
+            for token, bias in getattr(section, key).items():
+                token_id = str(_token(tokenizer, token, f"generation.{key}"))
+                biases[token_id] = biases.get(token_id, 0.0) + bias
+            found[key] = biases
+        elif setting.kind == Sequences:
+            found[key] = tuple(words for item in getattr(section, key) for words in _spellings(tokenizer, item, key))
+        elif setting.kind == SequenceBiases:
+            pairs = getattr(section, key)
+            found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
+        elif setting.kind == Breakers:
+            on = any(setting in STEPS[name].beside for name in steps_on(section))
+            found[key] = tuple(_containing(tokenizer, getattr(section, key))) if on else ()
+    return section.model_copy(update=found)
+
+
+def _tokens(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tuple[int, ...]:
+    return tuple(_token(tokenizer, token, f"generation.{key}") for token in getattr(section, key))
 
 
 def _token(tokenizer: Tokenizer, token: int | str, key: str) -> int:
@@ -90,13 +103,13 @@ def _spelt(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
         raise UserError(f"{key}: {error}") from None
 
 
-def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
+def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
     """A text as tokens, and as it is spelt behind a space where that is not the same with one more token before it."""
     if not isinstance(word, str):
         return [word]
-    plain = tuple(_spelt(tokenizer, word, "generation.bad_words"))
+    plain = tuple(_spelt(tokenizer, word, f"generation.{key}"))
     if not plain:
-        raise UserError(f"generation.bad_words must hold texts of at least one token, got {word!r}")
+        raise UserError(f"generation.{key} must hold texts of at least one token, got {word!r}")
     try:
         spaced = tuple(tokenizer.encode(" " + word))
     except UserError:  # the vocabulary has no space

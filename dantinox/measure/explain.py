@@ -13,6 +13,7 @@ from flax import nnx
 from dantinox.config import GenerationSection
 from dantinox.config.generation import ROUTED
 from dantinox.config.router import EVERY, STRATEGIES
+from dantinox.config.steps import NUMBERS, STEPS
 from dantinox.generation import Run
 from dantinox.generation.decode import attention_of, probe_of
 from dantinox.generation.generate import clamp_to_context
@@ -22,7 +23,6 @@ from dantinox.generation.words import seeded
 from dantinox.measure.reading import positions_of
 from dantinox.model import Transformer
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
-from dantinox.sampling.params import ARGUMENTS
 from dantinox.sampling.router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
 
@@ -105,6 +105,7 @@ def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20)
     model = run.prepared(section.weights)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     params = run.params([config] * section.n, range(section.n))
+    params = replace(params, plan=tuple(name for name in params.plan if params.on[name].any()))
     T, V = bucket(len(ids)), model.config.vocab_size
     tokens_1T = np.zeros((1, T), np.int32)
     tokens_1T[0, : len(ids)] = ids
@@ -188,10 +189,17 @@ def _routed(given: Sequence[Given], route: Route, candidates: int) -> list[Given
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     """The settings of a step, as JSON has them: null for -inf."""
-    found = {key: getattr(section, key) for key in ARGUMENTS.get(step, (step,))}
-    if step == "logit_bias":
-        found = {step: {token: None if bias == -float("inf") else bias for token, bias in section.logit_bias.items()}}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    settings = STEPS[step].settings
+    keys = [setting.key for setting in settings if setting.key in NUMBERS] or [settings[0].key]
+    return {key: _plain(getattr(section, key)) for key in keys}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return None if value == -float("inf") else value
 
 
 def visible(tokenizer: Tokenizer, token: int) -> str:

@@ -1,7 +1,8 @@
 """Best of n: n tokens are drawn from the filtered logits, and the one that scores highest is taken.
 
 The guide scores a candidate by ln p under the model plus a confidence made of the step's metrics. That confidence is the same
-for all candidates of a row, so what is taken is the likeliest of n draws, and its distribution has a closed form.
+for all candidates of a row, whatever its weights, so what is taken is the likeliest of n draws, and its distribution has a
+closed form.
 """
 
 from typing import NamedTuple
@@ -14,9 +15,11 @@ from jax import Array, lax
 from dantinox.config import UserError
 from dantinox.sampling.draw import pick
 from dantinox.sampling.params import ScoreFn
-from dantinox.sampling.router import TINY, Metrics, Number
+from dantinox.sampling.router import TINY, Metrics, Number, RouterConfig
 from dantinox.sampling.steps import finite_max, log_mass
 from dantinox.sampling.window import WINDOW
+
+GUIDE = RouterConfig()
 
 
 class Candidates(NamedTuple):
@@ -28,8 +31,8 @@ class Candidates(NamedTuple):
     scores: Array
 
 
-def best_of_n(logits_V: Array, raw_V: Array, n: Number) -> Array:
-    """Log-probabilities of the likeliest of n draws. Off: n ≤ 1, the row comes back as it is.
+def best_of_n(logits_V: Array, raw_V: Array, n: Number, weight: Number = 1.0) -> Array:
+    """Log-probabilities of the likeliest of n draws, as `guide_score` finds it. Off: n ≤ 1, the row comes back as it is.
 
     With tokens ranked by their model logit and S_r the drawn mass at rank r or behind, P(rank r) = S_rⁿ − S_{r+1}ⁿ: all draws
     lie there, but not all behind. Tokens of equal logit are one rank and share its probability in proportion to their mass.
@@ -37,15 +40,16 @@ def best_of_n(logits_V: Array, raw_V: Array, n: Number) -> Array:
     Args:
       logits_V: what is drawn from, at most 256 tokens not removed; of more, those outside of the 256 likeliest are lost.
       raw_V: the model's logits, before any step.
+      weight: of ln p in the score; 0: all are alike, below 0: the least likely is taken.
     """
     V = logits_V.shape[0]
     n = jnp.asarray(n, jnp.float32)
     if V <= WINDOW:
-        best_V = _sharpened(logits_V, raw_V, n)
+        best_V = _sharpened(logits_V, weight * raw_V, n)
     else:
         # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
         x_K, ids_K = lax.optimization_barrier(lax.top_k(logits_V, WINDOW))
-        best_V = jnp.full(V, -jnp.inf).at[ids_K].set(_sharpened(x_K, raw_V[ids_K], n), unique_indices=True)
+        best_V = jnp.full(V, -jnp.inf).at[ids_K].set(_sharpened(x_K, weight * raw_V[ids_K], n), unique_indices=True)
     return jnp.where(n <= 1, logits_V, best_V)
 
 
@@ -63,19 +67,21 @@ def _sharpened(x_K: Array, raw_K: Array, n: Array) -> Array:
     return jnp.where(alive_K, rank_K + jnp.log(w_K / equal_K), -jnp.inf)
 
 
-def confidence(metrics: Metrics) -> Array:
+def confidence(metrics: Metrics, config: RouterConfig) -> Array:
     """The guide's confidence in a row; without attention its terms are dropped."""
-    score = (1 - jnp.asarray(metrics.entropy)) * 0.1 + (1 - metrics.varentropy) * 0.3
+    score = (1 - jnp.asarray(metrics.entropy)) * config.score_entropy + (1 - metrics.varentropy) * config.score_varentropy
     if metrics.attention is None:
         return score
     seen = metrics.attention
-    attention = (1 - seen.attn_entropy) * 0.2 + (1 - seen.attn_varentropy) * 0.4
-    return score + attention + seen.attn_agreement * 0.5 + seen.interaction_strength * 0.6
+    attention = (1 - seen.attn_entropy) * config.score_attn_entropy + (1 - seen.attn_varentropy) * config.score_attn_varentropy
+    return (
+        score + attention + seen.attn_agreement * config.score_agreement + seen.interaction_strength * config.score_interaction
+    )
 
 
-def guide_score(ids_N: Array, logprobs_N: Array, metrics: Metrics) -> Array:
-    """The guide's score: ln p plus the row's confidence. `best_of_n` has the distribution of the tokens that it takes."""
-    return logprobs_N + confidence(metrics)
+def guide_score(ids_N: Array, logprobs_N: Array, metrics: Metrics, config: RouterConfig = GUIDE) -> Array:
+    """The guide's score: ln p and the row's confidence, weighted. `best_of_n` has the distribution of the tokens it takes."""
+    return config.score_logprob * logprobs_N + confidence(metrics, config)
 
 
 def best_candidate(

@@ -3,31 +3,30 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.config.generation import EDITS, MIROSTAT, PENALTIES, ROUTED
+from dantinox.config.generation import GREEDY_BELOW, ROUTED
+from dantinox.config.steps import EDITS, PENALTIES, STEERED, STEPS
 from dantinox.sampling import history, steps
-from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n
+from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n, guide_score
 from dantinox.sampling.draw import draw, row_key
-from dantinox.sampling.params import ARGUMENTS, SamplingParams
+from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import Routed, StepInfo, step_info
-from dantinox.sampling.router import ADAPTIVE, AttentionMetrics, Metrics, Route, clarify_now, logit_metrics, route
+from dantinox.sampling.router import ADAPTIVE, AttentionMetrics, Metrics, Route, RouterConfig, clarify_now, logit_metrics, route
 from dantinox.sampling.search import first_in_order
 from dantinox.sampling.state import SamplerState, update
-from dantinox.sampling.steps import GREEDY_BELOW
-from dantinox.sampling.window import CLOSING, Context, run_cuts
+from dantinox.sampling.window import Context, run_cuts
 
-READING = frozenset((*EDITS, *PENALTIES))
-READ_REST = CLOSING - {"top_k", "min_p", "mirostat_v1"}
+ON_GREEDY = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
 
 
 class SampleInfo(NamedTuple):
-    """What one draw tells of itself, an array [B] per field.
+    """What one draw reports of itself, an array [B] per field.
 
     Attributes:
       repaired: the logits held NaN or +inf.
@@ -93,11 +92,11 @@ def sample(
         routed = Routed(attention if params.attends else None, routes, forced_B, found)
     empty_B = jnp.max(raw_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
-    told = None
+    reported = None
     if report is not None:
-        told = jax.vmap(partial(step_info, report))(raw_BV, final_BV, token_B, greedy_B)._replace(routed=routed)
+        reported = jax.vmap(partial(step_info, report))(raw_BV, final_BV, token_B, greedy_B)._replace(routed=routed)
     new_state = update(params, state, token_B, active_B, surprise_B)
-    return token_B, new_state, SampleInfo(repaired_B, empty_B, told)
+    return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
 
 def trace(
@@ -107,16 +106,16 @@ def trace(
 
     First `model`, as they came and repaired, then the plan's steps in their order, last the router's `candidates`.
     """
-    told = [("model", jax.vmap(steps.sanitise)(logits_BV)[0])]
+    rows = [("model", jax.vmap(steps.sanitise)(logits_BV)[0])]
     routes = None
     if params.router is not None:
-        params, _, routes = _routed(params, told[0][1], attention)
+        params, _, routes = _routed(params, rows[0][1], attention)
     context = Context(params, state, _keys(params, state))
     for name in params.plan:
-        told.append((name, _run([name], told[-1][1], context)[0]))
+        rows.append((name, _run([name], rows[-1][1], context)[0]))
     if routes is not None and params.score_fn is None:
-        told.append(("candidates", _sharpened(told[-1][1], told[0][1], params, routes)))
-    return told, routes
+        rows.append(("candidates", _sharpened(rows[-1][1], rows[0][1], params, routes)))
+    return rows, routes
 
 
 def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None) -> tuple[SamplingParams, Metrics, Route]:
@@ -139,15 +138,21 @@ def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics |
 def _sharpened(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
     """The distribution of the best of n candidates in adaptive rows; the others stay."""
     assert params.router is not None
-    return jax.vmap(best_of_n)(final_BV, raw_BV, jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1))
+    n_B = jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1)
+    return jax.vmap(best_of_n)(final_BV, raw_BV, n_B, jnp.asarray(params.router.score_logprob))
 
 
 def _scored(final_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams) -> Candidates:
     """The candidates of every row and the one that the score function of the parameters takes."""
     assert params.router is not None and params.score_fn is not None
-    best = partial(best_candidate, score_fn=params.score_fn, draws=params.candidates)
+    score_fn = params.score_fn
+
+    def best(final_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
+        score = partial(guide_score, config=config) if score_fn is guide_score else score_fn
+        return best_candidate(final_V, raw_V, key, metrics, config.candidates, score, draws=params.candidates)
+
     own_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, CANDIDATES_KEY)
-    return jax.vmap(best)(final_BV, raw_BV, own_keys_B, metrics, params.router.candidates)
+    return jax.vmap(best)(final_BV, raw_BV, own_keys_B, metrics, params.router)
 
 
 def _forced(routes: Route, edited_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
@@ -163,14 +168,14 @@ def _keys(params: SamplingParams, state: SamplerState) -> Array:
 
 def _split(plan: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Edits and penalties that come first; penalties that come later; everything behind the first ones, in order."""
-    first = next((i for i, name in enumerate(plan) if name not in READING), len(plan))
+    first = next((i for i, name in enumerate(plan) if name not in ON_GREEDY), len(plan))
     others = list(plan[first:])
     return list(plan[:first]), [name for name in others if name in PENALTIES], others
 
 
 def _chain(names: Sequence[str], logits_BV: Array, context: Context, active_B: Array) -> tuple[Array, Array | None]:
     """Runs steps over rows, from the first cut on in the rows' windows where that is exact."""
-    first = next((i for i, name in enumerate(names) if name in CLOSING), len(names))
+    first = next((i for i, name in enumerate(names) if STEPS[name].cuts), len(names))
     logits_BV, log_mass_B = _run(names[:first], logits_BV, context)
     if first == len(names):
         return logits_BV, log_mass_B
@@ -181,78 +186,89 @@ def _run(names: Sequence[str], x_BN: Array, context: Context) -> tuple[Array, Ar
     """Runs steps over rows or their windows; also ln Σe^x before the cut of mirostat, where the names hold it."""
     log_mass_B = None
     for name in names:
-        if name in MIROSTAT:
+        if name in STEERED:
             mass_B = jax.vmap(steps.log_mass)(x_BN, *([] if context.window is None else [context.window.rest]))
             log_mass_B = mass_B if log_mass_B is None else jnp.where(context.params.on[name], mass_B, log_mass_B)
-        step = partial(_step, name)
-        if name == "tail_free" and context.window is None:  # row by row, so that only rows that have it on pay for the sort
+        if STEPS[name].by_row and context.window is None:
             x_BN = lax.map(partial(_if_on, name), (x_BN, context))
         else:
-            x_BN = jax.vmap(step)(x_BN, context)
+            x_BN = jax.vmap(partial(run_step, name))(x_BN, context)
     return x_BN, log_mass_B
 
 
 def _if_on(name: str, row: tuple[Array, Context]) -> Array:
-    return lax.cond(row[1].params.on[name], partial(_step, name), lambda x_N, _: x_N, *row)
+    return lax.cond(row[1].params.on[name], partial(run_step, name), lambda x_N, _: x_N, *row)
 
 
-def _step(name: str, x_N: Array, row: Context) -> Array:
-    """One step of the plan with the numbers of its row."""
-    numbers = [row.params.numbers[setting] for setting in ARGUMENTS.get(name, ())]
-    changed_N = _reading(name, x_N, numbers, row) if name in READING else _plain(name, x_N, numbers, row)
+def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
+    """One step on a row or its window, with the settings of the row and what the step reads.
+
+    Args:
+      known: parameters of the step's function that are given here instead of being read.
+    """
+    step, words = STEPS[name], dict(row.params.words)
+    arguments = {
+        parameter: words[setting.key] if setting.key in words else row.params.numbers[setting.key]
+        for parameter, setting in step.arguments.items()
+    }
+    read = {parameter: READS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
+    function = step.function or name
+    changed_N = getattr(history if hasattr(history, function) else steps, function)(x_N, **arguments, **read, **known)
     return jnp.where(row.params.on[name], changed_N, x_N)
 
 
-def _plain(name: str, x_N: Array, numbers: list[Any], row: Context) -> Array:
-    """A step that reads nothing but logits."""
-    window, more = row.window, dict[str, Any]()
-    if name in ("top_k", "top_p", "typical"):
-        more["ties"] = row.params.ties
-    if name == "top_p":
-        more["rule"] = row.params.rule
-    if name in ("tail_free", "mirostat_v1"):
-        more["size"] = x_N.shape[0] if window is None else window.vocab_size
-    if name in READ_REST and window is not None:
-        more["rest"] = window.rest
-    if name in MIROSTAT:
-        numbers = [row.state.mu]
-    if name == "xtc":
-        ids_N = jnp.arange(x_N.shape[0]) if window is None else window.ids
-        more["protected_V"] = (ids_N[:, None] == row.params.tables["protected_ids"]).any(axis=1)
-        more["u"] = jax.random.uniform(jax.random.fold_in(row.keys, XTC_KEY))
-    step: Callable[..., Array] = getattr(steps, name)
-    return step(x_N, *numbers, **more)
+def _own(row: Context, name: str, suffix: str = "") -> Array:
+    """A table of the step's list of tokens."""
+    return row.params.tables[STEPS[name].beside[0].key + suffix]
 
 
-def _reading(name: str, x_N: Array, numbers: list[Any], row: Context) -> Array:
-    """A step that reads the past or a list of tokens. Only the penalties may stand behind a cut, so in a window."""
-    window, tables, past = row.window, row.params.tables, cast(Any, row.state)
-    V = x_N.shape[0] if window is None else window.vocab_size
+def _of_tokens(values_V: Array, row: Context) -> Array:
+    return values_V if row.window is None else values_V[row.window.ids]
 
-    def of_tokens(values_V: Array) -> Array:
-        return values_V if window is None else values_V[window.ids]
 
-    match name:
-        case "no_repeat_ngram":
-            return history.no_repeat_ngram(x_N, past.text, past.length, past.repeats, *numbers)
-        case "logit_bias":
-            ids_K = jnp.where(tables["logit_bias"] < 0, V, tables["logit_bias"])
-            return history.logit_bias(x_N, jnp.zeros(V).at[ids_K].add(tables["bias"], mode="drop"))
-        case "allowed_tokens":
-            return history.allowed_tokens(x_N, tables["allowed_tokens"])
-        case "banned_tokens":
-            return history.ban(x_N, tables["banned_tokens"])
-        case "bad_words":
-            return history.bad_words(x_N, past.text, past.length, tables["prefixes"], tables["last_words"])
-        case "min_tokens":
-            return history.min_tokens(x_N, numbers[0], tables["stop_ids"], past.n_generated)
-        case "repetition_penalty":
-            seen_N = of_tokens(past.last_seen)
-            return history.repetition_penalty(x_N, jnp.where(seen_N < 0, -1, past.length - 1 - seen_N), *numbers)
-        case "presence_frequency_penalty":
-            return history.presence_frequency_penalty(x_N, of_tokens(past.count), *numbers)
-        case "dry":
-            *scale, reach = numbers
-            repeated_V = history.longest_repeats(past.text, past.length, past.repeats, past.breaker, reach, V)
-            return history.dry(x_N, of_tokens(repeated_V), *scale)
-    raise ValueError(f"no sampling step is called {name}")
+def _vocabulary(x_N: Array, row: Context) -> int:
+    return x_N.shape[0] if row.window is None else row.window.vocab_size
+
+
+def _distances(x_N: Array, row: Context, name: str) -> Array:
+    seen_N = _of_tokens(row.state.last_seen, row)
+    return jnp.where(seen_N < 0, -1, row.state.length - 1 - seen_N)
+
+
+def _repeated(x_N: Array, row: Context, name: str) -> Array:
+    past, reach = row.state, row.params.numbers["dry_range"]
+    repeated_V = history.longest_repeats(past.text, past.length, past.repeats, past.breaker, reach, _vocabulary(x_N, row))
+    return _of_tokens(repeated_V, row)
+
+
+def _biases(x_N: Array, row: Context, name: str) -> Array:
+    V, ids_K = x_N.shape[0], _own(row, name)
+    return jnp.zeros(V).at[jnp.where(ids_K < 0, V, ids_K)].add(_own(row, name, "_by"), mode="drop")
+
+
+def _protected(x_N: Array, row: Context, name: str) -> Array:
+    ids_N = jnp.arange(x_N.shape[0]) if row.window is None else row.window.ids
+    return (ids_N[:, None] == row.params.tables[name]).any(axis=1)
+
+
+# What a step may read besides its settings, by the name of its function's parameter: (the row or its window, context, step).
+READS: dict[str, Callable[[Array, Context, str], Any]] = {
+    "history_S": lambda x_N, row, name: row.state.text,
+    "length": lambda x_N, row, name: row.state.length,
+    "run_S": lambda x_N, row, name: row.state.repeats,
+    "n_generated": lambda x_N, row, name: row.state.n_generated,
+    "distance_V": _distances,
+    "count_V": lambda x_N, row, name: _of_tokens(row.state.count, row),
+    "repeated_V": _repeated,
+    "ids_S": lambda x_N, row, name: _own(row, name),
+    "prefix_WM": lambda x_N, row, name: _own(row, name, "_before"),
+    "last_W": lambda x_N, row, name: _own(row, name),
+    "bias_W": lambda x_N, row, name: _own(row, name, "_by"),
+    "bias_V": _biases,
+    "stop_ids_S": lambda x_N, row, name: row.params.tables[name],
+    "protected_V": _protected,
+    "u": lambda x_N, row, name: jax.random.uniform(jax.random.fold_in(row.keys, XTC_KEY)),
+    "mu": lambda x_N, row, name: row.state.mu,
+    "size": lambda x_N, row, name: _vocabulary(x_N, row),
+    "rest": lambda x_N, row, name: steps.NOTHING if row.window is None else row.window.rest,
+}

@@ -28,21 +28,21 @@ def min_tokens(logits_V: Array, n: Array | int, stop_ids_S: Array, n_generated: 
 
 
 def repetition_penalty(
-    logits_V: Array, distance_V: Array, penalty: Array | float, window: Array | int = 0, slope: Array | float = 0.0
+    logits_V: Array, distance_V: Array, penalty: Array | float, range: Array | int = 0, slope: Array | float = 0.0
 ) -> Array:
     """x·P for x ≤ 0, x/P for x > 0, for every token of the history (Keskar et al. 2019, equation 2). Off: penalty = 1.
 
     Args:
       distance_V: steps from the end of the history back to the token's nearest occurrence (0: the last token), -1 for never.
-      window: only this many last tokens count; 0: all of them, with a flat penalty.
-      slope: how sharply the penalty rises towards the end of the window (KoboldAI); 0: flat.
+      range: only this many last tokens count; 0: all of them, with a flat penalty.
+      slope: how sharply the penalty rises towards the end of the range (KoboldAI); 0: flat.
     """
     d_V = distance_V.astype(jnp.float32)
-    u_V = 1 - 2 * d_V / jnp.maximum(window - 1, 1)
+    u_V = 1 - 2 * d_V / jnp.maximum(range - 1, 1)
     y_V = slope * u_V / (1 + jnp.abs(u_V) * (slope - 1))
-    flat = (jnp.asarray(window) <= 1) | (jnp.asarray(slope) == 0)
+    flat = (jnp.asarray(range) <= 1) | (jnp.asarray(slope) == 0)
     P_V = jnp.where(flat, penalty, 1 + (penalty - 1) * ((y_V + 1) / 2))
-    seen_V = (distance_V >= 0) & ((jnp.asarray(window) <= 0) | (distance_V < window))
+    seen_V = (distance_V >= 0) & ((jnp.asarray(range) <= 0) | (distance_V < range))
     scaled_V = bounded(jnp.where(logits_V <= 0, logits_V * P_V, logits_V / P_V), logits_V)
     return jnp.where(seen_V & (jnp.asarray(penalty) != 1), scaled_V, logits_V)
 
@@ -145,11 +145,28 @@ def bad_words(logits_V: Array, history_S: Array, length: Array | int, prefix_WM:
       prefix_WM: the other tokens of each sequence, right-aligned; -1 fills the places before them.
       last_W: the last tokens; -1 stands for no sequence.
     """
+    return ban(logits_V, jnp.where(_complete(history_S, length, prefix_WM), last_W, -1))
+
+
+def sequence_bias(
+    logits_V: Array, history_S: Array, length: Array | int, prefix_WM: Array, last_W: Array, bias_W: Array
+) -> Array:
+    """x + bias for the last token of every sequence whose other tokens end the history; a bias of -inf bans.
+
+    Args:
+      prefix_WM, last_W: as of `bad_words`.
+    """
+    V = logits_V.shape[0]
+    next_W = jnp.where(_complete(history_S, length, prefix_WM) & (last_W >= 0), last_W, V)
+    return logit_bias(logits_V, jnp.zeros(V).at[next_W].add(bias_W, mode="drop"))
+
+
+def _complete(history_S: Array, length: Array | int, prefix_WM: Array) -> Array:
+    """The sequences [W] of which all tokens before the last one end the history."""
     M = prefix_WM.shape[1]
     place_M = jnp.asarray(length) - M + jnp.arange(M)
     said_M = jnp.where(place_M >= 0, history_S[jnp.maximum(place_M, 0)], -2)
-    complete_W = ((prefix_WM == -1) | (prefix_WM == said_M)).all(axis=1)
-    return ban(logits_V, jnp.where(complete_W, last_W, -1))
+    return ((prefix_WM == -1) | (prefix_WM == said_M)).all(axis=1)
 
 
 def word_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """What every row of a batch asks for, as arrays, with the static plan: which steps run, in which order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,43 +11,30 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import Config, GenerationSection, UserError, build_config
-from dantinox.config.generation import EDITS, PENALTIES, ROUTED, is_digits, order_of, steps_on
+from dantinox.config.generation import GREEDY_BELOW, ROUTED, order_of, steps_on
 from dantinox.config.router import RouterSection
+from dantinox.config.steps import (
+    EDITS,
+    NUMBERS,
+    PENALTIES,
+    SETTINGS,
+    STEPS,
+    Biases,
+    Breakers,
+    Scope,
+    SequenceBiases,
+    Sequences,
+    Tokens,
+    is_digits,
+)  # fmt: skip
 from dantinox.sampling.history import word_arrays
 from dantinox.sampling.router import Metrics, RouterConfig
-from dantinox.sampling.steps import GREEDY_BELOW
 
-# Each step's settings, in the order its function takes them.
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "no_repeat_ngram": ("no_repeat_ngram",),
-    "min_tokens": ("min_tokens",),
-    "repetition_penalty": ("repetition_penalty", "repetition_range", "repetition_slope"),
-    "presence_frequency_penalty": ("presence_penalty", "frequency_penalty"),
-    "dry": ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range"),
-    "dynamic_temperature": ("dynatemp_low", "dynatemp_high", "dynatemp_exponent"),
-    "temperature": ("temperature",),
-    "smoothing": ("smoothing_factor", "smoothing_curve"),
-    "top_k": ("top_k",),
-    "top_p": ("top_p",),
-    "min_p": ("min_p",),
-    "top_a": ("top_a",),
-    "tail_free": ("tail_free",),
-    "typical": ("typical",),
-    "epsilon_cutoff": ("epsilon_cutoff",),
-    "eta_cutoff": ("eta_cutoff",),
-    "top_n_sigma": ("top_n_sigma",),
-    "xtc": ("xtc_threshold", "xtc_probability"),
-    "mirostat_v1": ("mirostat_tau", "mirostat_eta"),
-    "mirostat_v2": ("mirostat_tau", "mirostat_eta"),
-}
-INTEGERS = ("top_k", "repetition_range", "no_repeat_ngram", "dry_allowed_length", "dry_range", "min_tokens")
-OTHERS = (
-    "greedy", "top_p_rule", "ties", "mirostat", "repetition_scope", "presence_scope", "dry_breakers", "logit_bias",
-    "allowed_tokens", "banned_tokens", "bad_words", "preset", "sampler_order", "seed", "strategy",
-)  # fmt: skip
-KEYS = tuple(key for key in GenerationSection.model_fields if key in {*OTHERS, *sum(ARGUMENTS.values(), ())})
+# Settings that choose among programs: arguments of steps that are words.
+WORDS = tuple(setting.key for step in STEPS.values() for setting in step.arguments.values() if setting.key not in NUMBERS)
 # What decides on a program is the same for all rows of a batch.
-SHARED = ("strategy", "preset", "sampler_order", "ties", "top_p_rule")
+SHARED = tuple(dict.fromkeys(("strategy", "preset", "sampler_order", *WORDS)))
+KEYS = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *SHARED, "greedy", "seed", "stop_token_ids"})
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
@@ -59,7 +46,7 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("numbers", "on", "tables", "seed", "sample_index", "router"),
-    meta_fields=("plan", "draws", "ties", "rule", "attends", "score_fn", "candidates"),
+    meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates"),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -74,7 +61,7 @@ class SamplingParams:
       seed, sample_index: [B], of the draws.
       plan: the steps that some row has on, in the order they run.
       draws: whether some row draws at random; False compiles no draw at all.
-      ties, rule: of top_k, top_p and typical.
+      words: (setting, value) of the steps' settings that are no numbers, `ties` and `top_p_rule`.
       router: the entropy router's numbers, [B] each; it sets the numbers of the `ROUTED` steps anew for every token. None: no
         router, and nothing of it is compiled.
       attends: whether the router reads attention metrics, which the model then has to report.
@@ -89,8 +76,7 @@ class SamplingParams:
     sample_index: Array
     plan: tuple[str, ...]
     draws: bool
-    ties: str = "first"
-    rule: str = "inclusive"
+    words: tuple[tuple[str, str], ...] = ()
     router: RouterConfig | None = None
     attends: bool = False
     score_fn: ScoreFn | None = None
@@ -113,7 +99,7 @@ class SamplingParams:
 
         Args:
           rows: one mapping (or config) for every row of `batch`, or one for each. Absent keys have their defaults.
-          stop_ids: what `min_tokens` keeps from being generated: the end token.
+          stop_ids: what `min_tokens` keeps from being generated besides the row's own `stop_token_ids`: the end token.
           protected_ids: what `xtc` must not remove: the end token, the line break.
           sample_index: which sample of its prompt a row is; part of the random key, as the seed is.
           vocab_size: if given, ids outside of it are refused.
@@ -140,19 +126,29 @@ class SamplingParams:
             raise UserError("router.use_attention must be the same for all rows of a batch")
         if score_fn is not None and first.strategy != "entropy":
             raise UserError("score_fn chooses among the candidates of the entropy router: set generation.strategy to entropy")
-        on_rows = [_steps_of(section, bool(len(stop_ids))) for section in sections]
-        plan = tuple(name for name in (*EDITS, *order_of(first)) if any(name in on for on in on_rows))
-        settings = {"temperature", *(key for name in plan for key in ARGUMENTS.get(name, ()))}
+        stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
+        on_rows = [_steps_of(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
+        draws = any(not _is_greedy(section) for section in sections)
+        # The number changed most is always part of a program that draws, so that no value of it compiles anything.
+        always = {"temperature"} if draws and not any("dynamic_temperature" in on for on in on_rows) else set()
+        plan = tuple(name for name in (*EDITS, *order_of(first)) if name in always or any(name in on for on in on_rows))
+        settings = {
+            "temperature",
+            *(setting.key for name in plan for setting in STEPS[name].settings if setting.key in NUMBERS),
+        }
+        tables = _tables(sections, plan)
+        for name, ids in (("min_tokens", stops), ("xtc", [sorted({*map(int, protected_ids)})] * len(sections))):
+            if name in plan:
+                tables[name] = _padded(ids, -1)
         return cls(
             numbers={key: _numbers(key, sections) for key in sorted(settings)},
             on={name: jnp.asarray([name in on for on in on_rows]) for name in plan},
-            tables=_tables(sections, plan, stop_ids, protected_ids),
+            tables=tables,
             seed=jnp.asarray(np.asarray([section.seed or 0 for section in sections], np.uint32)),
             sample_index=jnp.broadcast_to(jnp.asarray(sample_index, jnp.int32), (len(sections),)),
             plan=plan,
-            draws=any(not _is_greedy(section) for section in sections),
-            ties=first.ties,
-            rule=first.top_p_rule,
+            draws=draws,
+            words=tuple((key, getattr(first, key)) for key in dict.fromkeys(WORDS)),
             router=_routers(configs, measured) if first.strategy == "entropy" else None,
             attends=True in attends,
             score_fn=score_fn,
@@ -177,7 +173,9 @@ def _checked(row: Row | Config, vocab_size: int | None) -> Config:
     else:
         given = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
         router = {name: given.pop(name) for name in [*given] if name in RouterSection.model_fields}
-        config = build_config({"generation": given, "router": router})
+        changed = {f"generation.{name}": value for name, value in given.items()}
+        changed |= {f"router.{name}": value for name, value in router.items()}
+        config = build_config({}, changed, origin="")
         unused = [name for name in given if name not in KEYS]
         if unused:
             raise UserError(f"generation.{unused[0]} is no sampling parameter: they are {', '.join(KEYS)}")
@@ -215,10 +213,10 @@ def _numbers(key: str, sections: Sequence[GenerationSection]) -> Array:
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
     if key == "temperature":
         values = [0.0 if _is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
-    if key in INTEGERS:
+    low, _, integer = NUMBERS[key]
+    if integer:
         return jnp.asarray([max(-1, min(value, LARGEST_INT)) for value in values], jnp.int32)
-    least = float(FLOATS.tiny) if key in ("repetition_penalty", "mirostat_eta", "mirostat_tau") else float(FLOATS.min)
-    return jnp.asarray(np.clip(np.asarray(values, np.float64), least, FLOATS.max), jnp.float32)
+    return jnp.asarray(np.clip(np.asarray(values, np.float64), max(low, float(FLOATS.min)), FLOATS.max), jnp.float32)
 
 
 def token_ids(section: GenerationSection, key: str) -> list[int]:
@@ -236,57 +234,61 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
 
 def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     on = steps_on(section)
-    lists = {key: token_ids(section, key) for key in ("logit_bias", "allowed_tokens", "banned_tokens")}
-    lists["dry_breakers"] = token_ids(section, "dry_breakers") if "dry" in on else []
-    words = section.bad_words
-    if any(isinstance(word, str) for word in words):
-        raise UserError("generation.bad_words must hold lists of token ids where there is no tokenizer")
-    lists["bad_words"] = [token for word in words for token in word]  # type: ignore[misc]
+    lists = {"stop_token_ids": token_ids(section, "stop_token_ids")}
+    for setting in (setting for name, step in STEPS.items() if name in on for setting in step.beside):
+        if setting.kind in (Tokens, Biases, Breakers):
+            lists[setting.key] = token_ids(section, setting.key)
+        elif setting.kind in (Sequences, SequenceBiases):
+            lists[setting.key] = [token for words, _ in _sequences(section, setting.key) for token in words]
     for key, ids in lists.items():
         if vocab_size is not None and any(i >= vocab_size for i in ids):
             raise UserError(f"generation.{key} must hold token ids in [0, {vocab_size}), got {max(ids)}")
-    biased = [int(token) for token, bias in section.logit_bias.items() if bias == -np.inf]
-    always = [word[0] for word in words if len(word) == 1]
-    banned = {*lists["banned_tokens"], *biased, *always}
-    allowed = set(lists["allowed_tokens"])
+    banned = {*lists.get("banned_tokens", ())}
+    banned |= {int(token) for token, bias in section.logit_bias.items() if bias == -np.inf}
+    banned |= {words[0] for key in ("bad_words", "sequence_bias") for words, bias in _sequences(section, key)
+               if len(words) == 1 and bias == -np.inf}  # fmt: skip
+    allowed = set(lists.get("allowed_tokens", ()))
     if (allowed and allowed <= banned) or len(banned) == vocab_size:
         raise UserError(
-            "generation.allowed_tokens, banned_tokens, logit_bias and bad_words together leave no token to generate"
+            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias and bad_words leave no token to generate"
         )
 
 
-def _tables(
-    sections: Sequence[GenerationSection], plan: Sequence[str], stop_ids: Sequence[int], protected_ids: Sequence[int]
-) -> dict[str, Array]:
-    """The lists of tokens that the plan's steps read, one row of an array for each section."""
+def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ...], float]]:
+    """Sequences of ids with the bias of their last token, -inf for one that is banned.
+
+    Raises:
+      UserError: one is text.
+    """
+    found = getattr(section, key)
+    pairs = found if SETTINGS[key].kind == SequenceBiases else [(words, -np.inf) for words in found]
+    if any(isinstance(words, str) for words, _ in pairs):
+        raise UserError(f"generation.{key} must hold lists of token ids where there is no tokenizer")
+    return list(pairs)
+
+
+def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, Array]:
+    """The lists that the plan's steps read, one row of an array for each section: by setting, a bias beside its tokens."""
     tables: dict[str, Array] = {}
-    for step, key in (("allowed_tokens",) * 2, ("banned_tokens",) * 2, ("logit_bias",) * 2, ("dry", "dry_breakers")):
-        if step in plan:
-            on = [step in steps_on(section) for section in sections]
+    for name, key, kind in ((step, setting.key, setting.kind) for step in plan for setting in STEPS[step].beside):
+        on = [name in steps_on(section) for section in sections]
+        if kind in (Tokens, Biases, Breakers):
             tables[key] = _padded([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
-    if "logit_bias" in plan:
-        tables["bias"] = _padded([_biases(section) for section in sections], 0.0)
-    if "bad_words" in plan:
-        words: list[Any] = [section.bad_words for section in sections]
-        count, length = max(map(len, words)), max(len(word) for row in words for word in row)
-        arrays = [word_arrays(row, _wide(count), _wide(length)) for row in words]
-        tables["prefixes"], tables["last_words"] = (jnp.asarray(np.stack(part)) for part in zip(*arrays, strict=True))
-    for step, key, table in (
-        ("repetition_penalty", "repetition_scope", "penalise_prompt"),
-        ("presence_frequency_penalty", "presence_scope", "count_prompt"),
-    ):
-        if step in plan:
-            tables[table] = jnp.asarray([[getattr(section, key) == "all"] for section in sections])
-    if "min_tokens" in plan:
-        tables["stop_ids"] = _padded([sorted({*map(int, stop_ids)})] * len(sections), -1)
-    if "xtc" in plan:
-        tables["protected_ids"] = _padded([sorted({*map(int, protected_ids)})] * len(sections), -1)
+        if kind == Biases:
+            tables[f"{key}_by"] = _padded([_finite(getattr(section, key).values()) for section in sections], 0.0)
+        if kind in (Sequences, SequenceBiases):
+            rows = [_sequences(section, key) for section in sections]
+            count, longest = max(map(len, rows)), max(len(words) for row in rows for words, _ in row)
+            arrays = [word_arrays([words for words, _ in row], _wide(count), _wide(longest)) for row in rows]
+            tables[f"{key}_before"], tables[key] = (jnp.asarray(np.stack(part)) for part in zip(*arrays, strict=True))
+            tables[f"{key}_by"] = _padded([_finite(bias for _, bias in row) for row in rows], 0.0)
+        if kind == Scope:
+            tables[key] = jnp.asarray([[getattr(section, key) == "all"] for section in sections])
     return tables
 
 
-def _biases(section: GenerationSection) -> list[float]:
+def _finite(biases: Iterable[float]) -> list[float]:
     """The biases within the finite floats, so that -inf alone bans."""
-    biases = section.logit_bias.values()
     return [bias if bias == -np.inf else float(np.clip(bias, FLOATS.min, FLOATS.max)) for bias in biases]
 
 

@@ -1,10 +1,8 @@
 """Steps by name: lists of `{"name": …, parameters…}` run over rows, for experiments and for comparing with other samplers."""
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -12,71 +10,16 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import UserError
-from dantinox.sampling import history
-from dantinox.sampling import steps as filters
-from dantinox.sampling.steps import LARGEST
+from dantinox.config.steps import STEPS, Biases, Bounds, Sequences, Step, Tokens, bounds
+from dantinox.sampling.chain import run_step
+from dantinox.sampling.history import repeat_lengths, word_arrays
+from dantinox.sampling.params import SamplingParams
+from dantinox.sampling.state import SamplerState, fields_read
+from dantinox.sampling.steps import LARGEST, sanitise
+from dantinox.sampling.window import Context
 
 PADDING = 128  # one compiled step serves all vocabularies and histories up to the next multiple
-
-
-class Number(NamedTuple):
-    """A parameter of a step: its range, and its default when it has one."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    default: float | None = None
-    integer: bool = False
-
-
-class Choice(NamedTuple):
-    """A parameter that is one of a few words; the first is the default."""
-
-    words: tuple[str, ...]
-
-
-class Ids(NamedTuple):
-    """A parameter that is a list, by default `default`."""
-
-    default: tuple[int, ...] | None = None
-
-
-Parameter = Number | Choice | Ids
-TIES, RULE = Choice(("first", "all")), Choice(("inclusive", "exclusive"))
-POSITIVE, ANY = Number(float(np.finfo(np.float32).tiny)), Number()
-SHARE, COUNT = Number(0, 1), Number(integer=True)
-
-PARAMETERS: dict[str, dict[str, Parameter]] = {
-    "logit_bias": {"ids": Ids(), "values": Ids()},
-    "allowed_tokens": {"ids": Ids()},
-    "banned_tokens": {"ids": Ids()},
-    "bad_words": {"sequences": Ids()},
-    "no_repeat_ngram": {"n": COUNT},
-    "min_tokens": {"n": COUNT, "stop_ids": Ids()},
-    "repetition_penalty": {"penalty": POSITIVE, "range": Number(0, default=0, integer=True), "slope": Number(0, default=0)},
-    "presence_frequency_penalty": {"presence": Number(default=0), "frequency": Number(default=0)},
-    "dry": {
-        "multiplier": Number(0),
-        "base": Number(1, default=1.75),
-        "allowed_length": Number(1, default=2, integer=True),
-        "range": Number(0, default=0, integer=True),
-        "breakers": Ids(()),
-    },
-    "temperature": {"t": Number(0)},
-    "dynamic_temperature": {"low": Number(0), "high": Number(0), "exponent": Number(0, default=1)},
-    "smoothing": {"factor": Number(0), "curve": Number(1, 3, default=1)},
-    "top_k": {"k": COUNT, "ties": TIES},
-    "top_p": {"p": SHARE, "rule": RULE, "ties": TIES},
-    "min_p": {"p": SHARE},
-    "top_a": {"a": Number(0)},
-    "tail_free": {"z": SHARE},
-    "typical": {"p": SHARE, "ties": TIES},
-    "epsilon_cutoff": {"eps": Number(0, 1)},
-    "eta_cutoff": {"eps": Number(0, 1)},
-    "top_n_sigma": {"n": ANY},
-    "xtc": {"threshold": Number(0, 0.5), "probability": SHARE, "u": SHARE, "protected_ids": Ids(())},
-    "mirostat_v1": {"mu": ANY, "m": Number(1, default=100, integer=True)},
-    "mirostat_v2": {"mu": ANY},
-}
+BIAS = Bounds(-math.inf, math.inf, False)
 
 
 class Text(NamedTuple):
@@ -116,74 +59,84 @@ def process_logits(
     B, V = logits_BV.shape
     if isinstance(steps, str | Mapping) or not isinstance(steps, Sequence):
         raise UserError(f"steps must be a list of mappings of name and parameters, got {steps!r}")
-    checked = [(step["name"], numbers) for step, numbers in ((step, _checked(step, V)) for step in steps)]
+    checked = [(step["name"], values) for step, values in ((step, _checked(step, V)) for step in steps)]
     texts = map(Text, _texts("prompt", prompt, B, V), _texts("output", output, B, V))
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -V % PADDING)), constant_values=-np.inf)
     for row_V, text in zip(padded_BV, texts, strict=True):
         changed_V = _SANITISE(row_V)[0]
-        for name, numbers in checked:
-            changed_V = _run(name, changed_V, numbers, text, V)
+        for name, values in checked:
+            changed_V = _run(name, changed_V, values, text, V)
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
 
-_SANITISE = jax.jit(filters.sanitise)
-_REPEATS = jax.jit(history.repeat_lengths)
-_LONGEST = jax.jit(history.longest_repeats, static_argnames="vocab_size")
+_SANITISE = jax.jit(sanitise)
+_REPEATS = jax.jit(repeat_lengths)
+_STEP = jax.jit(run_step, static_argnames=("name", "m"))
 
 
-def _compiled(name: str) -> Callable[..., Array]:
-    step = getattr(history if hasattr(history, name) else filters, name)
-    words = [key for key in ("rule", "ties", "m") if key in inspect.signature(step).parameters]
-    return jax.jit(step, static_argnames=words)
+def _run(name: str, row_V: Array, values: dict[str, Any], text: Text, size: int) -> Array:
+    """One step over one padded row; `size` is the vocabulary without the padding."""
+    step, V = STEPS[name], row_V.shape[0]
+    settings = {setting.key: values[parameter] for parameter, setting in step.arguments.items()}
+    words = {key: value for key, value in settings.items() if isinstance(value, str)}
+    numbers = {key: value for key, value in settings.items() if key not in words}
+    if "range" in step.given:
+        numbers["dry_range"] = values["range"]
+    known: dict[str, Any] = {parameter: values[parameter] for parameter in ("u", "mu", "m") if parameter in values}
+    known |= {"size": np.int32(size)} if "size" in step.reads else {}
+    on, tables, one = {name: jnp.asarray(True)}, _tables(name, step, values), jnp.asarray(0)
+    params = SamplingParams(numbers, on, tables, one, one, (name,), True, tuple(words.items()))
+    return _STEP(name, row_V, Context(params, _state(name, text, V, values.get("breakers", ()))), **known)
 
 
-_COMPILED = {name: _compiled(name) for name in ("ban", *PARAMETERS) if name != "banned_tokens"}
+def _tables(name: str, step: Step, values: dict[str, Any]) -> dict[str, Any]:
+    """The lists that a step reads, under the names that decoding has for them."""
+    own = step.beside[0].key if step.beside else name
+    if name == "logit_bias":
+        sums: dict[int, float] = {}  # float64: the sum of large values for one id must not become infinite and ban it
+        for token, bias in zip(values["ids"], values["values"], strict=True):
+            sums[token] = sums.get(token, 0.0) + bias
+        return {own: _padded([*sums]), f"{own}_by": _padded([_finite(bias) for bias in sums.values()], 0.0)}
+    if "sequences" in values:
+        pairs = [*zip(values["sequences"], values.get("values", [0.0] * len(values["sequences"])), strict=True)]
+        pairs = [(words, bias) for words, bias in pairs if words]
+        before, last = word_arrays([words for words, _ in pairs])
+        biases = [*(_finite(bias) for _, bias in pairs), *[0.0] * (len(last) - len(pairs))]
+        return {f"{own}_before": before, own: last, f"{own}_by": np.asarray(biases, np.float32)}
+    return {
+        own if parameter == "ids" else name: _padded(values[parameter])
+        for parameter in ("ids", "stop_ids", "protected_ids")
+        if parameter in step.given
+    }
 
 
-def _run(name: str, row_V: Array, numbers: dict[str, Any], text: Text, size: int) -> Array:
-    """One step over one padded row, with what it reads of the text; `size` is the vocabulary without the padding."""
-    run = partial(_COMPILED.get(name, _COMPILED["ban"]), row_V)
-    V = row_V.shape[0]
-    match name:
-        case "logit_bias":
-            bias_V = np.zeros(V)  # float64: the sum of large values for one id must not become infinite and ban it
-            np.add.at(bias_V, numbers["ids"], numbers["values"])
-            return run(np.where(bias_V == -np.inf, bias_V, np.clip(bias_V, -LARGEST, LARGEST)).astype(np.float32))
-        case "allowed_tokens" | "banned_tokens":
-            return run(_padded(numbers["ids"]))
-        case "bad_words":
-            sequences = [words for words in numbers["sequences"] if len(words)]
-            return run(_padded(text.all), np.int32(len(text.all)), *history.word_arrays(sequences))
-        case "no_repeat_ngram":
-            said = _padded(text.all), np.int32(len(text.all))
-            return run(*said, _REPEATS(*said), numbers["n"])
-        case "min_tokens":
-            return run(numbers["n"], _padded(numbers["stop_ids"]), np.int32(len(text.output)))
-        case "repetition_penalty":
-            distance_V = np.full(V, -1, np.int32)
-            distance_V[text.all] = len(text.all) - 1 - np.arange(len(text.all))  # the last of equal places wins
-            return run(distance_V, numbers["penalty"], numbers["range"], numbers["slope"])
-        case "presence_frequency_penalty":
-            return run(np.bincount(text.output, minlength=V).astype(np.int32), numbers["presence"], numbers["frequency"])
-        case "dry":
-            said = _padded(text.all), np.int32(len(text.all))
-            breaker_S = np.isin(said[0], numbers["breakers"])
-            repeated_V = _LONGEST(*said, _REPEATS(*said), breaker_S, numbers["range"], vocab_size=V)
-            return run(repeated_V, numbers["multiplier"], numbers["base"], numbers["allowed_length"])
-        case "xtc":
-            chances = [numbers[key] for key in ("threshold", "probability", "u")]
-            return run(*chances, np.isin(np.arange(V), numbers["protected_ids"]))
-        case "tail_free" | "mirostat_v1":
-            numbers = numbers | ({"m": int(numbers["m"])} if "m" in numbers else {})
-            return run(**numbers, size=np.int32(size))
-    return run(**numbers)
+def _finite(bias: float) -> float:
+    return bias if bias == -math.inf else max(-LARGEST, min(bias, LARGEST))
 
 
-def _padded(ids: Sequence[int], fill: int = -1) -> np.ndarray:
-    """Ids as int32 with `fill` up to a multiple of the padding, at least one."""
-    out_S = np.full(-(-max(len(ids), 1) // PADDING) * PADDING, fill, np.int32)
-    out_S[: len(ids)] = ids
+def _state(name: str, text: Text, V: int, breakers: Sequence[int]) -> SamplerState:
+    """What a step reads of one row's text."""
+    asked, said, n = fields_read([name]), text.all, len(text.all)
+    fields: dict[str, Any] = {"n_generated": np.int32(len(text.output)), "length": np.int32(n)}
+    if "last_seen" in asked:
+        fields["last_seen"] = np.full(V, -1, np.int32)
+        fields["last_seen"][said] = np.arange(n)  # the last of equal places wins
+    if "count" in asked:
+        fields["count"] = np.bincount(text.output, minlength=V).astype(np.int32)
+    if "text" in asked:
+        fields["text"] = _padded(said)
+    if "repeats" in asked:
+        fields["repeats"] = _REPEATS(fields["text"], n)
+    if "breaker" in asked:
+        fields["breaker"] = np.isin(fields["text"], breakers)
+    return SamplerState(**fields)
+
+
+def _padded(values: Sequence[float], fill: float = -1) -> np.ndarray:
+    """Ids, or biases with a fill of 0.0, as an array filled up to a multiple of the padding, at least one."""
+    out_S = np.full(-(-max(len(values), 1) // PADDING) * PADDING, fill, np.int32 if fill == -1 else np.float32)
+    out_S[: len(values)] = values
     return out_S
 
 
@@ -210,49 +163,60 @@ def _texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
     return [_ids(f"{where}[{b}]", row, V) for b, row in enumerate(rows)]
 
 
-def _checked(step: Any, V: int) -> dict[str, Any]:
+def _checked(given: Any, V: int) -> dict[str, Any]:
     """The parameters of a step, complete and in range."""
-    if not isinstance(step, Mapping):
-        raise UserError(f"a sampling step must be a mapping of name and parameters, got {step!r}")
-    name = step.get("name")
-    if not isinstance(name, str) or name not in PARAMETERS:
-        raise UserError(f"no sampling step is called {name}: they are {', '.join(PARAMETERS)}")
-    declared = PARAMETERS[name]
-    for key in step:
+    if not isinstance(given, Mapping):
+        raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
+    name = given.get("name")
+    if not isinstance(name, str) or name not in STEPS:
+        raise UserError(f"no sampling step is called {name}: they are {', '.join(STEPS)}")
+    step = STEPS[name]
+    switches = [parameter for parameter, setting in step.arguments.items() if setting.key in step.on]
+    declared = {parameter: (setting.kind, setting.default) for parameter, setting in step.arguments.items()} | step.given
+    for key in given:
         if key != "name" and key not in declared:
             raise UserError(f"the sampling step {name} has no parameter {key}: it has {', '.join(declared)}")
-    numbers = {key: _value(f"{name}.{key}", step, key, kind, V) for key, kind in declared.items()}
-    if name == "allowed_tokens" and not numbers["ids"]:
+    if len(switches) == 1 and given.get(switches[0]) is None:
+        raise UserError(f"the sampling step {name} needs the parameter {switches[0]}")
+    values = {}
+    for key, (kind, default) in declared.items():
+        value = default if given.get(key) is None else given[key]
+        if value is None:
+            raise UserError(f"the sampling step {name} needs the parameter {key}")
+        values[key] = _value(f"{name}.{key}", value, kind, V)
+    if name == "allowed_tokens" and not values["ids"]:
         raise UserError("allowed_tokens.ids must hold at least one token id, got none")
-    if name == "logit_bias" and len(numbers["ids"]) != len(numbers["values"]):
-        raise UserError(f"logit_bias needs one value per id, got {len(numbers['ids'])} ids, {len(numbers['values'])} values")
-    if name == "dynamic_temperature" and numbers["low"] > numbers["high"]:
-        raise UserError(f"dynamic_temperature.low must be at most high, got {numbers['low']} and {numbers['high']}")
-    return numbers
+    owners = "ids" if "ids" in values else "sequences"
+    if "values" in values and len(values[owners]) != len(values["values"]):
+        got = f"{len(values[owners])} {owners}, {len(values['values'])} values"
+        raise UserError(f"{name} needs one value per {'id' if owners == 'ids' else 'sequence'}, got {got}")
+    if name == "dynamic_temperature" and values["low"] > values["high"]:
+        raise UserError(f"dynamic_temperature.low must be at most high, got {values['low']} and {values['high']}")
+    return values
 
 
-def _value(where: str, step: Mapping[str, Any], key: str, kind: Parameter, V: int) -> Any:
-    value = step.get(key, kind.words[0] if isinstance(kind, Choice) else kind.default)
-    if value is None:
-        raise UserError(f"the sampling step {step['name']} needs the parameter {key}")
-    match kind:
-        case Choice(words):
-            if not isinstance(value, str) or value not in words:
-                raise UserError(f"{where} must be one of {', '.join(words)}, got {value!r}")
-            return value
-        case Number():
-            return _number(where, value, kind)
-    if key == "sequences":
+def _value(where: str, value: Any, kind: Any, V: int) -> Any:
+    if get_origin(kind) is Literal:
+        if not isinstance(value, str) or value not in get_args(kind):
+            raise UserError(f"{where} must be one of {', '.join(get_args(kind))}, got {value!r}")
+        return value
+    if kind == Tokens:
+        return _ids(where, value, V)
+    if kind == Sequences:
         return [_ids(f"{where}[{i}]", words, V) for i, words in enumerate(_list(where, value))]
-    if key == "values":
+    if kind == Biases:
         banned = (None, -math.inf)
-        return [-math.inf if v in banned else _number(f"{where}[{i}]", v, ANY) for i, v in enumerate(_list(where, value))]
-    return _ids(where, value, V)
+        return [
+            -math.inf if bias in banned else float(_number(f"{where}[{i}]", bias, BIAS))
+            for i, bias in enumerate(_list(where, value))
+        ]
+    number = _number(where, value, bounds(kind) or BIAS)
+    return int(number) if where == "mirostat_v1.m" else number
 
 
-def _number(where: str, value: Any, kind: Number) -> np.number:
+def _number(where: str, value: Any, kind: Bounds) -> np.number:
     """A number of its kind: a float32, or an int32 that stands for all integers beyond it."""
-    low, high, _, integer = kind
+    low, high, integer = kind
     if integer and _is_integer(value) and low <= value <= high:
         return np.int32(min(max(value, -(2**31)), 2**31 - 1))
     low, high = (low, high) if integer else (max(low, -LARGEST), min(high, LARGEST))

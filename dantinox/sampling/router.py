@@ -211,6 +211,13 @@ class RouterConfig:
     adaptive_min_p_uncertainty: Number = _GUIDE["adaptive_min_p_uncertainty"]
     adaptive_min_p_min: Number = _GUIDE["adaptive_min_p_min"]
     adaptive_min_p_max: Number = _GUIDE["adaptive_min_p_max"]
+    score_logprob: Number = _GUIDE["score_logprob"]
+    score_entropy: Number = _GUIDE["score_entropy"]
+    score_attn_entropy: Number = _GUIDE["score_attn_entropy"]
+    score_varentropy: Number = _GUIDE["score_varentropy"]
+    score_attn_varentropy: Number = _GUIDE["score_attn_varentropy"]
+    score_agreement: Number = _GUIDE["score_agreement"]
+    score_interaction: Number = _GUIDE["score_interaction"]
 
     def __post_init__(self) -> None:
         for field in fields(self):

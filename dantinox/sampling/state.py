@@ -1,5 +1,6 @@
 """What sampling remembers while decoding: arrays of fixed shape, moved on by one token at a time."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,14 +8,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dantinox.config.steps import STEPS
 from dantinox.sampling.history import lengthened, repeat_lengths
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.steps import mirostat_update
 
-READ_TEXT = {"no_repeat_ngram", "bad_words", "dry"}
-COUNT_REPEATS = {"no_repeat_ngram", "dry"}
+# What a step reads → the fields that it is read from.
+READ_FROM = {
+    "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
+    "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
+}  # fmt: skip
 _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # outside of a program its loop would be compiled for every text
 FIELDS = ("n_generated", "length", "last_seen", "count", "text", "repeats", "breaker", "mu", "clarified")
+
+
+def fields_read(plan: Iterable[str]) -> set[str]:
+    """The fields of the state that these steps read."""
+    return set().union(*(READ_FROM.get(what, ()) for name in plan for what in STEPS[name].reads))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=FIELDS, meta_fields=())
@@ -57,32 +67,32 @@ def init_state(
     Args:
       capacity: tokens of prompt and output together, at most; needed by steps that read the text (DRY, n-grams, bad words).
     """
-    B, plan = params.batch, set(params.plan)
+    B, asked = params.batch, fields_read(params.plan)
     valid_BT = jnp.asarray(prompt_valid_BT, bool)
     place_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
     length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
     last_seen = count = text = repeats = breaker = mu = clarified = None
-    if "repetition_penalty" in plan:
-        seen_BT = jnp.where(params.tables["penalise_prompt"], place_BT, -1)
+    if "last_seen" in asked:
+        seen_BT = jnp.where(params.tables["repetition_scope"], place_BT, -1)
         last_seen = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
-    if "presence_frequency_penalty" in plan:
-        one_BT = jnp.broadcast_to(params.tables["count_prompt"], ids_BT.shape).astype(jnp.int32)
+    if "count" in asked:
+        one_BT = jnp.broadcast_to(params.tables["presence_scope"], ids_BT.shape).astype(jnp.int32)
         count = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
-    if plan & READ_TEXT:
+    if "text" in asked:
         if capacity is None:
-            raise ValueError(f"steps that read the text need its capacity: {', '.join(sorted(plan & READ_TEXT))}")
+            raise ValueError("steps that read the text need its capacity")
         text = jnp.zeros((B, capacity), jnp.int32)
         text = text.at[rows_B1, jnp.where(valid_BT, place_BT, capacity)].set(prompt_tokens_BT, mode="drop")
-        if plan & COUNT_REPEATS:
+        if "repeats" in asked:
             repeats = _REPEAT_LENGTHS(text, length_B)
-        if "dry" in plan:
+        if "breaker" in asked:
             breaker = jax.vmap(jnp.isin)(text, params.tables["dry_breakers"])
-    if plan & {"mirostat_v1", "mirostat_v2"}:
+    if "mu" in asked:
         mu = 2 * params.numbers["mirostat_tau"]
     if params.router is not None:
-        asked_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
-        clarified = jnp.max(jnp.where(asked_BT, place_BT, -1), axis=1)
+        clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
+        clarified = jnp.max(jnp.where(clarifies_BT, place_BT, -1), axis=1)
     return SamplerState(jnp.zeros(B, jnp.int32), length_B, last_seen, count, text, repeats, breaker, mu, clarified)
 
 

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dantinox.config.generation import GREEDY_BELOW
 from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys
 
 Ties = Literal["first", "all"]
 Rule = Literal["inclusive", "exclusive"]
-GREEDY_BELOW = 1e-5
 LARGEST = float(jnp.finfo(jnp.float32).max)
 FARTHEST = -1e15  # below the largest logit; the sum of the squares of 2²⁴ of these is finite
 
@@ -223,7 +223,9 @@ def xtc(
     u: Array | float,
     protected_V: Array | None = None,
 ) -> Array:
-    """Excludes top choices: with u < probability drops every P ≥ threshold but the last of them. Off: probability = 0.
+    """Excludes top choices: with u < probability drops every P ≥ threshold but the last of them.
+
+    Off: probability = 0, or a threshold above 0.5, which no two tokens reach.
 
     Args:
       u: the uniform draw in [0, 1) that decides whether the step acts.
@@ -234,7 +236,7 @@ def xtc(
     lowest = jnp.min(jnp.where(top_V, logits_V, jnp.inf))
     last = jnp.max(jnp.where(top_V & (logits_V == lowest), ids_V, -1))
     drop_V = top_V & (ids_V != last)
-    act = jnp.asarray(u) < probability
+    act = (jnp.asarray(u) < probability) & (jnp.asarray(threshold) <= 0.5)
     if protected_V is not None:
         act &= ~(drop_V & protected_V).any()
     return jnp.where(act, keep_only(logits_V, ~drop_V), logits_V)

@@ -14,17 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dantinox.config.steps import STEPS
 from dantinox.sampling import steps
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.state import SamplerState
 from dantinox.sampling.steps import Rest
 
 WINDOW = 256
 SMALL_VOCABULARY = 4096  # up to here the whole row is as fast
-# Cuts that keep a head of the canonical order: when the last token of the window goes, so does everything behind it.
-CLOSING = frozenset(
-    {"top_k", "top_p", "min_p", "top_a", "typical", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "mirostat_v1", "mirostat_v2"}
-)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("ids", "rest"), meta_fields=("vocab_size",))
@@ -41,7 +37,7 @@ class Context(NamedTuple):
     """What a step may read besides the logits, of a batch or, under `vmap`, of one row."""
 
     params: SamplingParams
-    state: SamplerState
+    state: Any  # a SamplerState, of which every field that the plan reads is there
     keys: Any = None
     window: Window | None = None
 
@@ -119,10 +115,12 @@ def in_window(run: Runner, names: Sequence[str], logits_BV: Array, context: Cont
         if mass_B is not None:
             log_mass_B = mass_B if log_mass_B is None else jnp.where(params.on[name], mass_B, log_mass_B)
         touched_B = params.on[name] & open_B
-        if name in CLOSING:
+        if STEPS[
+            name
+        ].cuts:  # a head of the canonical order stays: when the last token of the window goes, so does all behind it
             # `lax.top_k` tells 0 from -0: a window that ends in zeros may not hold the first of them.
             closed_B = (y_BK[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
-            if name == "typical":  # its order is the logits' one only where tokens surprise more than the mean
+            if STEPS[name].cuts == "typical":  # this order is the logits' one only where tokens surprise more than the mean
                 surprise_B = jax.vmap(steps.log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
                 closed_B &= surprise_B >= jax.vmap(steps.entropy)(x_BK, rest)
             failed_B |= touched_B & ~closed_B

@@ -1,0 +1,432 @@
+"""The table of sampling steps: by what each is set, when it is on, what it reads, and whether it cuts the row down.
+
+Everything that knows the steps follows from `STEPS`: the keys of the `generation` section with their flags and help, what is
+refused while a step is off, the default order, the compiled chain and its window, the parameters of `process_logits`, and the
+table in docs/sampling.md. A new step is a function in `dantinox.sampling.steps` or `.history`, a row here, and a section there.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, TypeAdapter
+
+from dantinox.config.base import Count, CountOrZero, Finite, Fraction, Needs, NonNegative, Positive, as_tuple
+
+TINY = 1.1754943508222875e-38  # the smallest normal float32
+
+
+def is_digits(text: str) -> bool:
+    """Whether a text is an id or a code: the digits of other scripts are not."""
+    return text.isascii() and text.isdecimal()
+
+
+def _as_biases(value: Any) -> Any:
+    """A mapping, or `token=value` texts; null stands for -inf, as JSON has no other way to write it."""
+    pairs = _pairs(value)
+    if not isinstance(pairs, list) or not all(isinstance(token, str | int) for token, _ in pairs):
+        return value
+    return {str(token): bias for token, bias in pairs}
+
+
+def _as_sequence_biases(value: Any) -> Any:
+    """The same for texts of any length, and pairs of a text or a list of token ids and its bias."""
+    pairs = _pairs(value)
+    return tuple((_as_sequence(words), bias) for words, bias in pairs) if isinstance(pairs, list) else value
+
+
+def _pairs(value: Any) -> Any:
+    """(name, bias) of a mapping, of `name=bias` texts, or of pairs; -inf for null. Anything else as it is."""
+    if isinstance(value, list | tuple):
+        parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
+        if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
+            return value
+        pairs = [(name, _number(bias)) for name, bias in parts]
+    elif isinstance(value, Mapping):
+        pairs = [*value.items()]
+    else:
+        return value
+    return [(name, -math.inf if bias is None else bias) for name, bias in pairs]
+
+
+def _number(bias: Any) -> Any:
+    try:
+        return float(bias) if isinstance(bias, str) else bias
+    except ValueError:
+        return bias
+
+
+def _as_sequences(value: Any) -> Any:
+    """Texts or lists of token ids."""
+    items = as_tuple(value)
+    return tuple(map(_as_sequence, items)) if isinstance(items, tuple) else items
+
+
+def _as_sequence(item: Any) -> Any:
+    return tuple(item) if isinstance(item, list) else item
+
+
+Text = Annotated[str, Field(min_length=1)]
+Bias = Annotated[float, Field(lt=math.inf)]
+Sequence = Text | Annotated[tuple[CountOrZero, ...], Field(min_length=1)]
+# The kinds of lists that steps read.
+Tokens = Annotated[tuple[CountOrZero | Text, ...], BeforeValidator(as_tuple)]
+Breakers = Annotated[tuple[str | CountOrZero, ...], BeforeValidator(as_tuple)]
+Biases = Annotated[dict[str, Bias], BeforeValidator(_as_biases)]
+Sequences = Annotated[tuple[Sequence, ...], BeforeValidator(_as_sequences)]
+SequenceBiases = Annotated[tuple[tuple[Sequence, Bias], ...], BeforeValidator(_as_sequence_biases)]
+Scope = Literal["all", "output"]
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A key of the `generation` section: its type with its range, its default, what is said of it in the help."""
+
+    key: str
+    kind: Any
+    default: Any
+    help: str
+    needs: tuple[Needs, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One row of the table.
+
+    Attributes:
+      on: the settings that switch it on, each with the values that do.
+      arguments: the parameters of its function that are settings.
+      reads: its other parameters, which `dantinox.sampling.chain.READS` knows.
+      beside: settings that come to it through what it reads.
+      given: parameters in `process_logits`, with their types and defaults (None: needed), for what decoding knows by itself.
+      group: `edit` and `penalty` act on greedy text too; edits have no place in an order and run first.
+      cuts: what it keeps is the `likeliest` tokens, or those of a `typical` surprise; "": nothing, or something else.
+      by_row: so slow that only the rows of a batch that have it on may pay.
+      function: where its name is not that of the step.
+    """
+
+    on: dict[str, Callable[[Any], bool]]
+    arguments: dict[str, Setting] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    beside: tuple[Setting, ...] = ()
+    given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    group: Literal["edit", "penalty", "other"] = "other"
+    cuts: Literal["", "likeliest", "typical"] = ""
+    by_row: bool = False
+    function: str = ""
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return (*self.arguments.values(), *self.beside)
+
+
+def positive(value: Any) -> bool:
+    return value is not None and value > 0
+
+
+def below_one(value: Any) -> bool:
+    return value is not None and value < 1
+
+
+def not_one(value: Any) -> bool:
+    return bool(value != 1)
+
+
+CHAIN = (Needs(("generation.strategy", "chain")),)
+TIES = Setting(
+    "ties", Literal["first", "all"], "first",
+    "top_k, top_p and typical: of tokens equal to the last kept one, those with lower ids, or all", CHAIN,
+)  # fmt: skip
+TAU = Setting("mirostat_tau", Positive, 5.0, "mirostat: the surprise aimed at, in bits")
+ETA = Setting("mirostat_eta", Positive, 0.1, "mirostat: how fast it is corrected")
+MIROSTAT = Setting("mirostat", Literal[0, 1, 2], 0, "hold the surprise of the text constant: version 1 or 2 (0: off)")
+WORDS = ("history_S", "length", "prefix_WM", "last_W")
+
+# In the order of the edits and of the preset `default`.
+STEPS: dict[str, Step] = {
+    "no_repeat_ngram": Step(
+        {"no_repeat_ngram": positive},
+        {"n": Setting("no_repeat_ngram", int, 0, "no sequence of this many tokens occurs twice (0: off)")},
+        reads=("history_S", "length", "run_S"),
+        group="edit",
+    ),
+    "logit_bias": Step(
+        {"logit_bias": bool},
+        reads=("bias_V",),
+        beside=(
+            Setting(
+                "logit_bias",
+                Biases,
+                {},
+                "added to the logits of tokens, named by id or text of one token (null or -inf: banned)",
+            ),
+        ),
+        given={"ids": (Tokens, None), "values": (Biases, None)},
+        group="edit",
+    ),
+    "sequence_bias": Step(
+        {"sequence_bias": bool},
+        reads=(*WORDS, "bias_W"),
+        beside=(
+            Setting(
+                "sequence_bias",
+                SequenceBiases,
+                (),
+                "texts, or lists of ids, and what is added to the last token of each behind its others (null or -inf: banned)",
+            ),
+        ),
+        given={"sequences": (Sequences, None), "values": (Biases, None)},
+        group="edit",
+    ),
+    "allowed_tokens": Step(
+        {"allowed_tokens": bool},
+        reads=("ids_S",),
+        beside=(Setting("allowed_tokens", Tokens, (), "no other tokens are generated: ids, or texts of one token"),),
+        given={"ids": (Tokens, None)},
+        group="edit",
+    ),
+    "banned_tokens": Step(
+        {"banned_tokens": bool},
+        reads=("ids_S",),
+        beside=(Setting("banned_tokens", Tokens, (), "tokens never generated: ids, or texts of one token"),),
+        given={"ids": (Tokens, None)},
+        group="edit",
+        function="ban",
+    ),
+    "bad_words": Step(
+        {"bad_words": bool},
+        reads=WORDS,
+        beside=(
+            Setting("bad_words", Sequences, (), "texts never generated: the last token of each is banned behind the others"),
+        ),
+        given={"sequences": (Sequences, None)},
+        group="edit",
+    ),
+    "min_tokens": Step(
+        {"min_tokens": positive},
+        {"n": Setting("min_tokens", int, 0, "tokens before the end token, a stop id or a stop string may end the text")},
+        reads=("stop_ids_S", "n_generated"),
+        given={"stop_ids": (Tokens, None)},
+        group="edit",
+    ),
+    "repetition_penalty": Step(
+        {"repetition_penalty": not_one},
+        {
+            "penalty": Setting(
+                "repetition_penalty", Positive, 1.0, "divides positive and multiplies negative logits of seen tokens (1: off)"
+            ),
+            "range": Setting("repetition_range", CountOrZero, 0, "only this many last tokens are penalised (0: all)"),
+            "slope": Setting(
+                "repetition_slope",
+                NonNegative,
+                0.0,
+                "how much more the newest of them are penalised (0: all alike)",
+                (Needs(("generation.repetition_range", lambda tokens: tokens > 1)),),
+            ),
+        },
+        reads=("distance_V",),
+        beside=(Setting("repetition_scope", Scope, "all", "repetition penalty: of prompt and output, or of output"),),
+        group="penalty",
+    ),
+    "presence_frequency_penalty": Step(
+        {"presence_penalty": bool, "frequency_penalty": bool},
+        {
+            "presence": Setting("presence_penalty", Finite, 0.0, "subtracted once from the logits of generated tokens"),
+            "frequency": Setting("frequency_penalty", Finite, 0.0, "subtracted for each time a token was generated"),
+        },
+        reads=("count_V",),
+        beside=(
+            Setting("presence_scope", Scope, "output", "presence and frequency penalty: prompt and output, or output alone"),
+        ),
+        group="penalty",
+    ),
+    "dry": Step(
+        {"dry_multiplier": positive},
+        {
+            "multiplier": Setting(
+                "dry_multiplier", NonNegative, 0.0, "DRY: penalty for going on with a repeated sequence (0: off)"
+            ),
+            "base": Setting(
+                "dry_base", Annotated[float, Field(ge=1, allow_inf_nan=False)], 1.75, "DRY: growth per repeated token"
+            ),
+            "allowed_length": Setting(
+                "dry_allowed_length", Count, 2, "DRY: repeated tokens that cost the multiplier alone; fewer are free"
+            ),
+        },
+        reads=("repeated_V",),
+        beside=(
+            Setting("dry_range", CountOrZero, 0, "DRY: only this many last tokens are searched (0: all)"),
+            Setting(
+                "dry_breakers", Breakers, ("\n", ":", '"', "*"), "DRY: tokens with one of these texts in them end a repetition"
+            ),
+        ),
+        given={"range": (CountOrZero, 0), "breakers": (Tokens, ())},
+        group="penalty",
+    ),
+    "dynamic_temperature": Step(
+        {"dynatemp_low": not_one, "dynatemp_high": not_one},
+        {
+            "low": Setting("dynatemp_low", NonNegative, 1.0, "dynamic temperature: its value where the model is certain"),
+            "high": Setting(
+                "dynatemp_high", NonNegative, 1.0, "dynamic temperature: its value where all tokens are equally likely"
+            ),
+            "exponent": Setting(
+                "dynatemp_exponent", NonNegative, 1.0, "dynamic temperature: power of the normalised entropy between them"
+            ),
+        },
+    ),
+    "temperature": Step(
+        {"temperature": not_one}, {"t": Setting("temperature", NonNegative, 1.0, "divides the logits; 0 is greedy")}
+    ),
+    "smoothing": Step(
+        {"smoothing_factor": positive},
+        {
+            "factor": Setting(
+                "smoothing_factor", NonNegative, 0.0, "quadratic smoothing of the logits around the largest (0: off)"
+            ),
+            "curve": Setting(
+                "smoothing_curve", Annotated[float, Field(ge=1, le=3)], 1.0, "share of a cubic term in the smoothing"
+            ),
+        },
+    ),
+    "top_k": Step(
+        {"top_k": positive},
+        {"k": Setting("top_k", int | None, None, "keep the k most likely tokens (null, 0 or less: off)"), "ties": TIES},
+        cuts="likeliest",
+    ),
+    "top_p": Step(
+        {"top_p": below_one},
+        {
+            "p": Setting("top_p", Fraction | None, None, "keep the smallest set of tokens with this mass (null or 1: off)"),
+            "rule": Setting(
+                "top_p_rule",
+                Literal["inclusive", "exclusive"],
+                "inclusive",
+                "whether the token that crosses the mass is kept (exclusive: KoboldAI on TPU)",
+                CHAIN,
+            ),
+            "ties": TIES,
+        },
+        reads=("rest",),
+        cuts="likeliest",
+    ),
+    "min_p": Step(
+        {"min_p": positive},
+        {"p": Setting("min_p", Fraction, 0.0, "keep tokens at least this likely, relative to the most likely (0: off)")},
+        cuts="likeliest",
+    ),
+    "top_a": Step(
+        {"top_a": positive},
+        {"a": Setting("top_a", NonNegative, 0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)")},
+        reads=("rest",),
+        cuts="likeliest",
+    ),
+    "tail_free": Step(
+        {"tail_free": below_one},
+        {"z": Setting("tail_free", Fraction, 1.0, "cut where the curve of sorted probabilities has flattened (1: off)")},
+        reads=("size",),
+        by_row=True,
+    ),
+    "typical": Step(
+        {"typical": below_one},
+        {
+            "p": Setting("typical", Fraction, 1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)"),
+            "ties": TIES,
+        },
+        reads=("rest",),
+        cuts="typical",
+    ),
+    "epsilon_cutoff": Step(
+        {"epsilon_cutoff": positive},
+        {
+            "eps": Setting(
+                "epsilon_cutoff",
+                Annotated[float, Field(ge=0, lt=1)],
+                0.0,
+                "keep tokens with at least this probability (0: off)",
+            )
+        },
+        reads=("rest",),
+        cuts="likeliest",
+    ),
+    "eta_cutoff": Step(
+        {"eta_cutoff": positive},
+        {
+            "eps": Setting(
+                "eta_cutoff",
+                Annotated[float, Field(ge=0, lt=1)],
+                0.0,
+                "the same bound, lowered where the entropy is high (0: off)",
+            )
+        },
+        reads=("rest",),
+        cuts="likeliest",
+    ),
+    "top_n_sigma": Step(
+        {"top_n_sigma": positive},
+        {"n": Setting("top_n_sigma", Finite, 0.0, "keep logits within this many standard deviations of the largest (0: off)")},
+        reads=("rest",),
+        cuts="likeliest",
+    ),
+    "xtc": Step(
+        {"xtc_probability": positive},
+        {
+            "threshold": Setting(
+                "xtc_threshold", Fraction, 0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)"
+            ),
+            "probability": Setting("xtc_probability", Fraction, 0.0, "how often the top choices are excluded (0: off)"),
+        },
+        reads=("u", "protected_V"),
+        given={"u": (Fraction, None), "protected_ids": (Tokens, ())},
+    ),
+    "mirostat_v1": Step(
+        {"mirostat": lambda version: version == 1},
+        reads=("mu", "size"),
+        beside=(MIROSTAT, TAU, ETA),
+        given={"mu": (Finite, None), "m": (Count, 100)},
+        cuts="likeliest",
+    ),
+    "mirostat_v2": Step(
+        {"mirostat": lambda version: version == 2},
+        reads=("mu", "rest"),
+        beside=(MIROSTAT, TAU, ETA),
+        given={"mu": (Finite, None)},
+        cuts="likeliest",
+    ),
+}
+SETTINGS: dict[str, Setting] = {setting.key: setting for step in STEPS.values() for setting in step.settings}
+EDITS = tuple(name for name, step in STEPS.items() if step.group == "edit")
+PENALTIES = tuple(name for name, step in STEPS.items() if step.group == "penalty")
+STEERED = tuple(name for name, step in STEPS.items() if "mu" in step.reads)  # by the surprise of what was drawn
+
+
+def field_of(setting: Setting) -> tuple[Any, Any]:
+    """The declaration of a setting in a section. What switches no step on refines some, and needs one of them on."""
+    owners = [step for step in STEPS.values() if setting in step.settings]
+    needs = setting.needs
+    if not any(setting.key in step.on for step in owners):
+        needs = (Needs(*((f"generation.{key}", on) for step in owners for key, on in step.on.items())), *needs)
+    return Annotated[setting.kind, *needs] if needs else setting.kind, Field(setting.default, description=setting.help)
+
+
+class Bounds(NamedTuple):
+    """The numbers that a kind allows, ends included; a number > 0 begins at the smallest of float32."""
+
+    low: float
+    high: float
+    integer: bool
+
+
+def bounds(kind: Any) -> Bounds | None:
+    """The range of a kind of number; None for anything else."""
+    schema = TypeAdapter(kind).json_schema()
+    schema = next((option for option in schema.get("anyOf", ()) if option.get("type") != "null"), schema)
+    if schema.get("type") not in ("integer", "number") or "enum" in schema:
+        return None
+    low = schema.get("minimum", TINY if "exclusiveMinimum" in schema else -math.inf)
+    high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf))
+    return Bounds(low, math.inf if high >= 2**31 - 1 else high, schema["type"] == "integer")
+
+
+NUMBERS: dict[str, Bounds] = {key: found for key, setting in SETTINGS.items() if (found := bounds(setting.kind)) is not None}
