@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,8 @@ def build_config(
 ) -> Config:
     """Validates a tree of sections with overrides laid over it.
 
-    A setting that has no effect beside the others is refused among the overrides; elsewhere it is reported in one line, and
-    counts as its default. What equals its default asks for nothing.
+    A setting that has no effect beside the others is refused among the overrides; elsewhere it is reported in one line. What
+    equals its default asks for nothing.
 
     Args:
       overrides: dotted path → value.
@@ -148,8 +148,16 @@ def build_config(
     Raises:
       UserError: a wrong name, type or range, settings that contradict each other, or an override without effect.
     """
-    where = dict(where or {})
-    written: dict[str, Any] = {}
+    config, unused = merge(tree, overrides or {}, where or {}, source, origin)
+    report(unused, where or {}, source)
+    return config
+
+
+def merge(
+    tree: dict[str, Any], overrides: dict[str, Any], where: dict[str, str], source: str, origin: str
+) -> tuple[Config, dict[str, str]]:
+    """`build_config`, with the settings to be reported: dotted path → while what is so they have no effect."""
+    where, written = dict(where), dict[str, Any]()
     for section, content in tree.items():
         if section not in SECTIONS:
             raise UserError(
@@ -161,7 +169,7 @@ def build_config(
             raise UserError(f"{section} must be a section of keys, got {shown(content)}{_place(section, where, source)}")
         written |= {f"{section}.{key}": value for key, value in content.items()}
     written = _resolve_aliases(written, where, source)
-    changes = _resolve_aliases(overrides or {}, {}, origin)
+    changes = _resolve_aliases(overrides, {}, origin)
     where |= dict.fromkeys(changes, origin)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in (written | changes).items():
@@ -175,20 +183,20 @@ def build_config(
     unused = idle(config)
     for key in unused.keys() & changes.keys():
         raise UserError(f"{key} has no effect {unused[key]}{_place(key, where, source)}")
-    for reason in dict.fromkeys(unused.values()):
-        keys = [key for key in unused if unused[key] == reason]
-        verb = "has" if len(keys) == 1 else "have"
-        warnings.warn(f"{_listed(keys)} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=2)
-    config = without(config, unused)
-    for problem in config.conflicts():
+    for problem in without(config, unused).conflicts():
         named = [key for key in re.findall(r"[a-z]+\.[a-z_]+", problem) if key in FIELDS]
         place = next((where[key] for key in named if key in where), source)
         raise UserError(f"{problem} ({place})" if place else problem)
-    return config
+    return config, unused
 
 
-def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
+def report(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> None:
+    """Warns of settings without effect, in one line for each reason."""
+    for reason in dict.fromkeys(unused.values()):
+        keys = [key for key in unused if unused[key] == reason]
+        listed = ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
+        verb = "has" if len(keys) == 1 else "have"
+        warnings.warn(f"{listed} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=3)
 
 
 def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
@@ -287,7 +295,7 @@ def _nearest_section(name: str) -> str:
     return f", did you mean {hit[0]}?" if hit else f": the sections are {', '.join(SECTIONS)}"
 
 
-def _place(key: str, where: dict[str, str], source: str) -> str:
+def _place(key: str, where: Mapping[str, str], source: str) -> str:
     place = where.get(key) or source
     return f" ({place})" if place else ""
 

@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dantinox.config.files import REQUEST, build_config, check_text, did_you_mean, flat_name, nearest_key
+from dantinox.config.files import ALIASES, REQUEST, check_text, did_you_mean, flat_name, merge, nearest_key, report
 from dantinox.config.generation import ROUTED
-from dantinox.config.sections import FIELDS, Config, flat
+from dantinox.config.sections import FIELDS, Config, flat, idle, without
 from dantinox.files import UserError, on_one_line
 
 # Name alone → dotted path.
 KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST}
-# Of settings that say the same in two ways the newer holds: a name that is given → those of the run that make room for it.
-PAIRS = [("kv_budget", "kv_budget_tokens"), *((key, f"base_{key}") for key in ROUTED)]
+# Of settings that say the same in two ways the newer holds: a name that is given → what makes room for it below.
+PAIRS = [
+    ("kv_budget", "kv_budget_tokens"),
+    *((key, f"base_{key}") for key in ROUTED),
+    *((flat_name(old), flat_name(new)) for old, new in ALIASES.items()),
+]
 MAKES_ROOM = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIRS}}
 
 
@@ -21,37 +25,54 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {name: values[key] for name, key in KEYS.items()}
 
 
-def overlay(base: Config, given: Mapping[str, Any], origin: str = "") -> Config:
+def overlay(base: Config, given: Mapping[str, Any], origin: str = "", under: Mapping[str, Any] | None = None) -> Config:
     """A config with the settings of a request laid over its `generation`, `router` and `kv` sections.
 
-    What the request leaves without effect of the base's own is reported in one line and dropped. Another preset takes the
-    place of the base's order and an order of names that of its preset, one unit of a budget that of the other, a base value of
-    the router that of the number it would be hidden by, and the other way round. With the router a temperature of 1 and a
-    min_p of 0 are base values, where they are given.
+    What the request leaves without effect is reported in one line and not part of the outcome. Another preset takes the place
+    of the base's order and an order of names that of its preset, the router that of `greedy`, one unit of a budget that of the
+    other, a base value of the router that of the number it would be hidden by, and the other way round. With the router a
+    temperature of 1 and a min_p of 0 are base values, where they are given.
 
     Args:
       given: keys by their name alone; those of `kv` are called `kv_budget` and so on.
       origin: for errors, where the values were written.
+      under: settings of all requests, between the base's own and this one's.
     """
     for name in given:
         _check_name(name, origin)
     own = {name: value for name, value in settings_of(base).items() if value != FIELDS[KEYS[name]].default}
-    for name in given:
-        if MAKES_ROOM.get(name) not in given:
-            own.pop(MAKES_ROOM.get(name, ""), None)
-    order = given.get("sampler_order")
-    if "preset" not in given and isinstance(order, list | tuple) and any(isinstance(name, str) for name in order):
-        own.pop("preset", None)
-    given = dict(given)
-    if given.get("strategy", own.get("strategy")) == "entropy":
-        given |= {f"base_{key}": off for key, off in (("temperature", 1), ("min_p", 0)) if given.get(key) == off}
+    if under:
+        own = _with_room(own, under) | _with_bases(under, own)
+    strict = _with_bases(given, own)
     tree: dict[str, dict[str, Any]] = {}
-    for name, value in own.items():
-        section, _, key = KEYS[name].partition(".")
+    for name, value in _with_room(own, given).items():
+        section, _, key = KEYS.get(name, f"generation.{name}").partition(".")
         tree.setdefault(section, {})[key] = value
-    changed = {KEYS.get(name, f"generation.{name}"): value for name, value in given.items()}
-    sections = build_config(tree, changed, source="the run's settings", origin=origin)
-    return base.model_copy(update={name: getattr(sections, name) for name in REQUEST})
+    changed = {KEYS.get(name, f"generation.{name}"): value for name, value in strict.items()}
+    source = "the run's settings" if not under else "the flags and the run's settings"
+    merged, unused = merge(tree, changed, {}, source, origin)
+    before = idle(base)
+    report({key: reason for key, reason in unused.items() if key not in before}, {}, source)
+    merged = without(merged, unused)
+    return base.model_copy(update={name: getattr(merged, name) for name in REQUEST})
+
+
+def _with_room(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings below a request, without those whose place it takes."""
+    order = given.get("sampler_order")
+    gone = {MAKES_ROOM.get(name) for name in given}
+    if isinstance(order, list | tuple) and any(isinstance(name, str) for name in order):
+        gone.add("preset")
+    if given.get("strategy") == "entropy":
+        gone.add("greedy")
+    return {name: value for name, value in own.items() if name not in gone or name in given}
+
+
+def _with_bases(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's settings, numbers that equal the chain's default as the router's base values."""
+    if given.get("strategy", own.get("strategy")) != "entropy":
+        return dict(given)
+    return {f"base_{key}": off for key, off in (("temperature", 1), ("min_p", 0)) if given.get(key) == off} | dict(given)
 
 
 def _check_name(name: str, origin: str) -> None:

@@ -62,6 +62,8 @@ def config_of(*argv: str):
 def test_a_flag_sets_its_key(argv, key, value):
     section, _, name = key.partition(".")
     words = argv.split()
+    if "sample_prompt" in argv:
+        words += ["--sample_every", "5"]
     if "layer_types" in argv:
         words += ["--sliding_window", "--context_window", "3"]
     result = getattr(getattr(config_of(*words), section), name)

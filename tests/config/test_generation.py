@@ -4,14 +4,19 @@ import pytest
 
 from dantinox.config import Config, GenerationSection, UserError, build_config, dump_config, load_config, overlay
 from dantinox.config.flags import Parser, add_config_flags, overrides
-from dantinox.config.generation import PRESETS, REFINES, ROUTED, kobold_order, step_order, steps_on
+from dantinox.config.generation import PRESETS, ROUTED, kobold_order, step_order, steps_on
 from dantinox.config.router import RouterSection, bases_of
+from dantinox.config.steps import SETTINGS, STEPS
 
 BAN = -float("inf")
 
 
+SWITCHES = {key for step in STEPS.values() for key in step.on}
+REFINES = [key for key in SETTINGS if key not in SWITCHES]
+
+
 def section(**values):
-    return build_config({"generation": values}).generation
+    return build_config({}, {f"generation.{key}": value for key, value in values.items()}, origin="").generation
 
 
 def given(*argv):
@@ -53,11 +58,17 @@ REFUSED = {
     "two temperatures": ({"temperature": 0.5, "dynatemp_high": 2}, "both set the temperature: leave temperature at 1, got 0.5"),
     "a slope without a range": (
         {"repetition_penalty": 1.2, "repetition_slope": 1},
-        "generation.repetition_slope has no effect while generation.repetition_range is below 2",
+        "generation.repetition_slope has no effect while generation.repetition_range is 0",
     ),
-    "ties of nothing": ({"ties": "all"}, "no effect while generation.top_k or generation.top_p or generation.typical is off"),
+    "ties of nothing": (
+        {"ties": "all"},
+        "no effect while generation.top_k is null and generation.top_p is null and generation.typical is 1.0",
+    ),
     "mirostat 3": ({"mirostat": 3}, "generation.mirostat must be one of 0, 1, 2, got 3"),
-    "xtc above a half": ({"xtc_probability": 1, "xtc_threshold": 0.6}, "generation.xtc_threshold must be a number in [0, 0.5]"),
+    "xtc above one": ({"xtc_probability": 1, "xtc_threshold": 1.6}, "generation.xtc_threshold must be a number in [0, 1]"),
+    "a step of a sequence alone": ({"sequence_bias": ["ab"]}, "generation.sequence_bias must be a list (each text, or a list"),
+    "a sequence of nothing": ({"sequence_bias": [[[], 1.0]]}, "generation.sequence_bias must be a list"),
+    "an empty sequence": ({"sequence_bias": {"": 1.0}}, "generation.sequence_bias must be a list"),
     "epsilon of one": ({"epsilon_cutoff": 1}, "generation.epsilon_cutoff must be a number in [0, 1)"),
     "infinite sigma": ({"top_n_sigma": float("inf")}, "generation.top_n_sigma must be a number, got inf"),
     "infinite penalty": ({"presence_penalty": BAN}, "generation.presence_penalty must be a number, got -inf"),
@@ -119,8 +130,9 @@ def test_kobold_orders():
     assert step_order("kobold", None) == codes == kobold_order([6, 0, 1, 2, 3, 4, 5]) == kobold_order([0, 1, 2, 3, 4, 5])
     assert step_order("kobold", (5, 4, 3, 2, 1, 0)) == (codes[0], *reversed(codes[1:]))
     assert step_order("koboldcpp", None) == (
-        "dry", "repetition_penalty", "top_k", "top_a", "tail_free", "typical", "top_p", "min_p", "dynamic_temperature",
-        "temperature", "smoothing", "xtc", "mirostat_v1", "mirostat_v2",
+        "dry", "repetition_penalty", "presence_frequency_penalty", "top_k", "top_a", "tail_free", "typical", "top_p", "min_p",
+        "dynamic_temperature",
+        "temperature", "smoothing", "top_n_sigma", "xtc", "mirostat_v1", "mirostat_v2",
     )  # fmt: skip
     assert step_order("default", ("top_p", "mirostat")) == ("top_p", "mirostat_v1", "mirostat_v2")
     for wrong in ([True, 0, 2, 3, 4, 5, 6], ["6", 0, 1, 2, 3, 4, 5]):
@@ -133,6 +145,7 @@ def test_flags_of_lists_and_orders():
     assert given("--sampler_order", "top_k,min_p", "temperature").sampler_order == ("top_k", "min_p", "temperature")
     assert given("--logit_bias", "17=-inf", "e=2", "==1").logit_bias == {"17": BAN, "e": 2.0, "=": 1.0}
     assert given("--banned_tokens", r"\n", "12").banned_tokens == ("\n", "12")
+    assert given("--sequence_bias", r"a b=-1.5", r"\n=-inf").sequence_bias == (("a b", -1.5), ("\n", BAN))
     assert given("--bad_words", "a b", "c").bad_words == ("a b", "c")
     assert given("--bad_words", "a b").bad_words == ("a b",)
     assert given("--mirostat", "2").mirostat == 2 and given("--preset", "hf").preset == "hf"
@@ -143,7 +156,14 @@ def test_flags_of_lists_and_orders():
 
 
 def test_biases_survive_the_round_trip_through_yaml(tmp_path):
-    config = Config(generation=section(logit_bias={"17": None, "e": -3}, bad_words=["a", [1, 2]], sampler_order="top_k"))
+    config = Config(
+        generation=section(
+            logit_bias={"17": None, "e": -3},
+            bad_words=["a", [1, 2]],
+            sampler_order="top_k",
+            sequence_bias=[["ab", None], [[1, 2], 3]],
+        )
+    )
     (tmp_path / "c.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "c.yaml") == config
     assert config.generation.logit_bias == {"17": BAN, "e": -3.0}
@@ -174,6 +194,8 @@ AS_FLAGS = {
     "allowed_tokens": (["a", "3"], ("a", "3")),
     "banned_tokens": (["3"], ("3",)),
     "bad_words": (["a b"], ("a b",)),
+    "sequence_bias": (["a b=2"], (("a b", 2.0),)),
+    "stop_token_ids": (["3"], ("3",)),
     "min_tokens": (["4"], 4),
     "sampler_order": (["top_k"], ("top_k",)),
 }
@@ -215,7 +237,7 @@ def test_values_laid_over_a_section():
 
 def test_the_router_is_laid_over_a_chain_and_goes_with_it():
     """Keys of both sections by their name alone; another strategy leaves behind what only the old one reads."""
-    base = Config(generation={"greedy": True, "top_p": 0.8})
+    base = build_config({"generation": {"greedy": True, "top_p": 0.8}})
     routed = overlay(base, {"strategy": "entropy", "low_entropy": 0.3, "temperature": 0.9})
     assert (routed.generation.greedy, routed.generation.top_p, routed.generation.temperature) == (False, 0.8, 0.9)
     assert routed.router == RouterSection(low_entropy=0.3)
@@ -243,14 +265,17 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
         ({"low_entropy": 0.3}, "router.low_entropy has no effect while generation.strategy is chain"),
         ({"strategy": "entropy", "typical": 0.5}, "generation.typical cannot be used with generation.strategy entropy"),
         ({"strategy": "entropy", "mirostat": 2}, "generation.mirostat cannot be used with generation.strategy entropy"),
-        ({"strategy": "entropy", "preset": "hf"}, "generation.preset cannot be used with generation.strategy entropy"),
+        ({"strategy": "entropy", "preset": "hf"}, "generation.preset has no effect while generation.strategy is entropy"),
         (
             {"strategy": "entropy", "sampler_order": ["top_k"]},
-            "generation.sampler_order cannot be used with generation.strategy",
+            "generation.sampler_order has no effect while generation.strategy is entropy",
         ),
-        ({"strategy": "entropy", "top_k": 5, "ties": "all"}, "generation.ties cannot be used with generation.strategy entropy"),
-        ({"strategy": "entropy", "greedy": True}, "generation.greedy leaves generation.strategy entropy nothing to choose"),
-        ({"strategy": "entropy", "temperature": 0}, "generation.temperature 0 leaves generation.strategy entropy nothing"),
+        (
+            {"strategy": "entropy", "top_k": 5, "ties": "all"},
+            "generation.ties has no effect while generation.strategy is entropy",
+        ),
+        ({"strategy": "entropy", "greedy": True}, "generation.strategy has no effect while generation.greedy is true"),
+        ({"strategy": "entropy", "temperature": 0}, "generation.strategy has no effect while generation.temperature is 0.0"),
         ({"strategy": "entropie"}, "generation.strategy must be one of chain, entropy"),
         ({"strategy": "entropy", "low_entrpy": 0.3}, "did you mean router.low_entropy?"),
         ({"strategy": "entropy", "low_entropy": -1}, "router.low_entropy must be"),
@@ -265,7 +290,7 @@ def test_the_router_is_laid_over_a_chain_and_goes_with_it():
         ({"strategy": "entropy", "candidates": 0}, "router.candidates must be an integer"),
         (
             {"strategy": "entropy", "temperature": 0.7, "base_temperature": 0.5},
-            "router.base_temperature has no effect while generation.temperature is set: leave one of them out",
+            "router.base_temperature has no effect while generation.temperature is 0.7",
         ),
         ({"strategy": "entropy", "adaptive_top_k_min": 200}, "router.adaptive_top_k_min must be at most"),
     ],

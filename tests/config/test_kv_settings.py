@@ -8,10 +8,9 @@ from dantinox.cli import flags, measure
 from dantinox.cli.common import given_settings
 from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
 from dantinox.config.flags import Parser, add_config_flags, overrides
-from dantinox.config.kv import idle_keys
-from dantinox.config.sections import RUN_FILES
+from dantinox.config.sections import RUN_FILES, idle
 
-OFF = "has no effect without kv.budget or kv.budget_tokens"
+OFF = "has no effect while kv.budget is null and kv.budget_tokens is null"
 # A value of each key that is not its default.
 OTHER = {
     "budget": 0.2, "budget_tokens": 64, "policy": "tova", "signal": "entropy", "dtype": "int8", "sinks": 0, "recent": 8,
@@ -55,9 +54,12 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
     if key in ("budget", "budget_tokens", "dtype"):
         assert getattr(build_config(tree).kv, key) == OTHER[key]
         return
+    with pytest.warns(UserWarning) as reported:
+        assert build_config(tree, where={f"kv.{key}": "x.yaml, line 2"}).kv == KVSection(**{key: OTHER[key]})
+    assert [str(line.message) for line in reported] == [f"kv.{key} {OFF} (x.yaml, line 2)"]
     with pytest.raises(UserError) as error:
-        build_config(tree, where={f"kv.{key}": "x.yaml, line 2"})
-    assert str(error.value) == f"kv.{key} {OFF} (x.yaml, line 2)"
+        build_config({}, {f"kv.{key}": OTHER[key]})
+    assert str(error.value) == f"kv.{key} {OFF} (command line)"
     default = KVSection.model_fields[key].default
     assert build_config({"kv": {key: default}}).kv == KVSection(), "a default asks for nothing"
 
@@ -72,7 +74,7 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
         *(
             (
                 {"budget": 0.2, "policy": policy, key: OTHER[key]},
-                f"kv.{key} has no effect while kv.policy is {policy}: it refines snapkv+ema",
+                f"kv.{key} has no effect while kv.policy is {policy}",
             )
             for policy in ("streaming", "tova", "h2o", "random")
             for key in ("window", "pool", "decay")
@@ -80,14 +82,14 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
         *(
             (
                 {"budget_tokens": 64, "signal": signal, key: OTHER[key]},
-                f"kv.{key} has no effect while kv.signal is {signal}: it refines entropy and coverage",
+                f"kv.{key} has no effect while kv.signal is {signal}" + " and kv.decay is 0.98" * (key == "grouping"),
             )
             for signal in ("uniform", "loss")
             for key in ("scale_min", "scale_max", "grouping")
         ),
         (
             {"budget": 0.2, "signal": "uniform", "calibration": "k.json"},
-            "kv.calibration has no effect while neither kv.signal nor kv.decay asks for what was measured",
+            "kv.calibration has no effect while kv.signal is uniform and kv.decay is 0.98",
         ),
         ({"budget": 0.2, "pool": 4}, "kv.pool must be odd, got 4"),
         ({"budget": 0}, "kv.budget must be a number in (0, 1], or null, got 0"),
@@ -114,14 +116,14 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
 )
 def test_what_is_refused_is_one_sentence(kv, sentence):
     with pytest.raises(UserError) as error:
-        build_config({"kv": kv})
+        build_config({}, {f"kv.{key}": value for key, value in kv.items()}, origin="")
     assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("key", ["budget", "budget_tokens", "dtype"])
 def test_without_a_cache_there_is_nothing_to_compress(key):
     with pytest.raises(UserError, match=rf"^kv\.{key} has no effect while generation\.use_cache is false$"):
-        build_config({"kv": {key: OTHER[key]}, "generation": {"use_cache": False}})
+        build_config({}, {f"kv.{key}": OTHER[key], "generation.use_cache": False}, origin="")
     assert build_config({"kv": {}, "generation": {"use_cache": False}}).kv == KVSection()
 
 
@@ -134,8 +136,11 @@ def test_a_calibration_is_read_for_a_signal_or_for_the_decay():
     assert not KVSection(decay="entropy").reads_calibration, "nothing is compressed"
 
 
-def test_a_run_trained_when_uniform_was_the_default_keeps_it():
-    base = build_config({"kv": {"signal": "uniform"}})
+def test_settings_of_a_run_wait_for_what_they_need():
+    """Runs that were trained when `uniform` was the default keep it."""
+    with pytest.warns(UserWarning, match=r"kv\.signal has no effect while kv\.budget is null"):
+        base = build_config({"kv": {"signal": "uniform"}})
+    assert overlay(base, {}).kv == KVSection()
     assert overlay(base, {"kv_budget": 0.2}).kv == KVSection(budget=0.2, signal="uniform")
     assert overlay(base, {"kv_budget": 0.2, "kv_signal": "loss"}).kv == KVSection(budget=0.2)
 
@@ -176,7 +181,7 @@ def test_laws_of_laying_over(base, other, share, tokens):
     assert (laid.grouping, laid.calibration) == (
         (base.grouping, base.calibration) if base.decay == "entropy" else ("max", None)
     )
-    assert not set(idle_keys(laid)) & {key for key in OTHER if getattr(laid, key) != KVSection.model_fields[key].default}
+    assert idle(Config(kv=laid)) == {}
 
 
 def test_what_is_left_idle_twice_goes_as_well():

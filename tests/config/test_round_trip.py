@@ -40,7 +40,11 @@ SETTINGS = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(SETTINGS)
 def test_dump_and_load_are_inverse(tmp_path_factory, values):
-    config = build_config({}, values)
+    tree: dict = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    config = build_config(tree)
     path = tmp_path_factory.mktemp("config") / "c.yaml"
     path.write_text(dump_config(config), encoding="utf-8", newline="")
     assert load_config(path) == config
@@ -76,9 +80,17 @@ def test_text_that_looks_like_something_else_stays_text(tmp_path, text):
     assert load_config(tmp_path / "c.yaml").training.sample_prompt == text
 
 
-def test_the_dump_holds_every_setting_and_values_only():
-    tree = yaml.safe_load(dump_config(Config()))
-    assert {f"{section}.{key}" for section, keys in tree.items() for key in keys} == set(FIELDS)
+def test_the_dump_holds_what_shaped_the_weights_and_what_was_set_for_requests():
+    given = {"generation": {"top_p": 0.9, "seed": 3, "greedy": False}, "kv": {"budget": 0.5}}
+    tree = yaml.safe_load(dump_config(build_config(given)))
+    assert {key: tree.pop(key, None) for key in ("generation", "router", "kv")} == {
+        "generation": {"seed": 3, "top_p": 0.9},
+        "router": None,
+        "kv": {"budget": 0.5},
+    }
+    assert {f"{section}.{key}" for section, keys in tree.items() for key in keys} == {
+        key for key in FIELDS if not key.startswith(("generation.", "router.", "kv."))
+    }
     assert "#" not in dump_config(Config()) and "!" not in dump_config(Config())
 
 
