@@ -67,7 +67,7 @@ def _sharpened(x_K: Array, raw_K: Array, n: Array) -> Array:
     return jnp.where(alive_K, rank_K + jnp.log(w_K / equal_K), -jnp.inf)
 
 
-def confidence(metrics: Metrics, config: RouterConfig) -> Array:
+def confidence(metrics: Metrics, config: RouterConfig = GUIDE) -> Array:
     """The guide's confidence in a row; without attention its terms are dropped."""
     score = (1 - jnp.asarray(metrics.entropy)) * config.score_entropy + (1 - metrics.varentropy) * config.score_varentropy
     if metrics.attention is None:

@@ -81,7 +81,8 @@ def init_state(
         count = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
     if "text" in asked:
         if capacity is None:
-            raise ValueError("steps that read the text need its capacity")
+            readers = [name for name in params.plan if "text" in fields_read([name])]
+            raise ValueError(f"steps that read the text need its capacity: {', '.join(readers)}")
         text = jnp.zeros((B, capacity), jnp.int32)
         text = text.at[rows_B1, jnp.where(valid_BT, place_BT, capacity)].set(prompt_tokens_BT, mode="drop")
         if "repeats" in asked:

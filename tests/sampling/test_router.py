@@ -44,6 +44,7 @@ MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Thresholds under which every row takes one strategy.
+SCORE = {field.name for field in fields(RouterConfig) if field.name.startswith("score_")}
 FORCED = {
     "clarify_followup": {"low_entropy": -1, "clarify_entropy": -1, "low_varentropy": math.inf},
     "explore": {"low_entropy": -1, "clarify_entropy": math.inf, "high_entropy": math.inf, "high_varentropy": -1},
@@ -335,7 +336,7 @@ def test_no_number_of_the_router_compiles_anything_anew():
     assert route._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", sorted({f.name for f in fields(RouterConfig)} - {"candidates", *router.INTEGERS}))
+@pytest.mark.parametrize("name", sorted({f.name for f in fields(RouterConfig)} - {"candidates", *router.INTEGERS, *SCORE}))
 def test_every_number_does_something(name):
     """Each threshold and coefficient moves what some row is sampled with."""
     metrics = random_metrics(600)

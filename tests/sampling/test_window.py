@@ -77,7 +77,7 @@ TOO_WIDE = {
 def test_a_cut_in_the_window_is_the_cut_of_the_whole_row(name):
     rows = [*CLOSES[name], TOO_WIDE[name], {}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])
-    assert params.plan == (name,)
+    assert {*params.plan} == {"temperature", name}
     for seed, spread in ((0, 1.6), (1, 2.5), (2, 1.2)):
         logits_BV = jnp.asarray(np.stack([language(seed, spread)] * len(rows)))
         whole_BV = whole(logits_BV, params, started(params))
