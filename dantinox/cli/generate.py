@@ -30,7 +30,7 @@ def generate(options: argparse.Namespace) -> int:
     # What is wrong with the settings is told before anything large is loaded.
     base = load_run_config(open_run(options.run_dir))
     requests = _requests(options, settings, base)
-    alone = len(requests) == 1 and overlay(base, requests[0][1]).generation.n == 1
+    alone = len(requests) == 1 and requests[0][1].generation.n == 1
     if options.stream and not alone:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
     use_compilation_cache()
@@ -116,11 +116,11 @@ def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None
             outputs.callback(atomic_write, options.report, page(documents))
 
 
-def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, dict[str, Any]]]:
+def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, Config]]:
     """(prompt, settings) for everything to be continued, checked over the run's own settings `base`."""
-    overlay(base, settings, "command line")
+    config = overlay(base, settings, "command line")
     if options.prompt_file is None:
-        return [(given_prompt(options), settings)]
+        return [(given_prompt(options), config)]
     from dantinox.generation.requests import read_requests
 
     return read_requests(options.prompt_file, settings, base)

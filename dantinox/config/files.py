@@ -296,7 +296,7 @@ def _nearest_section(name: str) -> str:
 
 
 def _place(key: str, where: Mapping[str, str], source: str) -> str:
-    place = where.get(key) or source
+    place = where.get(key, source)
     return f" ({place})" if place else ""
 
 

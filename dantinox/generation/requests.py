@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dantinox.config import Config, UserError, overlay, settings_of
+from dantinox.config import Config, UserError, overlay
 
-Requests = list[tuple[str, dict[str, Any]]]  # (prompt, settings), as `Run.start` takes them
+Requests = list[tuple[str, Config]]  # (prompt, settings), as `Run.start` takes them
 
 
 def read_requests(path: Path, settings: dict[str, Any], base: Config) -> Requests:
@@ -26,9 +26,9 @@ def read_requests(path: Path, settings: dict[str, Any], base: Config) -> Request
     return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> tuple[str, dict[str, Any]]:
+def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> tuple[str, Config]:
     if not line.lstrip().startswith("{"):
-        return line, settings
+        return line, overlay(base, settings)
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -36,4 +36,4 @@ def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> t
     prompt = record.pop("prompt", None)
     if not isinstance(prompt, str):
         raise UserError(f"a JSON prompt must have a text under the key prompt ({where})")
-    return prompt, settings_of(overlay(overlay(base, settings), record, where))
+    return prompt, overlay(base, record, where, settings)

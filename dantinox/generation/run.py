@@ -92,9 +92,9 @@ class Run:
         (batch,) = self.start([(prompt, {**settings, "n": 1})])
         return (piece.text for piece in batch.pieces(stream=True))
 
-    def settings(self, given: Mapping[str, Any]) -> Config:
+    def settings(self, given: Mapping[str, Any] | Config) -> Config:
         """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
-        return overlay(self.config, given)
+        return given if isinstance(given, Config) else overlay(self.config, given)
 
     def params(
         self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, score_fn: ScoreFn | None = None
@@ -105,7 +105,7 @@ class Run:
 
     def start(
         self,
-        requests: Sequence[tuple[str, Mapping[str, Any]]],
+        requests: Sequence[tuple[str, Mapping[str, Any] | Config]],
         *,
         logprobs: int | None = None,
         echo: bool = False,

@@ -248,7 +248,7 @@ def _biases(x_N: Array, row: Context, name: str) -> Array:
 
 def _protected(x_N: Array, row: Context, name: str) -> Array:
     ids_N = jnp.arange(x_N.shape[0]) if row.window is None else row.window.ids
-    return (ids_N[:, None] == row.params.tables[name]).any(axis=1)
+    return (ids_N[:, None] == row.params.tables["protected_ids"]).any(axis=1)
 
 
 # What a step may read besides its settings, by the name of its function's parameter: (the row or its window, context, step).
@@ -265,7 +265,7 @@ READS: dict[str, Callable[[Array, Context, str], Any]] = {
     "last_W": lambda x_N, row, name: _own(row, name),
     "bias_W": lambda x_N, row, name: _own(row, name, "_by"),
     "bias_V": _biases,
-    "stop_ids_S": lambda x_N, row, name: row.params.tables[name],
+    "stop_ids_S": lambda x_N, row, name: row.params.tables["stop_ids"],
     "protected_V": _protected,
     "u": lambda x_N, row, name: jax.random.uniform(jax.random.fold_in(row.keys, XTC_KEY)),
     "mu": lambda x_N, row, name: row.state.mu,

@@ -137,9 +137,10 @@ class SamplingParams:
             *(setting.key for name in plan for setting in STEPS[name].settings if setting.key in NUMBERS),
         }
         tables = _tables(sections, plan)
-        for name, ids in (("min_tokens", stops), ("xtc", [sorted({*map(int, protected_ids)})] * len(sections))):
-            if name in plan:
-                tables[name] = _padded(ids, -1)
+        if "min_tokens" in plan:
+            tables["stop_ids"] = _padded(stops, -1)
+        if "xtc" in plan:
+            tables["protected_ids"] = _padded([sorted({*map(int, protected_ids)})] * len(sections), -1)
         return cls(
             numbers={key: _numbers(key, sections) for key in sorted(settings)},
             on={name: jnp.asarray([name in on for on in on_rows]) for name in plan},
@@ -250,7 +251,7 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     allowed = set(lists.get("allowed_tokens", ()))
     if (allowed and allowed <= banned) or len(banned) == vocab_size:
         raise UserError(
-            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias and bad_words leave no token to generate"
+            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias, bad_words: together they leave no token"
         )
 
 

@@ -105,7 +105,7 @@ def _tables(name: str, step: Step, values: dict[str, Any]) -> dict[str, Any]:
         biases = [*(_finite(bias) for _, bias in pairs), *[0.0] * (len(last) - len(pairs))]
         return {f"{own}_before": before, own: last, f"{own}_by": np.asarray(biases, np.float32)}
     return {
-        own if parameter == "ids" else name: _padded(values[parameter])
+        own if parameter == "ids" else parameter: _padded(values[parameter])
         for parameter in ("ids", "stop_ids", "protected_ids")
         if parameter in step.given
     }

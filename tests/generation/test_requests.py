@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dantinox.config import Config, UserError, overlay
+from dantinox.config import Config, UserError
 from dantinox.generation import run
 from dantinox.generation.requests import read_requests
 
@@ -47,7 +47,7 @@ def test_lines_of_a_file_set_keys_of_kv_over_the_flags_and_the_run(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps({"prompt": "b", **x}) for x in lines))
     requests = read_requests(path, {"kv_budget": 0.2}, base)
-    own = [overlay(base, given).kv.model_dump(exclude_defaults=True) for _, given in requests]
+    own = [config.kv.model_dump(exclude_defaults=True) for _, config in requests]
     assert own == [
         {"budget": 0.2, "policy": "tova"}, {"budget_tokens": 64, "policy": "tova"}, {}, {}, {"budget": 0.2, "pool": 5},
     ]  # fmt: skip
