@@ -146,7 +146,10 @@ def test_unchanged_is_used_again(built) -> None:
 def test_every_change_builds_anew(built) -> None:
     config, directory, tokenizer = built
     path = Path(str(config.data.path))
-    for change in ({"data.val_fraction": 0.2}, {"data.text_field": "body"}, {"data.val_path": str(path)}):
+    records = path.with_name("val.jsonl")
+    records.write_text('{"text": "nel mezzo del cammin", "body": "di nostra vita"}\n' * 20)
+    others = [{"data.val_path": str(path)}, *({"data.val_path": str(records), "data.text_field": f} for f in ("text", "body"))]
+    for change in ({"data.val_fraction": 0.2}, *others):
         changed = settings(path, **change)
         if "data.val_path" not in change:
             assert builds(changed, directory, tokenizer) and not builds(changed, directory, tokenizer)
