@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dantinox.measure.reading import batches, padded, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.run import (
     KV_FORMAT,
+    HeadFile,
     RunDirectory,
     head_names,
     load_run_config,
@@ -44,47 +44,15 @@ HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffu
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadCalibration:
-    """What was measured on the attention heads: the keys of `kv_entropy.json`, without those that are None.
+class HeadCalibration(HeadFile):
+    """What was measured on the attention heads: the keys of `kv_entropy.json`, without those that are None."""
 
-    Attributes:
-      model: the name of its run; `n_layer` … `n_ctx` and `model_info` its shape.
-      calibration: how it was measured.
-      head_entropies: of a query head's attention in bits, by names like `L0_H1`; `entropy_stats` and `head_types` follow.
-      lengths: tokens up to the query rows, means over the sequences, and `length_entropies`, the entropies there.
-      coverage: keys that hold 95 % of a query head's attention.
-      loss: what eviction costs a key head (`L0_K1`) in nats per token, a number for each of `loss_slots`.
-      split_half_correlation: of the heads' entropies in odd and in even sequences.
-      tokens, sequences, seed: of the text.
-      tokenizer, weights: SHA-256.
-    """
-
-    model: str
-    n_layer: int
-    n_head: int
-    n_head_kv: int
-    n_ctx: int
     model_info: dict[str, Any]
-    calibration: dict[str, Any] | None = None
-    head_entropies: dict[str, float]
-    lengths: list[float] | None = None
-    length_entropies: dict[str, list[float]] | None = None
-    coverage: dict[str, float] | None = None
-    split_half_correlation: float | None = None
-    tokens: int | None = None
-    sequences: int | None = None
-    seed: int | None = None
-    tokenizer: str | None = None
-    weights: str | None = None
-    loss: dict[str, list[float]] | None = None
-    loss_slots: list[int] | None = None
     entropy_stats: dict[str, float | None]
     head_types: dict[str, int]
-    format_version: int = KV_FORMAT
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return self.model_dump(exclude_none=True)
 
     def heads(self, name: str) -> np.ndarray:
         """`head_entropies` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`."""

@@ -2,6 +2,7 @@
 
 from dantinox.run.calibrations import (
     KV_FORMAT,
+    HeadFile,
     KVCalibration,
     head_names,
     load_kv_calibration,
@@ -22,6 +23,7 @@ from dantinox.run.directory import (
 from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [
+    "HeadFile",
     "KVCalibration",
     "KV_FORMAT",
     "RunDirectory",

@@ -75,8 +75,17 @@ class _Method(Section):
     method: str | None = None
 
 
-class _KVFile(Section):
-    """What is read of a file about attention heads, whose format 1 ends with `calibration`; other keys are passed over."""
+class HeadFile(Section):
+    """What is read of a file about attention heads, whose format 1 ends with `calibration`; other keys are passed over.
+
+    Attributes:
+      head_entropies: of a query head's attention in bits, by names like `L0_H1`.
+      lengths: tokens up to the query rows, means over the sequences, and `length_entropies`, the entropies there.
+      coverage: keys that hold 95 % of a query head's attention.
+      loss: what eviction costs a key head (`L0_K1`) in nats per token, a number for each of `loss_slots`.
+      split_half_correlation: of the heads' entropies in odd and in even sequences.
+      tokenizer, weights: SHA-256.
+    """
 
     model_config = ConfigDict(extra="ignore")
     format_version: Literal[1, 2]
@@ -175,7 +184,7 @@ def read_kv_calibration(
     """
     path = Path(path)
     again = _kv_again(path)
-    file = _read(path, _KVFile, MAX_KV_BYTES, again)
+    file = _read(path, HeadFile, MAX_KV_BYTES, again)
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
     if theirs != ours:
         counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]

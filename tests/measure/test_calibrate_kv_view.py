@@ -16,6 +16,7 @@ def make(layers, heads, **more):
     names = [f"L{layer}_H{head}" for layer in range(layers) for head in range(heads)]
     counts = np.histogram(entropies, [0, 0.5, 1.5, 3, 4, 99])[0].tolist()
     return HeadCalibration(
+        format_version=2,
         model="run",
         n_layer=layers,
         n_head=heads,
