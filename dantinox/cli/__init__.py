@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             options = _parser().parse(argv)
             code: int = options.run(options)
         finally:
-            sys.stdout.flush()  # here, where a failure can be told
+            sys.stdout.flush()  # here, where a failure can be reported
         return code
     except UserError as error:
         if debug:

@@ -239,29 +239,25 @@ def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray
     Returns:
       Two arrays `[S, R, L, N]`, float64.
     """
-    ends_SR = np.array([row_ends(len(text)) for text in texts])
-    slots = int(ends_SR.max())
+    tokens_SN, lengths_S = padded(texts)
+    ends_SR = np.array([row_ends(length) for length in lengths_S.tolist()])
+    slots = tokens_SN.shape[1]
     T = -(-slots // ROWS)  # no quarter is longer
     found = []
     for rows in batches(len(texts), max(1, BATCH_TOKENS // T)):
         cache = make_cache(model.config, len(rows), slots, model.dtype)
         starts_B, measured = np.zeros(len(rows), int), []
         for ends_B in ends_SR[rows].T:
-            cache, read_LB2N = _read(model, cache, *_quarter([texts[row] for row in rows], starts_B, ends_B, T))
+            places_BT = starts_B[:, None] + np.arange(T)
+            tokens_BT = np.take_along_axis(tokens_SN[rows], np.minimum(places_BT, slots - 1), axis=1)
+            positions_BT = np.where(places_BT < ends_B[:, None], places_BT, -1)
+            cache, read_LB2N = _read(model, cache, jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32))
             measured.append(np.asarray(read_LB2N, np.float64))
             starts_B = ends_B
         found.append(np.stack(measured))
     found_RLS2N = np.concatenate(found, axis=2)[:, :, : len(texts)]
     entropy_SRLN, keys_SRLN = found_RLS2N.transpose(3, 2, 0, 1, 4)
     return entropy_SRLN, keys_SRLN
-
-
-def _quarter(texts: Sequence[np.ndarray], starts_B: np.ndarray, ends_B: np.ndarray, length: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens and positions `[B, T]` from a start to an end in each text, padded to `length`."""
-    positions_BT = starts_B[:, None] + np.arange(length)
-    positions_BT = np.where(positions_BT < ends_B[:, None], positions_BT, -1)
-    tokens_BT = np.stack([text[np.maximum(places_T, 0)] for text, places_T in zip(texts, positions_BT, strict=True)])
-    return jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32)
 
 
 _compiled: Any = partial(nnx.jit, donate_argnames=("cache",), graph_updates=False)
