@@ -14,53 +14,31 @@ RUNS = Path("runs")
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
 
 
+class _Inside:
+    """A path in a run directory."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, run: "RunDirectory", owner: type) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Where everything of one run lies. `path` is absolute; nothing inside refers to it, so a run can be copied."""
 
     path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "model_weights.msgpack"
-
-    @property
-    def router(self) -> Path:
-        return self.path / "router.json"
-
-    @property
-    def kv(self) -> Path:
-        """What was measured on the attention heads, for compressed caches."""
-        return self.path / "kv_entropy.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def data(self) -> Path:
-        """The token store."""
-        return self.path / "data"
+    config = _Inside("config.yaml")
+    tokenizer = _Inside("tokenizer.json")
+    weights = _Inside("model_weights.msgpack")
+    data = _Inside("data")  # the tokens
+    checkpoints = _Inside("checkpoints")
+    metrics = _Inside("metrics.jsonl")
+    samples = _Inside("samples")
+    plots = _Inside("plots")
+    router = _Inside("router.json")  # thresholds of the entropy router, measured
+    kv = _Inside("kv_entropy.json")  # what was measured of the attention heads, for compressed caches
 
     def log(self, config: Config) -> Path:
         return self.path / config.logging.log_file
@@ -120,11 +98,11 @@ def new_run_directory(root: str | Path = RUNS) -> RunDirectory:
             raise UserError(f"cannot make the run directory {path}: {error.strerror}") from None
 
 
-def create_run(path: str | Path | None = None, *, resume: bool = False) -> RunDirectory:
-    """The directory to train in: `path`, or a new one under `runs/`. A resumed run may exist, a fresh one must be empty.
+def create_run(path: str | Path | None = None) -> RunDirectory:
+    """The directory for a new run: `path`, or one under `runs/`.
 
     Raises:
-      UserError: there is something in `path` and `resume` is false, or it cannot be made.
+      UserError: there is something in `path`, or it cannot be made.
     """
     if path is None:
         return new_run_directory()
@@ -136,7 +114,7 @@ def create_run(path: str | Path | None = None, *, resume: bool = False) -> RunDi
     except OSError as error:
         reason = "a file is in its way" if isinstance(error, FileExistsError) else error.strerror
         raise UserError(f"cannot make the run directory {path}: {reason}") from None
-    if occupied and not resume:
+    if occupied:
         raise UserError(f"the run directory {path} is not empty: add --resume to go on with it, or choose another --run_dir")
     return RunDirectory(path)
 

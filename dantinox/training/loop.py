@@ -8,7 +8,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,14 +23,15 @@ from dantinox.files import UserError, atomic_write
 from dantinox.model.parameters import blueprint
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, save_weights
-from dantinox.text import Tokenizer, TokenStore
+from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress, first_line
-from dantinox.training.feed import Feed
 from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler
 from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
 from dantinox.training.stopping import StopRequest, stop_request
+
+AHEAD = 4  # batches
 
 
 class Clock:
@@ -51,6 +54,19 @@ class Clock:
             self._average = (now - self._since) / self.steps * 1e3
         self.steps, self._since = 0, now
         return self._average
+
+
+def batches_ahead(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
+    """The batches of steps `first` to `end`, exclusive, made and sent to the device by a thread before they are asked for."""
+    pool = ThreadPoolExecutor(1, "batches")
+    try:
+        made: deque[Future[Batch]] = deque()
+        for step in range(first, end):
+            while len(made) < AHEAD and step + len(made) < end:
+                made.append(pool.submit(lambda at: jax.device_put(batch(at)), step + len(made)))
+            yield made.popleft().result()  # what went wrong while it was made is raised here
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def train(
@@ -121,19 +137,19 @@ class _Trainer:
             self.state = initial_state(self.config, self.model, self.steps, given)
         self.logs.cut(self.step)
         self.console.start(self.steps, self.step)
-        with contextlib.closing(Feed(self.store.batch, self.step, self.steps)) as feed:
+        with contextlib.closing(batches_ahead(self.store.batch, self.step, self.steps)) as batches:
             self.stop.can_save = True
-            self._loop(feed)
+            self._loop(batches)
         self._conclude()
         return self.progress
 
-    def _loop(self, feed: Feed) -> None:
+    def _loop(self, batches: Iterator[Batch]) -> None:
         self.clock = Clock()
         if self.progress.evaluation_due:
             self._evaluate()
             self._stop_if_asked()
         while not self._finished():
-            self.state, metrics = self.programs.train(self.state, feed.next())
+            self.state, metrics = self.programs.train(self.state, next(batches))
             self.step += 1
             self.val_loss = None
             self.clock.steps += 1

@@ -42,7 +42,6 @@ def test_two_runs_of_one_second_get_two_directories(tmp_path, monkeypatch):
 def test_a_used_directory_needs_resume(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     assert "--resume" in sentence(create_run, tmp_path)
-    assert create_run(tmp_path, resume=True) == RunDirectory(tmp_path)
 
 
 def test_a_directory_that_holds_only_a_lock_is_new(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 
 from dantinox.config import build_config
 from dantinox.report import Console
-from dantinox.run import create_run, save_config
+from dantinox.run import RunDirectory, create_run, save_config
 from dantinox.text import Counts, TokenStore
 from dantinox.training.loop import train
 
@@ -70,7 +70,7 @@ class Workshop:
     notes: io.StringIO = field(default_factory=io.StringIO)
 
     def train(self, name, config, *, resume=False, store=None, tokenizer=None, **options):
-        run = create_run(self.path / name, resume=resume)
+        run = RunDirectory(self.path / name) if resume else create_run(self.path / name)
         if not run.config.is_file():
             save_config(run, config)
         tokenizer, store = tokenizer or Tokens(), store or small_store(config)
