@@ -31,7 +31,9 @@ class _Request(Section):
     n: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="samples per prompt")
     seed: Seed | None = Field(None, description="seed of the draws (null: a fresh one per call, reported)")
     stop: Strings = Field((), description="strings that end the text")
-    keep_stop: Annotated[bool, Needs(("generation.stop", bool))] = Field(False, description="keep the stop string in the text")
+    keep_stop: Annotated[bool, Needs(("generation.stop", bool), ("generation.stop_token_ids", bool))] = Field(
+        False, description="keep the stop string or token in the text"
+    )
     stop_token_ids: Tokens = Field((), description="tokens that end the text as the end token does: ids, or texts of one token")
     ignore_eos: bool = Field(False, description="go on after the end-of-text token")
     use_cache: bool = Field(True, description="keep keys and values between tokens; off recomputes the whole text")

@@ -14,6 +14,7 @@ from dantinox.generation.result import Result
 from dantinox.generation.session import Chunk, Session
 from dantinox.generation.stopping import StopFinder
 from dantinox.generation.trace import changed_settings, columns, router_numbers
+from dantinox.generation.words import stop_token_ids
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.text import Tokenizer
@@ -45,6 +46,7 @@ class _Row:
         self.reason: str | None = None
         self.seed = section.seed or 0
         self._eos = None if section.ignore_eos else tokenizer.eos_id
+        self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
         self._detokenizer = tokenizer.detokenizer()
         self._detokenizer.push(prompt)  # the first new token is no beginning, where some vocabularies drop a space
@@ -55,15 +57,18 @@ class _Row:
         piece = ""
         for token in ids:
             self.tokens.append(token)
-            piece += self._stops.push(self._detokenizer.push([token]), armed=len(self.tokens) >= self._min_tokens)
+            hidden = token in self._stop_ids and not self._keep_stop
+            text = "" if hidden else self._detokenizer.push([token])
+            piece += self._stops.push(text, armed=len(self.tokens) >= self._min_tokens)
             if self._stops.found is not None:
                 self.reason = "stop"
                 break
         if self.reason is None and done:
             piece += self._stops.push(self._detokenizer.flush())
             piece += self._stops.flush()
-            ended = bool(self.tokens) and self.tokens[-1] == self._eos
-            self.reason = "stop" if self._stops.found is not None else "eos" if ended else "length"
+            last = self.tokens[-1] if self.tokens else None
+            stopped = self._stops.found is not None or last in self._stop_ids
+            self.reason = "stop" if stopped else "eos" if last is not None and last == self._eos else "length"
         self.text.append(piece)
         return piece
 
@@ -107,7 +112,7 @@ class Batch:
             lengths_P,
             sampling,
             limits_B=np.repeat(limits_P, samples),
-            eos_ids=[[] if section.ignore_eos else eos for section in rows],
+            eos_ids=[[*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else eos)] for section in rows],
             samples=samples,
             use_cache=sections[0].use_cache,
             report=logprobs,

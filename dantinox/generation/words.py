@@ -40,6 +40,11 @@ def sampling_params(
     )
 
 
+def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[int, ...]:
+    """The ids that end a text besides the end token."""
+    return _tokens(tokenizer, section, "stop_token_ids")
+
+
 def seeded(config: Config, seed: int) -> Config:
     """The same settings, with this seed where they have none."""
     if config.generation.seed is not None:
@@ -57,7 +62,7 @@ def _with_ids(config: Config, tokenizer: Tokenizer) -> Config:
 
 def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
     """The same settings with token ids in the place of texts."""
-    found: dict[str, Any] = {"stop_token_ids": _tokens(tokenizer, section, "stop_token_ids")}
+    found: dict[str, Any] = {"stop_token_ids": stop_token_ids(tokenizer, section)}
     for key, setting in SETTINGS.items():
         if setting.kind == Tokens:
             found[key] = _tokens(tokenizer, section, key)

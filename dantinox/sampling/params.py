@@ -34,7 +34,7 @@ from dantinox.sampling.router import Metrics, RouterConfig
 WORDS = tuple(setting.key for step in STEPS.values() for setting in step.arguments.values() if setting.key not in NUMBERS)
 # What decides on a program is the same for all rows of a batch.
 SHARED = tuple(dict.fromkeys(("strategy", "preset", "sampler_order", *WORDS)))
-KEYS = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *SHARED, "greedy", "seed", "stop_token_ids"})
+KEYS = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *SHARED, "greedy", "seed"})
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 

@@ -91,6 +91,19 @@ def test_stop_strings(run, stop, text):
     assert len(result.tokens) == len((text + found).encode()) or reason == "length", "no token behind the stop"
 
 
+@pytest.mark.parametrize("tokens", [["c"], [ord("c")], [str(ord("c")), "z"]], ids=str)
+def test_more_tokens_end_a_text(run, tokens):
+    result = greedy(run, stop_token_ids=tokens)
+    assert (result.text, result.finish_reason, result.tokens[-1]) == ("è€😀b\n", "stop", ord("c"))
+    assert greedy(run, stop_token_ids=tokens, keep_stop=True).text == "è€😀b\nc"
+    assert greedy(run, stop_token_ids=tokens, min_tokens=13).tokens[:12] != list(AROUND.encode()[:12]), "kept from being said"
+
+
+def test_stop_tokens_are_no_end_tokens(ending):
+    result = greedy(ending, stop_token_ids=["\n"], ignore_eos=True)
+    assert (result.text, result.finish_reason) == ("è€😀b", "stop")
+
+
 def test_a_stop_string_before_min_tokens_is_text(run):
     assert greedy(run, stop=["b"], min_tokens=12).text == "è€😀b\ncaè€😀"
     assert greedy(run, stop=["b"], min_tokens=10).text == "è€😀", "b is the tenth token"

@@ -12,7 +12,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.sampling import candidates, steps
-from dantinox.sampling.router import AttentionMetrics, Metrics
+from dantinox.sampling.router import AttentionMetrics, Metrics, RouterConfig
 
 GOLDEN = json.loads(Path(__file__).with_name("entropy_router.json").read_text())
 BEST = jax.jit(candidates.best_of_n)
@@ -125,6 +125,22 @@ def test_closed_form_is_the_sorted_one(V):
             known_V = expected_V > 1e-30
             np.testing.assert_allclose(got_V[known_V], expected_V[known_V], rtol=1e-4 + 1e-6 * n)
             assert got_V[~known_V].max() < 1e-29 and set(np.flatnonzero(got_V)) <= set(np.flatnonzero(x_V > -np.inf))
+
+
+def test_the_weight_of_the_log_probability_turns_the_choice_round():
+    """Below 0 the least likely of the candidates is taken, with 0 the first one; the other weights move all alike."""
+    x_V, raw_V = rows(1000)
+    for weight, ranked_V in ((0.3, raw_V), (-2.0, -raw_V), (0.0, np.zeros_like(raw_V))):
+        got_V = np.exp(np.float64(BEST(x_V, raw_V, 12, weight)))
+        np.testing.assert_allclose(got_V, reference(x_V, ranked_V, 12), rtol=1e-4, atol=1e-9)
+        config = RouterConfig(score_logprob=weight, score_entropy=5.0, score_varentropy=-3.0)
+        found = candidates.best_candidate(
+            x_V, raw_V, jax.random.key(1), NOTHING, MOST, partial(candidates.guide_score, config=config), draws=MOST
+        )
+        lifted_N = np.asarray(found.scores) - weight * np.asarray(found.logprobs)
+        np.testing.assert_allclose(lifted_N, (1 - 1.0) * 5 + (1 - 2.0) * -3, rtol=1e-5)
+        best = np.argmax(weight * np.asarray(found.logprobs)) if weight else 0
+        assert found.token == found.ids[best]
 
 
 @pytest.mark.parametrize("V", [40, 1000])
