@@ -89,9 +89,8 @@ def main() -> None:
                 session = Session(
                     model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch
                 )
-                chunk = session.start()
-                while not chunk.done.all():
-                    chunk = session.advance()
+                for _ in session.run():
+                    pass
                 return time.perf_counter() - start
 
             def best(new: int, run=run) -> float:

@@ -33,8 +33,8 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv import KVSection
 from dantinox.generation import prepare
-from dantinox.generation.cache_plan import KVPlan
-from dantinox.generation.decode import CHUNK, CachePlan
+from dantinox.generation.cache_plan import CachePlan, plan_cache
+from dantinox.generation.decode import CHUNK
 from dantinox.generation.session import Session, bucket
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed, Group
@@ -141,7 +141,8 @@ def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: floa
     """What the settings of the `kv` section make of it."""
     c = model.config
     measured = KVCalibration(np.random.default_rng(0).uniform(0, 6, (c.num_blocks, c.n_heads)))
-    return KVPlan(c, KVSection(budget=ratio, dtype=dtype, policy=o.policy, signal=o.signal), measured)(bucket(context))
+    kv = KVSection(budget=ratio, dtype=dtype, policy=o.policy, signal=o.signal)
+    return plan_cache(c, kv, bucket(context), measured)
 
 
 def enter(
@@ -213,7 +214,7 @@ def held(session: Session) -> int:
 
 
 def shapes(model: Any, batch: int, plan: CachePlan) -> KVCache:
-    return jax.eval_shape(lambda: make_cache(model.config, batch, plan.slots, plan.dtype, plan.compression))
+    return jax.eval_shape(lambda: make_cache(model.config, batch, *plan))
 
 
 def size(model: Any, batch: int, plan: CachePlan) -> int:

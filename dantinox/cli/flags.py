@@ -30,6 +30,9 @@ def generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
     command.add_argument("--json", action="store_true", help="print one JSON object per sample")
     command.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
+    command.add_argument(
+        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: the router's candidates too"
+    )
     command.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
     command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
     command.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")

@@ -39,7 +39,7 @@ def generate(options: argparse.Namespace) -> int:
     run = load(options.run_dir)
     alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
-    batches = run.start(requests, logprobs=reported, echo=options.echo)
+    batches = run.start(requests, logprobs=reported, echo=options.echo, show_candidates=options.show_candidates)
     stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     stream = stream and not options.show_entropy
     if stream:
@@ -80,6 +80,8 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--logprobs needs --json to print them")
     if options.echo and options.logprobs is None:
         raise UserError("--echo reports log-probabilities of the prompt: give --logprobs too")
+    if options.show_candidates and (options.logprobs, options.trace, options.report) == (None, None, None):
+        raise UserError("--show_candidates adds the router's candidates to --trace, --report or --logprobs: give one of them")
     if options.stream and as_json:
         raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
     if options.show_entropy and (as_json or options.stream):

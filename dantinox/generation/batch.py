@@ -1,6 +1,5 @@
 """Requests decoded together: prompts become rows, tokens become text, and each row ends where it should."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,18 +7,16 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, GenerationSection, KVSection
-from dantinox.generation.decode import CHUNK, CachePlan
-from dantinox.generation.generate import clamp_to_context
+from dantinox.generation.cache_plan import CachePlan
+from dantinox.generation.decode import CHUNK
 from dantinox.generation.result import Result
-from dantinox.generation.session import Chunk, Session
+from dantinox.generation.session import Chunk, Session, clamp_to_context, slots_needed
 from dantinox.generation.stopping import StopFinder
 from dantinox.generation.trace import changed_settings, columns, router_numbers
 from dantinox.generation.words import stop_token_ids
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.text import Tokenizer
-
-STREAM_SECONDS = 0.08  # a chunk is sized to take about this long when text is streamed
 
 
 class Piece(NamedTuple):
@@ -87,16 +84,16 @@ class Batch:
         requests: Sequence[Request],
         configs: Sequence[Config],
         params: Callable[[Sequence[Config], Sequence[int]], SamplingParams],
+        plan: Callable[[int], CachePlan],
         logprobs: int | None,
         echo: bool,
-        plan: Callable[[int], CachePlan],
     ):
         sections = [config.generation for config in configs]
+        samples = sections[0].n
         self.results: list[Result] = []
-        self._tokenizer, self._requests, self._logprobs, self._echo = tokenizer, requests, logprobs, echo
-        self._samples = samples = sections[0].n
+        self._tokenizer = tokenizer
+        self._requests = [request for request in requests for _ in range(samples)]
         self._configs = [config for config in configs for _ in range(samples)]
-        rows = [config.generation for config in self._configs]
         sampling = params(self._configs, [*range(samples)] * len(requests))
         lengths_P = np.array([len(request.ids) for request in requests], np.int32)
         wanted_P = np.array([section.max_new_tokens for section in sections])
@@ -105,35 +102,36 @@ class Batch:
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        self._needed = bool((limits_P > 0).any()) or echo
         self.session = Session(
             model,
             prompt_PT,
             lengths_P,
             sampling,
             limits_B=np.repeat(limits_P, samples),
-            eos_ids=[[*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else eos)] for section in rows],
+            eos_ids=[
+                [*stop_token_ids(tokenizer, config.generation), *([] if config.generation.ignore_eos else eos)]
+                for config in self._configs
+            ],
             samples=samples,
             use_cache=sections[0].use_cache,
             report=logprobs,
-            plan=plan,
+            echo=echo,
+            plan=plan(slots_needed(lengths_P, limits_P)),
         )
-        self._rows = [_Row(tokenizer, section, requests[i // samples].ids) for i, section in enumerate(rows)]
+        self._rows = [
+            _Row(tokenizer, config.generation, request.ids)
+            for config, request in zip(self._configs, self._requests, strict=True)
+        ]
 
     @property
     def numbers(self) -> list[int]:
         """For each result, the number of its request."""
-        return [request.number for request in self._requests for _ in range(self._samples)]
-
-    @property
-    def rows(self) -> int:
-        """Samples in all."""
-        return len(self._rows)
+        return [request.number for request in self._requests]
 
     def summary(self) -> str:
         """One line about a finished batch: tokens, time to the first one, speed, compile time apart, seeds."""
         stats = self.results[0].stats
-        prompt = sum(len(request.ids) for request in self._requests)
+        prompt = sum(len(request.ids) for request in self._requests[:: self._configs[0].generation.n])
         new = sum(result.stats["new_tokens"] for result in self.results)
         seeds = sorted({result.seed for result in self.results})
         return (
@@ -148,44 +146,31 @@ class Batch:
         Args:
           stream: keep chunks short enough for a reader; else as long as they are fast.
         """
-        infos: list[Any] = []
-        with CompileTimer() as compiling:
-            start = time.perf_counter()
-            first, steps = 0.0, 1
-            chunk = self.session.start() if self._needed else None
-            while chunk is not None:
-                first = first or time.perf_counter() - start
-                infos.append((chunk.counts, chunk.info))
-                yield from self._take(chunk)
-                open_rows = np.array([row.reason is None for row in self._rows])
-                if not open_rows.any():
-                    break
-                if (~open_rows & ~chunk.done).any():
-                    self.session.finish(~open_rows)
-                before, compiled = time.perf_counter(), compiling.seconds
-                chunk = self.session.advance(steps if stream else CHUNK)
-                took = time.perf_counter() - before - (compiling.seconds - compiled)
-                steps = int(np.clip(steps * STREAM_SECONDS / max(took, 1e-6), 1, 2 * steps))
-            seconds = time.perf_counter() - start
-        self._finish(infos, seconds, first, compiling.seconds, compiling.after(first))
+        chunks = []
+        for chunk in self.session.run(None if stream else CHUNK):
+            chunks.append(chunk)
+            for index, row in enumerate(self._rows):
+                if row.reason is None:
+                    piece = row.take(chunk.tokens[index, : chunk.counts[index]].tolist(), bool(chunk.done[index]))
+                    if piece:
+                        yield Piece(index, piece)
+            self.session.finish(np.array([row.reason is not None for row in self._rows]))
+        self.results = self._finished(chunks)
 
-    def _take(self, chunk: Chunk) -> Iterator[Piece]:
-        for index, row in enumerate(self._rows):
-            if row.reason is None:
-                ids = chunk.tokens[index, : chunk.counts[index]].tolist()
-                piece = row.take(ids, bool(chunk.done[index]))
-                if piece:
-                    yield Piece(index, piece)
-
-    def _finish(self, infos: list[Any], seconds: float, first: float, compiled: float, compiled_later: float) -> None:
-        new = sum(len(row.tokens) for row in self._rows)
-        decoding = seconds - first - compiled_later
-        rate = (new - len(self._rows)) / decoding if decoding > 0 and new > len(self._rows) else 0.0
-        cache = self.session.cache
-        report = None if cache is None else cache.report()
-        for index, row in enumerate(self._rows):
-            request, steps = self._requests[index // self._samples], self._steps(index, row, infos)
-            self.results.append(
+    def _finished(self, chunks: list[Chunk]) -> list[Result]:
+        times, cache = self.session.times, self.session.cache
+        new = sum(len(row.tokens) for row in self._rows) - len(self._rows)  # behind the first ones
+        stats = {
+            "seconds": times.total,
+            "first_token_seconds": times.first,
+            "compile_seconds": times.compiling,
+            "decode_tok_per_s": new / times.decoding if times.decoding > 0 and new > 0 else 0.0,
+            "cache": None if cache is None else cache.report(),
+        }
+        results = []
+        for index, (row, request) in enumerate(zip(self._rows, self._requests, strict=True)):
+            steps = _steps(index, len(row.tokens), chunks)
+            results.append(
                 Result(
                     prompt=request.prompt,
                     text="".join(row.text),
@@ -193,38 +178,31 @@ class Batch:
                     finish_reason=row.reason or "length",
                     seed=row.seed,
                     info={} if steps is None else self._info(index, row, steps),
-                    stats={
-                        "prompt_tokens": len(request.ids),
-                        "new_tokens": len(row.tokens),
-                        "seconds": seconds,
-                        "first_token_seconds": first,
-                        "compile_seconds": compiled,
-                        "decode_tok_per_s": rate,
-                        "cache": report,
-                    },
+                    stats={"prompt_tokens": len(request.ids), "new_tokens": len(row.tokens), **stats},
                     steps=steps,
                     settings=changed_settings(self._configs[index]),
                     router=router_numbers(self.session.params, index),
                 )
             )
-
-    def _steps(self, index: int, row: _Row, infos: list[Any]) -> StepInfo | None:
-        """What was reported about one row's tokens, `[steps, …]` per field."""
-        parts = [jax.tree.map(lambda x, n=counts[index]: x[index, :n], info) for counts, info in infos if info is not None]
-        if not parts:
-            return None
-        steps: StepInfo = jax.tree.map(lambda *columns: np.concatenate(columns)[: len(row.tokens)], *parts)
-        return steps
+        return results
 
     def _info(self, index: int, row: _Row, steps: StepInfo) -> dict[str, Any]:
         found = columns(self._tokenizer, row.tokens, steps)
-        if self._echo and self.session.echo is not None:
-            prompt = index // self._samples
-            ids = self._requests[prompt].ids
-            said = self.session.echo[prompt, : len(ids)].tolist()
+        if self.session.echo is not None:
+            ids = self._requests[index].ids
+            said = self.session.echo[index // self._configs[0].generation.n, : len(ids)].tolist()
             found["prompt_tokens"] = [self._tokenizer.decode([token]) for token in ids]
             found["prompt_logprobs"] = [None, *said[1:]]
         return found
+
+
+def _steps(index: int, count: int, chunks: Sequence[Chunk]) -> StepInfo | None:
+    """What was reported about one row's first `count` tokens, `[count, …]` per field."""
+    parts = [jax.tree.map(lambda x, n=c.counts[index]: x[index, :n], c.info) for c in chunks if c.info is not None]
+    if not parts:
+        return None
+    steps: StepInfo = jax.tree.map(lambda *columns: np.concatenate(columns)[:count], *parts)
+    return steps
 
 
 def _cache_summary(cache: dict[str, Any] | None, kv: KVSection) -> str:
@@ -239,28 +217,3 @@ def _cache_summary(cache: dict[str, Any] | None, kv: KVSection) -> str:
         return f"{size} (whole: a text of at most {slots[-1]} tokens has nothing to give up)"
     held = f"{slots[0]} slots a head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots a head"
     return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {held})"
-
-
-class CompileTimer:
-    """Adds up what jax spends on tracing and compiling while the context is open."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._events: list[tuple[float, float]] = []
-
-    def __enter__(self) -> "CompileTimer":
-        self._start = time.perf_counter()
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def after(self, moment: float) -> float:
-        """The part of the seconds that fell after `moment` (seconds since the context was opened)."""
-        return sum(duration for at, duration in self._events if at > moment)
-
-    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
-            self.seconds += duration_secs
-            self._events.append((time.perf_counter() - self._start, duration_secs))

@@ -1,4 +1,4 @@
-"""Decoding: the compiled core `_generate_toks`, and the `Session` that runs it chunk by chunk.
+"""The compiled core of decoding, `_generate_toks`; `session.Session` calls it chunk by chunk.
 
 Everything a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling numbers. So rows
 of different length and different settings share one compiled program.
@@ -12,21 +12,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.prepare import NARROW_ROWS, widen
-from dantinox.model import Compression, KVCache, Transformer, make_cache
+from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
 
 CHUNK = 32
+ECHOED = 1 << 22  # logits held at a time while the prompt's own tokens are looked up
 PREFILL = 2048  # tokens of a prompt that are read at once: what attention needs for them grows by the square
-
-
-class CachePlan(NamedTuple):
-    """What a cache is made by, and so a program: its slots for a whole text, its dtype, and what each head keeps of them."""
-
-    slots: int
-    dtype: str
-    compression: Compression | None = None
 
 
 @partial(
@@ -56,7 +50,7 @@ class DecodeState:
 
 
 class Emitted(NamedTuple):
-    """One step's outcome `[B]`, or a chunk of them `[B, steps]`: `active` tells which tokens are real."""
+    """One step's outcome `[B]`, or a chunk of them `[B, steps]`; `active` marks the tokens that are real."""
 
     tokens: jax.Array
     active: jax.Array
@@ -66,7 +60,7 @@ class Emitted(NamedTuple):
 # `graph_updates=False`: else the model is an output of the program, that is, all weights are copied on every call.
 _compiled: Any = partial(
     nnx.jit,
-    static_argnames=("use_cache", "report", "chunk", "plan", "samples"),
+    static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples"),
     donate_argnames=("cache",),
     graph_updates=False,
 )
@@ -83,6 +77,7 @@ def _generate_toks(
     *,
     use_cache: bool,
     report: int | None,
+    echo: bool = False,
     chunk: int = CHUNK,
     plan: CachePlan | None = None,
     samples: int = 1,
@@ -94,15 +89,20 @@ def _generate_toks(
       steps: tokens to decode, at most `chunk`; traced, so that a short chunk is no other program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`) with `P · samples` rows in all.
       report: None, or the number of alternatives to report beside the log-probabilities.
+      echo: report the log-probabilities of the prompt's own tokens.
       plan: of the cache, when it is made.
 
     Returns:
-      Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and the log-probabilities of the prompt's own
-      tokens `[P, T]` when a prompt is given and something is to be reported.
+      Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]` of the
+      prompt's own tokens, the first one's 0.
     """
     rows = state.token_B.shape[0]
     if prompt is not None:
-        seen, cache, echo_PT = _prefill(widen(model), params, prompt, plan if use_cache else None, report, samples)
+        model = widen(model)
+        seen, x_PTD, cache = _prefill(model, params, prompt, plan if use_cache else None)
+        echo_PT = _echoed(model, x_PTD, prompt[0]) if echo else None
+        if samples > 1:
+            cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
         state, emitted = _choose(seen, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= NARROW_ROWS else widen(model)
@@ -123,39 +123,42 @@ def _generate_toks(
 
 
 class Seen(NamedTuple):
-    """What the model tells after every row's newest token: logits `[B, V]`, attention metrics `[B]` where they are read."""
+    """What the model gives for every row's newest token: logits `[B, V]`, attention metrics `[B]` where they are read."""
 
     logits: jax.Array
     attention: AttentionMetrics | None
 
 
 def probe_of(params):
-    """What attention reports of itself: nothing, unless the router reads it."""
+    """What is measured of attention in each layer: nothing, unless the router reads it."""
     return jax.vmap(layer_attention) if params.attends else None
 
 
 def attention_of(params, aux):
-    """The metrics `[B]` of what that probe told of every layer, or None."""
+    """The metrics `[B]` from what that probe measured in every layer, or None."""
     return jax.vmap(combine)(aux["probe"]) if params.attends else None
 
 
-def _prefill(model, params, prompt, plan, report, samples):
-    """What is `Seen` after the prompts, `P · samples` rows, the cache they leave, the log-probabilities of their tokens."""
+def _prefill(model, params, prompt, plan):
+    """What is `Seen` behind the prompts, their residual stream `[P, T, D]`, and the cache they leave."""
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
     places_T = jnp.arange(T)
     positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
-    cache = None if plan is None else make_cache(model.config, P, plan.slots, plan.dtype, plan.compression)
+    cache = None if plan is None else make_cache(model.config, P, *plan)
     x_PTD, cache, attention = _read(model, params, tokens_PT, positions_PT, cache)
-    seen = Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention)
-    echo_PT = None
-    if report is not None:
-        logprobs_PTV = jax.nn.log_softmax(model.logits(x_PTD[:, :-1]))
-        said_PT = jnp.take_along_axis(logprobs_PTV, tokens_PT[:, 1:, None], axis=2)[..., 0]
-        echo_PT = jnp.pad(said_PT, ((0, 0), (1, 0)))
-    if samples > 1:
-        cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
-    return seen, cache, echo_PT
+    return Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
+
+
+def _echoed(model, x_PTD, tokens_PT):
+    """ln p `[P, T]` of each prompt's tokens, of a few positions at a time: never logits of all of them."""
+    D, V = x_PTD.shape[-1], model.config.vocab_size
+    said = jax.lax.map(
+        lambda row: jax.nn.log_softmax(model.logits(row[0]))[row[1]],
+        (x_PTD[:, :-1].reshape(-1, D), tokens_PT[:, 1:].reshape(-1)),
+        batch_size=max(1, ECHOED // V),
+    )
+    return jnp.pad(said.reshape(len(tokens_PT), -1), ((0, 0), (1, 0)))
 
 
 def _read(model, params, tokens_PT, positions_PT, cache):

@@ -1,20 +1,21 @@
-"""Token sequences in, token sequences out."""
+"""Token ids in, token ids out."""
 
 import secrets
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dantinox.config import Config, UserError, overlay
-from dantinox.generation.cache_plan import KVPlan, with_head_order
-from dantinox.generation.session import Session
+from dantinox.config import Config, KVSection, UserError, overlay
+from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
+from dantinox.generation.prepare import with_head_order
+from dantinox.generation.session import Session, clamp_to_context, slots_needed
 from dantinox.model import Transformer
-from dantinox.run import load_kv_calibration
-from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration
+from dantinox.sampling import SamplingParams
 from dantinox.sampling.params import ScoreFn
 
 
@@ -39,6 +40,8 @@ def generate(
     logprobs: int | None = None,
     return_info: bool = False,
     score_fn: ScoreFn | None = None,
+    show_candidates: bool = False,
+    router_calibration: str | Path | Mapping[str, float] | None = None,
     **settings: Any,
 ) -> Any:
     """Continues token sequences.
@@ -52,7 +55,9 @@ def generate(
       n: samples per prompt; their rows follow each other.
       logprobs: alternatives to report per token with `return_info`; None reports none.
       temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
-      score_fn: chooses among the entropy router's candidates, as of `Run.generate`.
+      score_fn, show_candidates: as of `Run.generate`.
+      router_calibration: what `dantinox calibrate --what router` measured on this model, for `router_preset="calibrated"`: its
+        file, or the numbers by name.
       settings: any other key of it or of `router` that says how a token is chosen; tokens are named by id. And the keys of `kv`
         (`kv_budget` and so on); what was measured on the heads is read from the file `kv_calibration` names.
 
@@ -67,31 +72,39 @@ def generate(
     tokens_BT, lengths_B = _checked_prompts(model, input_ids, prompt_lengths)
     _check_whole("max_generations", max_generations, 0)
     _check_whole("n", n, 1)
-    V = model.config.vocab_size
+    B, V = len(tokens_BT), model.config.vocab_size
     if logprobs is not None:
         _check_whole("logprobs", logprobs, 0, V)
-    plan = _plan(model, {name: settings.pop(name) for name in [*settings] if name.startswith("kv_")}, use_cache)
-    model = with_head_order(model, plan.order) if plan.compresses else model
+    if show_candidates and (logprobs is None or not return_info):
+        raise UserError("show_candidates reports with each token: give logprobs and return_info too")
+    kv_keys = {name: settings.pop(name) for name in [*settings] if name.startswith("kv_")}
+    kv, calibration = _kv(model, kv_keys, use_cache)
+    order = head_order(model.config, kv, calibration)
+    model = model if order is None else with_head_order(model, order)
     eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
-    B = len(tokens_BT)
     row = settings | dict(
         greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,
         repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
     )  # fmt: skip
     params = SamplingParams.build(
-        row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=[*range(n)] * B, vocab_size=V, score_fn=score_fn
-    )
-    limits_B = np.repeat(clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context), n)
-    lengths_N = np.repeat(lengths_B, n)
-    new = int(limits_B.max())
+        row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=[*range(n)] * B, vocab_size=V,
+        measured=_router_numbers(router_calibration, settings), score_fn=score_fn, show_candidates=show_candidates,
+    )  # fmt: skip
+    limits_B = clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context)
+    lengths_N, new = np.repeat(lengths_B, n), int(limits_B.max())
     out = _with_room(np.repeat(tokens_BT, n, axis=0), lengths_N, new, pad_id)
     start, infos = time.perf_counter(), []
     if new > 0:
         session = Session(
-            model, tokens_BT, lengths_B, params, limits_B=limits_B, eos_ids=[list(eos_ids)] * (B * n),
-            samples=n, use_cache=use_cache, report=logprobs if return_info else None, plan=plan,
+            model, tokens_BT, lengths_B, params, limits_B=np.repeat(limits_B, n), eos_ids=[eos_ids] * (B * n),
+            samples=n, use_cache=use_cache, report=logprobs if return_info else None,
+            plan=plan_cache(model.config, kv, slots_needed(lengths_B, limits_B), calibration),
         )  # fmt: skip
-        infos = _decode(session, out, lengths_N)
+        for chunk in session.run():
+            for b, count in enumerate(chunk.counts):
+                out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
+            lengths_N += chunk.counts
+            infos.append(chunk.info)
     seconds = time.perf_counter() - start
     ended_N = np.isin(out[np.arange(B * n), lengths_N - 1], eos_ids) & (new > 0)
     info = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None
@@ -106,59 +119,26 @@ def _with_room(prompts_NT: np.ndarray, lengths_N: np.ndarray, new: int, pad_id: 
     return np.pad(known_NT, ((0, 0), (0, new)), constant_values=pad_id).astype(np.int32)
 
 
-def _plan(model: Transformer, given: dict[str, Any], use_cache: bool) -> KVPlan:
-    """How the caches are made by these keys of `kv`."""
+def _kv(model: Transformer, given: dict[str, Any], use_cache: bool) -> tuple[KVSection, KVCalibration | None]:
+    """The settings of the cache, and what was measured on the heads where they read it."""
     kv = overlay(Config(), {"use_cache": use_cache} | given).kv
-    plan = KVPlan(model.config, kv)
-    if not plan.compresses or not kv.reads_calibration:
-        return plan
+    if not kv.compresses or not kv.reads_calibration:
+        return kv, None
     if kv.calibration is not None:
-        return KVPlan(model.config, kv, load_kv_calibration(kv.calibration, model.config, None))
+        return kv, load_kv_calibration(kv.calibration, model.config, None)
     if "kv_signal" in given or kv.decays_by_entropy:
         raise UserError("kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration")
-    warnings.warn(
-        "every head gets the same share of the cache: name the file of what was measured on them by kv_calibration, or give "
-        "kv_signal uniform",
-        stacklevel=3,
-    )
-    return plan
+    remedy = "name the file of what was measured on them by kv_calibration, or give kv_signal uniform"
+    return measured_or_uniform(kv, None, remedy), None
 
 
-def _decode(session: Session, out: np.ndarray, lengths_N: np.ndarray) -> list[StepInfo | None]:
-    """Runs a session to its end; writes the tokens behind each row's prompt and moves `lengths_N` along."""
-    infos = []
-    chunk = session.start()
-    while True:
-        for b, count in enumerate(chunk.counts):
-            out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
-            lengths_N[b] += count
-        infos.append(chunk.info)
-        if chunk.done.all():
-            return infos
-        chunk = session.advance()
-
-
-def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
-    """New tokens per row that still fit into the context; one warning says how many were cut, and where.
-
-    Raises:
-      UserError: a prompt leaves no room at all.
-    """
-    room_B = max_context - lengths_B
-    if (room_B <= 0).any() and (wanted_B > 0).any():
-        raise UserError(
-            f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
-        )
-    room_B = np.maximum(room_B, 0)
-    cut = int(np.max(wanted_B - room_B, initial=0))
-    if cut > 0:
-        row = int(np.argmax(wanted_B - room_B))
-        warnings.warn(
-            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens behind a prompt of "
-            f"{lengths_B[row]}: {cut} fewer than asked for",
-            stacklevel=3,
-        )
-    return np.minimum(wanted_B, room_B)
+def _router_numbers(source: Any, settings: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """What was measured for the router, from a file or as it is."""
+    if source is None:
+        return None
+    if settings.get("router_preset") != "calibrated":
+        raise UserError("router_calibration has no effect unless router_preset is calibrated")
+    return source if isinstance(source, Mapping) else load_router_calibration(source)
 
 
 def _integers(name: str, given: Any, axes: int) -> np.ndarray:
@@ -188,6 +168,5 @@ def _checked_prompts(model: Transformer, input_ids: Any, prompt_lengths: Any) ->
     ids = tokens_BT[np.arange(T) < lengths_B[:, None]]
     V = model.config.vocab_size
     if ids.min() < 0 or ids.max() >= V:
-        bad = ids.min() if ids.min() < 0 else ids.max()
-        raise UserError(f"input_ids must be in [0, {V}), got {bad}")
+        raise UserError(f"input_ids must be in [0, {V}), got {ids.min() if ids.min() < 0 else ids.max()}")
     return tokens_BT.astype(np.int32), lengths_B.astype(np.int32)

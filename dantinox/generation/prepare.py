@@ -1,4 +1,5 @@
-"""What decoding wants and training does not: narrow weights, and a copy of a tied table that is fast to multiply by."""
+"""What decoding wants and training does not: narrow weights, a copy of a tied table that is fast to multiply by, and the key
+heads in the order of a compressed cache."""
 
 import math
 
@@ -9,8 +10,10 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.model import Transformer
 from dantinox.model.layers import Linear
+from dantinox.model.store import rounded
 from dantinox.model.transformer import output_layer
 
+HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over widened weights
 
@@ -29,14 +32,9 @@ class NarrowLinear(nnx.Module):
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
         weights_OI = linear.kernel[...].reshape(math.prod(self.shape_in), -1).T
-        if dtype == "int8":
-            largest_O = jnp.max(jnp.abs(weights_OI), axis=1)
-            scale_O = jnp.where(largest_O > 0, largest_O, 1.0) / 127
-            self.scale: nnx.Param | None = nnx.Param(scale_O)
-            self.kernel = nnx.Param(jnp.round(weights_OI / scale_O[:, None]).astype(jnp.int8))
-        else:
-            self.scale = None
-            self.kernel = nnx.Param(weights_OI.astype(jnp.bfloat16))
+        weights_OI, scale_O = rounded(weights_OI) if dtype == "int8" else (weights_OI, None)
+        self.scale = None if scale_O is None else nnx.Param(scale_O)
+        self.kernel = nnx.Param(weights_OI.astype(dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         lead = x.shape[: x.ndim - len(self.shape_in)]
@@ -68,7 +66,7 @@ def prepare(model: Transformer, weights: str = "auto") -> Transformer:
     """
     if weights not in WEIGHTS:
         raise UserError(f"generation.weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-    model = nnx.merge(*nnx.split(model))
+    model = nnx.clone(model)
     if model.head is None:
         V, D = model.embed.shape
         model.head = nnx.eval_shape(lambda: output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
@@ -88,12 +86,44 @@ def widen(model: Transformer) -> Transformer:
     """The same model with plain float32 projections in the place of narrow ones, for products over many rows."""
     if not any(isinstance(node, NarrowLinear) for _, node in nnx.iter_graph(model)):
         return model
-    return _replace(nnx.merge(*nnx.split(model)), NarrowLinear, NarrowLinear.wide)
+    return _replace(nnx.clone(model), NarrowLinear, NarrowLinear.wide)
+
+
+def with_head_order(model: Transformer, order: HeadOrder) -> Transformer:
+    """The same function with the key heads of each layer, and their query heads, in another order.
+
+    `order[l]` lists the old numbers of layer l's heads.
+    """
+    if all(list(layer) == sorted(layer) for layer in order):
+        return model
+    model = nnx.clone(model)
+    for block, layer in zip(model.blocks, order, strict=True):
+        attention, index_K = block.attention, jnp.asarray(layer)
+        for name, by_output in (("qkv", True), ("gate", True), ("out", False)):
+            linear = getattr(attention, name)
+            if linear is not None:
+                setattr(attention, name, _with_heads(linear, index_K, by_output))
+    return model
 
 
 def weight_bytes(model: Transformer) -> int:
     """Bytes of all parameters as they are held."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def _with_heads(linear: Linear | NarrowLinear, index_K: jax.Array, by_output: bool) -> Linear | NarrowLinear:
+    """A projection whose outputs or inputs, the key head their first axis, are taken in another order."""
+    linear = nnx.clone(linear)
+    K, kernel = len(index_K), linear.kernel[...]
+    if isinstance(linear, Linear):
+        linear.kernel = nnx.Param(jnp.take(kernel, index_K, axis=1 if by_output else 0))
+        return linear
+    O, I = kernel.shape  # noqa: E741
+    heads_first = kernel.reshape(K, -1, I) if by_output else kernel.reshape(O, K, -1)
+    linear.kernel = nnx.Param(jnp.take(heads_first, index_K, axis=0 if by_output else 1).reshape(O, I))
+    if by_output and linear.scale is not None:
+        linear.scale = nnx.Param(jnp.take(linear.scale[...].reshape(K, -1), index_K, axis=0).reshape(-1))
+    return linear
 
 
 def _with_kernel(like: Linear | NarrowLinear, kernel: jax.Array) -> Linear:

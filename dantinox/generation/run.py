@@ -1,7 +1,6 @@
 """Text in, text out: `load` a run directory, `generate` or `stream` from it."""
 
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 
 import jax
 
-from dantinox.config import Config, UserError, overlay
+from dantinox.config import Config, KVSection, UserError, overlay
 from dantinox.generation.batch import Batch, Request
-from dantinox.generation.cache_plan import HeadOrder, KVPlan, with_head_order
-from dantinox.generation.prepare import prepare
+from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
+from dantinox.generation.prepare import HeadOrder, prepare, with_head_order
 from dantinox.generation.result import Result
 from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
@@ -64,6 +63,7 @@ class Run:
         logprobs: int | None = None,
         echo: bool = False,
         score_fn: ScoreFn | None = None,
+        show_candidates: bool = False,
         **settings: Any,
     ) -> Any:
         """Continues a prompt, or several in one batch.
@@ -73,6 +73,7 @@ class Run:
           echo: with `logprobs`, report the prompt's tokens too.
           score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`: the entropy router's candidates are really drawn, and
             the one that scores highest is taken (`dantinox.sampling.candidates.guide_score` is the guide's own score).
+          show_candidates: with `logprobs`, report the candidates of the entropy router too; the text stays the same.
           settings: keys of the sections `generation`, `router` and `kv` (`kv_budget` and so on); they win over the run's own.
 
         Returns:
@@ -80,7 +81,8 @@ class Run:
           of a prompt together.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        batches = self.start([(text, settings) for text in prompts], logprobs=logprobs, echo=echo, score_fn=score_fn)
+        report: dict[str, Any] = {"logprobs": logprobs, "echo": echo, "score_fn": score_fn, "show_candidates": show_candidates}
+        batches = self.start([(text, settings) for text in prompts], **report)
         for batch in batches:
             for _ in batch.pieces():
                 pass
@@ -89,19 +91,23 @@ class Run:
 
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
         """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
-        (batch,) = self.start([(prompt, {**settings, "n": 1})])
+        if (n := self.settings(settings).generation.n) != 1:
+            raise UserError(f"a stream is one sample: give n=1, got {n}, or use generate")
+        (batch,) = self.start([(prompt, settings)])
         return (piece.text for piece in batch.pieces(stream=True))
 
     def settings(self, given: Mapping[str, Any] | Config) -> Config:
         """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
         return given if isinstance(given, Config) else overlay(self.config, given)
 
-    def params(
-        self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, score_fn: ScoreFn | None = None
-    ) -> SamplingParams:
-        """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it."""
+    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
+        """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it.
+
+        Args:
+          more: `score_fn` and `show_candidates`, as of `generate`.
+        """
         asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
-        return sampling_params(self.tokenizer, configs, sample_index, self.calibration() if asked else None, score_fn)
+        return sampling_params(self.tokenizer, configs, sample_index, self.calibration() if asked else None, **more)
 
     def start(
         self,
@@ -110,6 +116,7 @@ class Run:
         logprobs: int | None = None,
         echo: bool = False,
         score_fn: ScoreFn | None = None,
+        show_candidates: bool = False,
     ) -> list[Batch]:
         """Requests (prompt, settings), each with its own numbers, in batches ready to be decoded.
 
@@ -121,42 +128,41 @@ class Run:
             raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")
         if echo and logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: give logprobs too")
+        if show_candidates and logprobs is None:
+            raise UserError("show_candidates reports with each token's log-probabilities: give logprobs too")
         fresh = secrets.randbits(32)
         configs = [seeded(self.settings(given), fresh) for _, given in requests]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, config in enumerate(configs):
             shared = [getattr(config.generation, name) for name in SHARED]
             groups.setdefault((*shared, config.router.use_attention, config.kv), []).append(number)
-        plans = [self.kv_plan(configs[numbers[0]]) for numbers in groups.values()]
-        return [
-            Batch(
-                self.prepared(configs[numbers[0]].generation.weights, plan.order if plan.compresses else None),
-                self.tokenizer,
-                [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
-                [configs[number] for number in numbers],
-                partial(self.params, score_fn=score_fn),
-                logprobs,
-                echo,
-                plan,
+        params = partial(self.params, score_fn=score_fn, show_candidates=show_candidates)
+        batches = []
+        for numbers in groups.values():
+            config = configs[numbers[0]]
+            kv, calibration = self.kv(config)
+            batches.append(
+                Batch(
+                    self.prepared(config.generation.weights, head_order(self.model.config, kv, calibration)),
+                    self.tokenizer,
+                    [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
+                    [configs[number] for number in numbers],
+                    params,
+                    partial(plan_cache, self.model.config, kv, calibration=calibration),
+                    logprobs,
+                    echo,
+                )
             )
-            for plan, numbers in zip(plans, groups.values(), strict=True)
-        ]
+        return batches
 
-    def kv_plan(self, config: Config) -> KVPlan:
-        """How these settings have the caches made; the calibration is read where they ask for it."""
+    def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
+        """The settings of the cache, and what was measured on this run's heads where they read it."""
         kv = config.kv
-        plan = KVPlan(self.model.config, kv)
-        if not plan.compresses or not kv.reads_calibration:
-            return plan
+        if not kv.compresses or not kv.reads_calibration:
+            return kv, None
         calibration = self.kv_calibration(kv.calibration)
-        if kv.signal != "uniform":
-            lacking = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
-            if calibration is not None:
-                lacking = calibration.lacks(kv.signal)
-            if lacking:
-                warnings.warn(f"every head gets the same share: {lacking}", stacklevel=2)
-                kv = kv.model_copy(update={"signal": "uniform"})
-        return KVPlan(self.model.config, kv, calibration)
+        remedy = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
+        return measured_or_uniform(kv, calibration, remedy), calibration
 
     def prepared(self, weights: str, order: HeadOrder | None = None) -> Transformer:
         """The model as decoding wants it; the `PREPARED` used last, by precision and order of the key heads, are kept."""

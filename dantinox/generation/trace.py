@@ -1,6 +1,7 @@
 """What decoding reported, as documents that a person or a program can read: a column per quantity, or a record per token."""
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,9 @@ import numpy as np
 from dantinox.config import Config
 from dantinox.config.router import STRATEGIES, RouterSection
 from dantinox.generation.result import Result
+from dantinox.report.trace import LISTS
 from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.sampling.router import ADAPTIVE
 from dantinox.text import Tokenizer
 
 OTHERS = ("seed", "max_new_tokens", "n")  # told elsewhere
@@ -41,6 +44,11 @@ def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[s
         "varentropy": steps.varentropy.tolist(),
         "top": [{"ids": some, "tokens": spelled(some), "logprobs": values} for some, values in top],
     }
+    drawn = _candidates(steps)
+    if drawn is not None:
+        found["candidates"] = [
+            {"ids": some, "tokens": spelled(some), "logprobs": logprobs, "scores": scores} for some, logprobs, scores in drawn
+        ]
     return found | {name: list(values) for name, values in _routed(steps).items()}
 
 
@@ -49,7 +57,8 @@ def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
 
     A record has `id`, `text` (what the token added), `entropy` and `varentropy` of the model's distribution (bits, bits²),
     `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: no chance under the distribution drawn from),
-    `alternatives`; with the router also `strategy`, the numbers it set, `forced`, and attention metrics where it reads them.
+    `alternatives`; with the router also `strategy`, the numbers it set, `forced`, attention metrics where it reads them, and
+    `candidates` where they were asked for: in the order they were drawn, the first of those with the highest score being taken.
 
     Args:
       result: a sample that was generated with `logprobs`.
@@ -86,17 +95,33 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         "logprob": steps.logprob.tolist(),
         "logprob_sampled": _finite(steps.logprob_sampled),
     }
-    spelt = {token: _spelt(tokenizer, token) for token in np.unique(steps.top_ids).tolist()}
-    names = ("id", "text", "logprob", "logprob_sampled")
-    alternatives = [
-        [dict(zip(names, (i, spelt[i], p, q), strict=True)) for i, p, q in zip(ids, before, after, strict=True)]
-        for ids, before, after in zip(
-            steps.top_ids.tolist(), steps.top_logprobs.tolist(), map(_finite, steps.top_logprobs_sampled), strict=True
-        )
-    ]
+    after = map(_finite, steps.top_logprobs_sampled)
+    lists = {"alternatives": [*zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), after, strict=True)]}
+    drawn = _candidates(steps)
+    if drawn is not None:
+        lists["candidates"] = drawn
+    spelt = lru_cache(None)(partial(_spelt, tokenizer))
+
+    def listed(kind: str, n: int) -> list[dict[str, Any]]:
+        return [dict(zip(LISTS[kind], (i, spelt(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
+
     return [
-        {"id": token, "text": texts[n], **{name: values[n] for name, values in own.items()}, "alternatives": alternatives[n]}
+        {"id": token, "text": texts[n]}
+        | {name: values[n] for name, values in own.items()}
+        | {kind: listed(kind, n) for kind in lists}
         for n, token in enumerate(result.tokens)
+    ]
+
+
+def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[float | None]]] | None:
+    """Ids, ln p and scores of every token's candidates, none where none were drawn; or None where nobody asked for them."""
+    if steps.routed is None or steps.routed.candidates is None:
+        return None
+    strategy, forced, drawn = steps.routed.route.strategy, steps.routed.forced, steps.routed.candidates
+    real = (drawn.ids >= 0) & (np.asarray(strategy) == ADAPTIVE)[:, None] & ~np.asarray(forced)[:, None]
+    return [
+        (ids[own].tolist(), logprobs[own].tolist(), _finite(scores[own]))
+        for ids, logprobs, scores, own in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
     ]
 
 

@@ -18,11 +18,12 @@ def sampling_params(
     sample_index: Sequence[int] | int = 0,
     measured: Mapping[str, float] | None = None,
     score_fn: ScoreFn | None = None,
+    show_candidates: bool = False,
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
 
     Args:
-      measured, score_fn: as of `SamplingParams.build`.
+      measured, score_fn, show_candidates: as of `SamplingParams.build`.
 
     Raises:
       UserError: a text is not one token, or an id is none of the vocabulary.
@@ -37,6 +38,7 @@ def sampling_params(
         vocab_size=tokenizer.vocab_size,
         measured=measured,
         score_fn=score_fn,
+        show_candidates=show_candidates,
     )
 
 

@@ -109,7 +109,11 @@ def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]
     if dtype != jnp.int8:
         narrow = x.astype(dtype)
         return narrow if _kept_as(dtype) == dtype else narrow.view(BITS), None
-    x = x.astype(jnp.float32)
+    return rounded(x.astype(jnp.float32))
+
+
+def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 vectors `[..., H]` in int8, symmetric, and the scale of each `[...]`: its largest magnitude becomes 127."""
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale

@@ -72,20 +72,22 @@ function endOfScale(name) {
 // A sample, its columns made into tokens again.
 
 function unpack(sample) {
-  const {columns, alternatives} = sample;
-  let next = 0;
+  const {columns, lists} = sample;
+  const taken = {alternatives: 0, candidates: 0};
+  const listed = (kind, i) => {
+    const {count, word, ...numbers} = lists[kind];
+    const first = taken[kind];
+    taken[kind] += count[i];
+    return word.slice(first, taken[kind]).map((place, at) => {
+      const [id, text] = DATA.words[place];
+      return {id, text, ...Object.fromEntries(Object.keys(numbers).map((name) => [name, numbers[name][first + at]]))};
+    });
+  };
   sample.tokens = columns.word.map((word, i) => {
     const token = Object.fromEntries(Object.keys(columns).map((name) => [name, columns[name][i]]));
     [token.id, token.text] = DATA.words[word];
     token.surprisal = known(token.logprob) ? Math.max(0, -token.logprob / Math.LN2) : Infinity;
-    const first = next;
-    next += alternatives.count[i];
-    token.alternatives = alternatives.word.slice(first, next).map((other, a) => {
-      const [id, text] = DATA.words[other];
-      const [before, after] = ["logprob", "logprob_sampled"].map((name) => chance(alternatives[name][first + a]));
-      return {id, text, before, after};
-    });
-    return token;
+    return Object.assign(token, {alternatives: listed("alternatives", i), candidates: listed("candidates", i)});
   });
 }
 

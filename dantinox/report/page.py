@@ -15,6 +15,7 @@ from string import Template
 from typing import Any
 
 from dantinox.config.router import RULES, STRATEGIES
+from dantinox.report.trace import LISTS, finite
 
 Words = dict[tuple[int, str], int]  # (token id, text) → its place in the table that all samples share
 
@@ -75,22 +76,22 @@ def _packed(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _sample(trace: Mapping[str, Any], words: Words) -> dict[str, Any]:
     """One document with its tokens as columns: a name is written once, not once per token."""
     tokens = trace["tokens"]
-    names = dict.fromkeys(name for token in tokens for name in token if name not in ("id", "text", "alternatives"))
-    lists = [token.get("alternatives") or [] for token in tokens]
-    others = [other for some in lists for other in some]
+    plain = dict.fromkeys(name for token in tokens for name in token if name not in ("id", "text", *LISTS))
     return {
-        **{key: _finite(value) for key, value in trace.items() if key != "tokens"},
+        **{key: finite(value) for key, value in trace.items() if key != "tokens"},
         "columns": {
             "word": [_word(token, words) for token in tokens],
-            **{name: [_short(token.get(name), EXACT.get(name, DIGITS)) for token in tokens] for name in names},
+            **{name: [_short(token.get(name), EXACT.get(name, DIGITS)) for token in tokens] for name in plain},
         },
-        "alternatives": {
-            "count": [len(some) for some in lists],
-            "word": [_word(other, words) for other in others],
-            "logprob": [_short(other["logprob"]) for other in others],
-            "logprob_sampled": [_short(other.get("logprob_sampled")) for other in others],
-        },
+        "lists": {kind: _listed([token.get(kind, []) for token in tokens], names[2:], words) for kind, names in LISTS.items()},
     }
+
+
+def _listed(lists: Sequence[Sequence[Mapping[str, Any]]], numbers: Sequence[str], words: Words) -> dict[str, list[Any]]:
+    """A list of words with numbers for every token: how long each is, then all of them as columns."""
+    every = [one for some in lists for one in some]
+    columns = {name: [_short(one.get(name)) for one in every] for name in numbers}
+    return {"count": [len(some) for some in lists], "word": [_word(one, words) for one in every], **columns}
 
 
 def _word(token: Mapping[str, Any], words: Words) -> int:
@@ -105,12 +106,3 @@ def _short(value: Any, digits: int = DIGITS) -> Any:
         return None
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 2**53 else short
-
-
-def _finite(value: Any) -> Any:
-    """A JSON value with null in place of what JSON cannot write."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

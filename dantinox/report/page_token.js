@@ -1,7 +1,7 @@
 // The selected token: its chances, what else could have stood there, the rules that chose the strategy, the numbers behind it.
 
 function drawToken(token) {
-  const views = [headOf, chances, alternatives, ...(isRouted() ? [reasons, parameters] : []), metrics];
+  const views = [headOf, chances, alternatives, ...(isRouted() ? [reasons, candidates, parameters] : []), metrics];
   const nothing = element("p", {class: "note"}, "Nothing was generated.");
   byId("token").replaceChildren(...(token ? views.map((view) => view(token)) : [nothing]));
 }
@@ -28,9 +28,8 @@ function chances(token) {
 // Alternatives.
 
 function alternatives(token) {
-  const chosen = {id: token.id, text: token.text, before: chance(token.logprob), after: chance(token.logprob_sampled)};
-  const all = [...token.alternatives];
-  if (!all.some(({id}) => id === token.id)) all.push(chosen);
+  const listed = token.alternatives.some(({id}) => id === token.id) ? token.alternatives : [...token.alternatives, token];
+  const all = listed.map((one) => ({...one, before: chance(one.logprob), after: chance(one.logprob_sampled)}));
   const end = Math.min(1, roundUp(Math.max(1e-6, ...all.flatMap(({before, after}) => [before, after]))));
   const rows = all.map((one) => alternativeRow(one, end, one.id === token.id));
   const others = state.sample.vocab_size - all.length;
@@ -44,9 +43,13 @@ function alternativeRow({text, before, after}, end, isChosen) {
   const bars = element("div", {class: "bars", "aria-hidden": "true"}, light, strong);
   [before, after].forEach((p, b) => (bars.children[b].style.width = `${Math.min(100, (100 * p) / end)}%`));
   const removed = element("span", {class: "muted", role: "img", "aria-label": "removed"}, "×");
-  const row = rowOf(visible(text), bars, percent(before), after > 0 ? percent(after) : removed);
+  return chosenRow(isChosen, "chosen", visible(text), bars, percent(before), after > 0 ? percent(after) : removed);
+}
+
+function chosenRow(isChosen, word, ...cells) {
+  const row = rowOf(...cells);
   if (isChosen) row.className = "is-chosen";
-  if (isChosen) row.firstElementChild.append(element("span", {class: "note"}, " chosen"));
+  if (isChosen) row.firstElementChild.append(element("span", {class: "note"}, ` ${word}`));
   return row;
 }
 
@@ -56,6 +59,17 @@ function restRow(count, listed) {
   const row = rowOf(`${whole(count)} others`, "", ...shares.map((share) => (share < 5e-4 ? "" : percent(share))));
   row.className = "muted";
   return row;
+}
+
+// The candidates of an adaptive token, as they were drawn; of equal ones the first is the one taken.
+
+function candidates(token) {
+  if (!token.candidates.length) return "";
+  const taken = token.candidates.findIndex(({id}) => id === token.id);
+  const rows = token.candidates.map(({text, logprob, score}, c) =>
+    chosenRow(c === taken, "taken", visible(text), percent(chance(logprob)), known(score) ? number(score) : "none"),
+  );
+  return tableOf("candidates", "Candidates in the order they were drawn: the highest score is taken", ["token", "before", "score"], rows);
 }
 
 // The strategy: every rule with its margins.

@@ -36,17 +36,20 @@ def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> Non
     atomic_write(run.router, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
 
 
-def load_router_calibration(run: RunDirectory) -> dict[str, float] | None:
-    """The numbers of `config.router.MEASURED`, or None for a run that was not calibrated; warns if its weights have changed.
+def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, float] | None:
+    """The numbers of `config.router.MEASURED` in a file, or of a run; None for a run that was not calibrated.
+
+    Warns if the weights of the run have changed since; of a file it is not known which model it is for.
 
     Raises:
       UserError: the file cannot be read, or does not hold exactly these numbers.
     """
-    path, again = run.router, f"run `dantinox calibrate --run_dir {run.path} --what router` again"
-    if not path.exists():
+    run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
+    again = f"run `dantinox calibrate --run_dir {path.parent} --what router` again"
+    if run is not None and not path.exists():
         return None
     found = _read(path, _RouterFile, MAX_ROUTER_BYTES, again)
-    if found.weights != weights_digest(run):
+    if run is not None and found.weights != weights_digest(run):
         warnings.warn(f"the calibration {path} was measured on other weights: {again}", stacklevel=2)
     return found.measured.model_dump()
 

@@ -113,3 +113,37 @@ def best_candidate(
         raise UserError(f"score_fn must give a score per candidate, shape {ids_N.shape}, got shape {np.shape(scores_N)}")
     scores_N = jnp.where((jnp.arange(draws) < n) & ~jnp.isnan(scores_N), scores_N, -jnp.inf)
     return Candidates(ids_N[jnp.argmax(scores_N)], ids_N, logprobs_N, scores_N)
+
+
+def draws_behind(
+    token: Array, logits_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig = GUIDE, *, draws: int
+) -> Candidates:
+    """The draws that a token of `best_of_n` was the best of: together they have the distribution of `best_candidate`.
+
+    With s the share of the token's rank among all that is no better, the first draw of that rank is number j with a chance in
+    proportion to (1 − s)^(j−1). Those before it are worse tokens, those behind it any that are no better.
+
+    Args:
+      token: drawn from `best_of_n` with the numbers of `config`.
+      key: for draws of their own.
+      draws: as of `best_candidate`.
+    """
+    n, worth_V = config.candidates, config.score_logprob * raw_V
+    place_key, own_key = jax.random.split(key)
+    worse_V, equal_V, no_better_V = (
+        jnp.where(chosen_V, logits_V, -jnp.inf)
+        for chosen_V in (worth_V < worth_V[token], worth_V == worth_V[token], worth_V <= worth_V[token])
+    )
+    share = jnp.clip(jnp.exp(log_mass(equal_V) - log_mass(no_better_V)), TINY, 1)
+    later_N = jnp.log1p(-share) * jnp.arange(1, draws + 1)  # ln of the chance that it comes later
+    reached_N = jnp.expm1(later_N) / jnp.expm1(later_N[0] * n)
+    at = jnp.minimum(jnp.sum(reached_N <= jax.random.uniform(place_key)), jnp.asarray(n, jnp.int32) - 1)
+    uniforms_2N2 = jax.random.uniform(own_key, (2, draws, 2))
+    before_N, behind_N = (
+        jax.vmap(pick, (None, 0))(x_V, u_N2) for x_V, u_N2 in zip((worse_V, no_better_V), uniforms_2N2, strict=True)
+    )
+    places_N = jnp.arange(draws)
+    ids_N = jnp.where(places_N < at, before_N, jnp.where(places_N == at, token, behind_N))
+    logprobs_N = raw_V[ids_N] - log_mass(raw_V)
+    scores_N = guide_score(ids_N, logprobs_N, metrics, config)
+    return Candidates(token, ids_N, logprobs_N, jnp.where(places_N < n, scores_N, -jnp.inf))

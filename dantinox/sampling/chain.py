@@ -12,7 +12,7 @@ from jax import Array, lax
 from dantinox.config.generation import GREEDY_BELOW, ROUTED
 from dantinox.config.steps import EDITS, PENALTIES, STEERED, STEPS
 from dantinox.sampling import history, steps
-from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n, guide_score
+from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n, draws_behind, guide_score
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import Routed, StepInfo, step_info
@@ -77,11 +77,12 @@ def sample(
     log_mass_B = None
     if params.draws and keys_B is not None:
         final_BV, log_mass_B = _chain(others, edited_BV, context, active_B)
+        kept_BV = final_BV
         if routes is not None and params.score_fn is None:
-            final_BV = _sharpened(final_BV, raw_BV, params, routes)
+            final_BV = _sharpened(kept_BV, raw_BV, params, routes)
         drawn_B = jax.vmap(draw)(final_BV, keys_B)
-        if params.score_fn is not None and routes is not None:
-            found = _scored(final_BV, raw_BV, keys_B, metrics, params)
+        if routes is not None and params.candidates:
+            found = _candidates(drawn_B, kept_BV, raw_BV, keys_B, metrics, params)
             drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
         token_B = jnp.where(greedy_B, token_B, drawn_B)
     surprise_B = None if log_mass_B is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
@@ -142,17 +143,23 @@ def _sharpened(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: R
     return jax.vmap(best_of_n)(final_BV, raw_BV, n_B, jnp.asarray(params.router.score_logprob))
 
 
-def _scored(final_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams) -> Candidates:
-    """The candidates of every row and the one that the score function of the parameters takes."""
-    assert params.router is not None and params.score_fn is not None
-    score_fn = params.score_fn
+def _candidates(
+    drawn_B: Array, kept_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams
+) -> Candidates:
+    """The candidates of every row: those a score function chooses from, or those that the token drawn is the best of."""
+    assert params.router is not None
+    score_fn, draws = params.score_fn, params.candidates
 
-    def best(final_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
-        score = partial(guide_score, config=config) if score_fn is guide_score else score_fn
-        return best_candidate(final_V, raw_V, key, metrics, config.candidates, score, draws=params.candidates)
+    def one(drawn: Array, kept_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
+        own_key = jax.random.fold_in(key, CANDIDATES_KEY)
+        if score_fn is None:
+            found = draws_behind(drawn, kept_V, raw_V, own_key, metrics, config, draws=draws)
+        else:
+            score = partial(guide_score, config=config) if score_fn is guide_score else score_fn
+            found = best_candidate(kept_V, raw_V, own_key, metrics, config.candidates, score, draws=draws)
+        return found._replace(ids=jnp.where(jnp.arange(draws) < config.candidates, found.ids, -1))
 
-    own_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, CANDIDATES_KEY)
-    return jax.vmap(best)(final_BV, raw_BV, own_keys_B, metrics, params.router)
+    return jax.vmap(one)(drawn_B, kept_BV, raw_BV, keys_B, metrics, params.router)
 
 
 def _forced(routes: Route, edited_BV: Array, params: SamplingParams, state: SamplerState) -> Array:

@@ -65,8 +65,8 @@ class SamplingParams:
       router: the entropy router's numbers, [B] each; it sets the numbers of the `ROUTED` steps anew for every token. None: no
         router, and nothing of it is compiled.
       attends: whether the router reads attention metrics, which the model then has to report.
-      score_fn: chooses among candidates that are really drawn, `candidates` of them at most; None: the likeliest is taken,
-        whose distribution needs no draws.
+      score_fn: chooses among candidates that are really drawn; None: the likeliest is taken, whose distribution needs no draws.
+      candidates: of the router that are drawn at most; 0 where nobody wants to see them.
     """
 
     numbers: dict[str, Array]
@@ -94,6 +94,7 @@ class SamplingParams:
         vocab_size: int | None = None,
         measured: Mapping[str, float] | None = None,
         score_fn: ScoreFn | None = None,
+        show_candidates: bool = False,
     ) -> "SamplingParams":
         """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
 
@@ -105,6 +106,7 @@ class SamplingParams:
           vocab_size: if given, ids outside of it are refused.
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
           score_fn: the router's candidates are drawn, and the one that scores highest is taken; part of the program.
+          show_candidates: report the router's candidates with each token; the tokens stay the same.
 
         Raises:
           UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
@@ -124,8 +126,9 @@ class SamplingParams:
         attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(attends) > 1:
             raise UserError("router.use_attention must be the same for all rows of a batch")
-        if score_fn is not None and first.strategy != "entropy":
-            raise UserError("score_fn chooses among the candidates of the entropy router: set generation.strategy to entropy")
+        for name, given in (("score_fn chooses among", score_fn is not None), ("show_candidates shows", show_candidates)):
+            if given and first.strategy != "entropy":
+                raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         on_rows = [_steps_of(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         draws = any(not _is_greedy(section) for section in sections)
@@ -153,7 +156,7 @@ class SamplingParams:
             router=_routers(configs, measured) if first.strategy == "entropy" else None,
             attends=True in attends,
             score_fn=score_fn,
-            candidates=0 if score_fn is None else max(config.router.candidates for config in configs),
+            candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
         )
 
     @property

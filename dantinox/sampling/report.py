@@ -16,7 +16,8 @@ class Routed(NamedTuple):
     Attributes:
       attention: the metrics it read, None where it reads none.
       forced: the clarify token was emitted, and nothing was drawn.
-      candidates: those of an adaptive row, where they are drawn for a score function: ids, ln p and scores, [B, N] each.
+      candidates: where they are drawn for a score function or to be seen, those of an adaptive row: ids, ln p under the model
+        and scores, [B, N] each; an id of −1 is none.
     """
 
     attention: AttentionMetrics | None

@@ -1,6 +1,5 @@
 """Prompts with their real continuations, continuations by a model, and how likely a reference model finds them."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ from flax import nnx
 from dantinox.config import Config, UserError, settings_of
 from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import Run
-from dantinox.generation.batch import CompileTimer
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.run import load_model
 from dantinox.generation.session import Chunk, Session
@@ -167,14 +165,11 @@ def decode(session: Session, change: Callable[[SamplingParams], SamplingParams] 
             session.params = change(session.params)
 
     changed()
-    chunks = [session.start()]
-    with CompileTimer() as compiling:
-        start = time.perf_counter()
-        while not chunks[-1].done.all():
-            changed()
-            chunks.append(session.advance(CHUNK if change is None else 1))
-        seconds = time.perf_counter() - start - compiling.seconds
-    return chunks, max(seconds, 1e-9)
+    chunks = []
+    for chunk in session.run(CHUNK if change is None else 1):
+        chunks.append(chunk)
+        changed()
+    return chunks, max(session.times.decoding, 1e-9)
 
 
 FORCING = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)

@@ -14,8 +14,7 @@ from flax import nnx
 from dantinox.config import KVSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.budgets import UNIT
-from dantinox.generation.cache_plan import KVPlan
-from dantinox.generation.decode import CachePlan
+from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.prepare import widen
 from dantinox.generation.session import Session
 from dantinox.measure.eviction import divergence, read_limited, rows_at_once
@@ -91,7 +90,7 @@ def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, pla
     """See `Contender.read`; tokens are right-padded, and what stands behind a row's length is not read."""
     model, B = widen(model), len(tokens_BT)
     positions_BT = positions_of(tokens_BT, lengths_B)
-    empty = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
+    empty = make_cache(model.config, B, *plan)
     x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)
     first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
 
@@ -112,7 +111,7 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
     While a prompt is read it sees all of itself, so its own next token says nothing of the cache.
     """
     model, B, last_B = widen(model), len(tokens_BT), lengths_B - 1
-    cache = make_cache(model.config, B, plan.slots, plan.dtype, plan.compression)
+    cache = make_cache(model.config, B, *plan)
     _, read, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=cache)
     assert read is not None
     layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
@@ -176,9 +175,9 @@ def contenders(
     """
 
     def contender(name: str, ratio: float, kv: KVSection) -> Contender:
-        plan = KVPlan(run.model.config, kv, measured)
-        report = None if name == ORACLE else make_cache(run.model.config, 1, *plan(length)).report()
-        return Contender(name, ratio, run.prepared("auto", plan.order), plan(length), report)
+        plan = plan_cache(run.model.config, kv, length, measured)
+        report = None if name == ORACLE else make_cache(run.model.config, 1, *plan).report()
+        return Contender(name, ratio, run.prepared("auto", head_order(run.model.config, kv, measured)), plan, report)
 
     caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
     for ratio in sorted(set(ratios or RATIOS), reverse=True):
@@ -334,8 +333,6 @@ def nearsighted(full: Contender) -> Contender:
 def _write(cache: Contender, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> Written:
     B, T = prompts_BT.shape
     limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
-    session = Session(
-        cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=lambda _: cache.plan
-    )
+    session = Session(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
     chunks, seconds = decode(session)
     return Written(np.concatenate([chunk.tokens for chunk in chunks], axis=1), B * (tokens - 1) / seconds)

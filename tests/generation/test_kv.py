@@ -13,8 +13,9 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.config.kv import KVSection
 from dantinox.generation import decode, generate, prepare
-from dantinox.generation.cache_plan import KVPlan, with_head_order
+from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
+from dantinox.generation.prepare import with_head_order
 from dantinox.generation.session import Session
 from dantinox.model import make_cache
 from dantinox.model.compressed import Compressed
@@ -31,8 +32,8 @@ RATIOS = (0.5, 0.3, 0.2)
 POLICIES = ["snapkv+ema", "streaming", "tova", "h2o", "random"]
 
 
-def plan_of(config=CONFIG, calibration=None, **kv: Any) -> KVPlan:
-    return KVPlan(config, KVSection.model_validate(kv), calibration)
+def plan_of(slots=SLOTS, config=CONFIG, calibration=None, **kv: Any) -> CachePlan:
+    return plan_cache(config, KVSection.model_validate(kv), slots, calibration)
 
 
 def calibrated(entropy_LN, **more: Any) -> KVCalibration:
@@ -63,15 +64,15 @@ def groups_of(cache) -> list:
 def test_the_slots_sum_to_the_request_and_the_bytes_fall_with_it(ratio, signal):
     config = builder.config(windows=(None,) * 6, kv_heads=4, head_size=64)
     random = np.random.default_rng(0)
-    plan = plan_of(config, calibrated(random.uniform(0.1, 4, (6, 4))), budget=ratio, signal=signal)
-    for slots in (512, 4096):
-        cached = plan(slots)
+    calibration = calibrated(random.uniform(0.1, 4, (6, 4)))
+    for slots in (4096, 512):
+        cached = plan_of(slots, config, calibration, budget=ratio, signal=signal)
         report = jax.eval_shape(partial(make_cache, config, 2, slots, jnp.float32, cached.compression))
         total = sum(heads * kept for groups in cached.compression.groups for heads, kept in groups)
         assert 0 <= int(ratio * 6 * 4 * slots) - total < 8
         assert all(slots not in leaf.shape for leaf in jax.tree.leaves(report))
     for dtype, of_full, of_bfloat16 in ((jnp.float32, 1, None), (jnp.bfloat16, 1, None), (jnp.int8, 1, 0.58)):
-        report, full = made(config, 2, 512, dtype, plan(512).compression).report(), made(config, 2, 512, dtype).report()
+        report, full = made(config, 2, 512, dtype, cached.compression).report(), made(config, 2, 512, dtype).report()
         assert report["full_bytes"] == full["bytes"]
         assert report["full_bytes_bfloat16"] == made(config, 2, 512, jnp.bfloat16).report()["bytes"]
         assert report["bytes"] <= of_full * (ratio + 0.05) * full["bytes"]
@@ -81,10 +82,10 @@ def test_the_slots_sum_to_the_request_and_the_bytes_fall_with_it(ratio, signal):
 
 def test_another_entropy_of_one_head_is_another_capacity():
     def slots(entropy_LN):
-        plan = plan_of(calibration=calibrated(entropy_LN), budget=0.5, signal="entropy")
-        groups = plan(SLOTS).compression.groups
+        kv, calibration = KVSection(budget=0.5, signal="entropy"), calibrated(entropy_LN)
+        groups, order_LK = plan_cache(CONFIG, kv, SLOTS, calibration).compression.groups, head_order(CONFIG, kv, calibration)
         sizes = [[kept for heads, kept in layer for _ in range(heads)] for layer in groups]
-        return [dict(zip(order, row, strict=True)) for order, row in zip(plan.order, sizes, strict=True)]
+        return [dict(zip(order, row, strict=True)) for order, row in zip(order_LK, sizes, strict=True)]
 
     low = slots([[1, 1, 1, 1], [1, 1, 1, 1]])
     high = slots([[1, 1, 1, 1], [1, 1, 3, 1]])  # the third query head belongs to the second key head
@@ -94,14 +95,14 @@ def test_another_entropy_of_one_head_is_another_capacity():
 
 def test_a_windowed_layer_counts_its_window():
     config = builder.config(windows=(None, 32, 100, 400))
-    groups = plan_of(config, budget=0.5)(256).compression.groups
+    groups = plan_of(256, config, budget=0.5).compression.groups
     total = sum(heads * kept for layer in groups for heads, kept in layer)
     assert 0 <= int(0.5 * 2 * (256 + 32 + 100 + 256)) - total < 8
     assert all(kept <= cap for layer, cap in zip(groups, (256, 32, 100, 256), strict=True) for _, kept in layer)
 
 
 def test_budget_tokens_are_slots_per_head():
-    by_tokens, by_ratio = plan_of(budget_tokens=32)(SLOTS), plan_of(budget=0.25)(SLOTS)
+    by_tokens, by_ratio = plan_of(budget_tokens=32), plan_of(budget=0.25)
     assert by_tokens.compression.groups == by_ratio.compression.groups == (((2, 32),), ((2, 32),))
 
 
@@ -115,9 +116,9 @@ def test_budget_tokens_are_slots_per_head():
 )
 def test_less_than_every_head_must_have_is_refused(kv, said):
     with pytest.raises(UserError, match=said) as error:
-        plan_of(**kv)(SLOTS)
+        plan_of(**kv)
     if "budget" in kv:
-        plan_of(**kv | {"budget": float(str(error.value).split()[-1])})(SLOTS)
+        plan_of(**kv | {"budget": float(str(error.value).split()[-1])})
 
 
 # In the engine
@@ -141,7 +142,7 @@ def test_a_text_that_fits_is_exact_and_said_to_be():
     model = builder.model(CONFIG)
     expected = generate(model, [[1, 2, 3]], 12, greedy=True)
     for kv in ({"budget": 0.2}, {"budget_tokens": 64}):
-        plan = plan_of(**kv)
+        plan = plan_of(16, **kv)
         running = session(model, [[1, 2, 3]], 12, plan)
         tokens = np.concatenate([running.start().tokens, running.advance().tokens], axis=1)
         report = running.cache.report()
@@ -153,7 +154,7 @@ def test_a_text_that_fits_is_exact_and_said_to_be():
 def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
     config = builder.config(max_context=512, windows=(None, 60))
     model = builder.model(config)
-    running = session(model, builder.prompts(70, 31, seed=4), 420, plan_of(config, budget_tokens=40, policy=policy))
+    running = session(model, builder.prompts(70, 31, seed=4), 420, plan_of(512, config, budget_tokens=40, policy=policy))
     running.start()
     shapes = [leaf.shape for leaf in jax.tree.leaves(running.cache)]
     done = False
@@ -176,7 +177,7 @@ def test_decoding_holds_nothing_as_long_as_the_text(ratio, optimised):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
-    plan = plan_of(config, calibrated(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")(2048)
+    plan = plan_of(2048, config, calibrated(np.linspace(0.5, 3, 16).reshape(4, 4)), budget=ratio, signal="entropy")
     cache = made(config, 2, 2048, jnp.float32, plan.compression)
     program = optimised(
         _generate_toks.lower(model, cache, running.state, running.params, jnp.int32(32), use_cache=True, report=None)
@@ -234,13 +235,13 @@ def test_an_empty_slot_is_never_read_and_a_kept_one_is():
 def test_a_row_is_what_it_is_alone(kv):
     """Rows of different length beside each other: tokens of the row alone, and the same positions kept."""
     config = builder.config(max_context=512, windows=(None, 48))
-    model, plan = builder.model(config), plan_of(config, **kv)
+    model, plan = builder.model(config), plan_of(128, config, **kv)
     prompts = builder.prompts(40, 9, 33, seed=5)
     together = session(model, prompts, 50, plan)
     chunks = [together.start(), together.advance(), together.advance()]
     tokens = np.concatenate([chunk.tokens for chunk in chunks], axis=1)
     for row, text in enumerate(prompts):
-        alone = session(model, [text], 50, lambda slots: plan(128))
+        alone = session(model, [text], 50, plan)
         chunks = [alone.start(), alone.advance(), alone.advance()]
         np.testing.assert_array_equal(np.concatenate([chunk.tokens for chunk in chunks], axis=1)[0], tokens[row])
         for ours, solo in zip(groups_of(together.cache), groups_of(alone.cache), strict=True):
@@ -261,7 +262,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch):
     whole, parts = read(None, 2048), read(None, 100)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.cache, parts.cache)
     np.testing.assert_array_equal(whole.state.token_B, parts.state.token_B)
-    compressed = read(plan_of(budget_tokens=48), 100)
+    compressed = read(plan_of(512, budget_tokens=48), 100)
     for group in groups_of(compressed.cache):
         for row, length in enumerate((300, 130)):
             for kept in np.asarray(group.position_BKS[row]):
@@ -289,9 +290,9 @@ def test_the_router_reads_what_the_cache_holds():
     """Its attention metrics are those of the scores over the kept keys alone, in groups of different size too."""
     model = builder.model(CONFIG)
     calibration = calibrated([[1, 1, 4, 4], [1, 1, 2, 2]])
-    plan = plan_of(calibration=calibration, budget=0.35, signal="entropy")
-    model = with_head_order(model, plan.order)
-    running = session(model, [prompt()], NEW, plan)
+    kv = KVSection(budget=0.35, signal="entropy")
+    model = with_head_order(model, head_order(CONFIG, kv, calibration))
+    running = session(model, [prompt()], NEW, plan_cache(CONFIG, kv, SLOTS, calibration))
     running.start()
     assert sorted(group.position_BKS.shape[2] for group in running.cache.layers[0].groups) == [24, 88]
     probe = jax.jit(lambda cache: model(jnp.asarray([[5]]), jnp.asarray([[PROMPT]]), cache=cache, probe=lambda s, v: (s, v))[2])

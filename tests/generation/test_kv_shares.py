@@ -9,6 +9,7 @@ import pytest
 from dantinox.config import Config, UserError
 from dantinox.generation import generate
 from dantinox.generation import run as run_module
+from dantinox.generation.cache_plan import plan_cache
 from dantinox.run import KVCalibration
 
 from . import builder
@@ -24,7 +25,8 @@ def groups(calibration, **kv):
     run = run_module.Run(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        plan = run.kv_plan(Config(kv={"budget": 0.5, **kv}))(256)
+        settings, found = run.kv(Config(kv={"budget": 0.5, **kv}))
+        plan = plan_cache(CONFIG, settings, 256, found)
     return plan.compression.groups, [str(warning.message) for warning in told]
 
 
@@ -56,9 +58,7 @@ def test_a_decay_by_entropies_that_are_not_there_is_one_error():
 
 def test_tokens_without_a_run_name_the_file():
     model = builder.model(CONFIG)
-    with pytest.warns(
-        UserWarning, match="same share of the cache: name the file .* by kv_calibration, or give kv_signal uniform"
-    ):
+    with pytest.warns(UserWarning, match="same share: name the file .* by kv_calibration, or give kv_signal uniform"):
         generate(model, [[1, 2, 3]], 0, kv_budget=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

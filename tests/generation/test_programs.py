@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.generation import generate
+from dantinox.generation import decode, generate
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.session import Session, bucket
 from dantinox.model import make_cache
@@ -102,23 +102,45 @@ def test_decoding_copies_neither_cache_nor_weights(wide, settings, optimised):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20
 
 
-def prefill_program(model, length, report=None):
+def prompt_session(model, length, **report):
     params = SamplingParams.build({"greedy": True})
-    session = Session(
+    return Session(
         model, np.ones((1, length), np.int32), np.array([length]), params,
-        limits_B=np.array([20]), eos_ids=[[]], report=report,
+        limits_B=np.array([20]), eos_ids=[[]], **report,
     )  # fmt: skip
+
+
+def prefill_program(model, length, **report):
+    session = prompt_session(model, length, **report)
     return _generate_toks.lower(
-        model, None, session.state, params, jnp.int32(0), session._prompt, **session._options, **session._first
+        model, None, session.state, session.params, jnp.int32(0), session._prompt, **session._options, **session._first
     )
 
 
+def positions_with_logits(program):
+    """The most rows of an array that has the vocabulary for an axis, the weights of the output layer apart."""
+    V, D = 1031, 32
+    shapes = [[int(x) for x in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", program.as_text())]
+    return max(int(np.prod(shape)) // V for shape in shapes if V in shape and sorted(shape)[-2:] != [D, V])
+
+
 def test_prefill_computes_the_last_position_alone(wide, optimised):
-    """No array of logits for every position, unless the prompt's own log-probabilities are asked for."""
-    V = wide.config.vocab_size
-    every = re.compile(rf"f32\[(1,)?(512|511),{V}\]|f32\[(1,)?{V},(512|511)\]")
-    assert not every.search(optimised(prefill_program(wide, 500)).as_text())
-    assert every.search(optimised(prefill_program(wide, 500, report=0)).as_text()), "the pattern finds what it should"
+    """Whatever is reported of the new tokens: no array of logits has a second position."""
+    assert positions_with_logits(optimised(prefill_program(wide, 500, report=3))) == 1
+
+
+def test_the_prompts_own_tokens_are_looked_up_a_few_at_a_time(wide, monkeypatch, optimised):
+    """511 positions by 1,031 tokens are never held at once, and what is found is what all of them at once give."""
+    V, found = wide.config.vocab_size, {}
+    for held in (V * 512, V * 100):
+        monkeypatch.setattr(decode, "ECHOED", held)
+        _generate_toks.jitted_fn.clear_cache()
+        assert positions_with_logits(optimised(prefill_program(wide, 500, report=0, echo=True))) == min(held // V, 511)
+        session = prompt_session(wide, 500, report=0, echo=True)
+        session.start()
+        found[held] = session.echo
+    np.testing.assert_allclose(*found.values(), rtol=0, atol=1e-5)
+    _generate_toks.jitted_fn.clear_cache()
 
 
 def test_prefill_reads_the_prompts_bucket_and_not_the_context(wide, optimised):

@@ -1,5 +1,6 @@
 """The entropy router in the compiled loop: token for token as on the host, whatever cache, padding and batch."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -297,3 +298,47 @@ def test_a_users_score_chooses_among_drawn_candidates():
     np.testing.assert_allclose(found.logprobs[0], np.take_along_axis(lnp, found.ids[0], axis=1), rtol=0, atol=1e-4)
     with pytest.raises(UserError, match="score_fn chooses among the candidates of the entropy router"):
         generate(model, [prompt], 2, seed=1, score_fn=guide_score)
+
+
+def test_candidates_can_be_seen_and_the_text_stays_the_same():
+    """Of every adaptive token n draws, it being the first of the likeliest; the others have none, and nothing else changes."""
+    model, prompt = builder.model(), builder.prompts(6)[0]
+    settings = ENTROPY | {"seed": 4, "candidates": 5, "top_k": 60, "logprobs": 3, "return_info": True}
+    plain, _ = generate(model, [prompt], STEPS, **settings)
+    out, told = generate(model, [prompt], STEPS, show_candidates=True, **settings)
+    assert out.tolist() == plain.tolist()
+    routed, tokens = told["info"].routed, out[0, 6:]
+    adaptive = np.asarray(routed.route.strategy[0]) == STRATEGIES.index("adaptive")
+    found, logits = routed.candidates, builder.all_logits(model, out[0].tolist())[5:-1].astype(np.float64)
+    lnp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert adaptive.sum() > 3 and found.ids.shape == (1, STEPS, 5)
+    for step in np.flatnonzero(adaptive):
+        drawn = np.asarray(found.ids[0, step])
+        best = int(np.argmax(lnp[step, drawn]))
+        assert drawn[best] == tokens[step] and np.argmax(found.scores[0, step]) == best
+        np.testing.assert_allclose(found.logprobs[0, step], lnp[step, drawn], rtol=0, atol=1e-4)
+        # What the guide adds to ln p is one number for all candidates of a step.
+        np.testing.assert_allclose(np.ptp(found.scores[0, step] - found.logprobs[0, step]), 0, atol=1e-4)
+    assert len({tuple(np.asarray(ids)) for ids in found.ids[0]}) > 3
+    for more in ({"strategy": "chain"}, {"logprobs": None}):
+        with pytest.raises(UserError, match="show_candidates"):
+            generate(model, [prompt], 2, show_candidates=True, **{"seed": 1, "logprobs": 1, "return_info": True} | more)
+
+
+def test_token_sequences_take_what_was_measured_on_the_model(tmp_path):
+    """Thresholds from a file or by name give the text of the same numbers set by hand."""
+    model, prompt = builder.model(), builder.prompts(6)[0]
+    measured = {"low_entropy": 1.2, "low_varentropy": 2.0, "clarify_entropy": 3.0, "high_entropy": 2.0, "high_varentropy": 2.6}
+    measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}
+    file = tmp_path / "router.json"
+    file.write_text(json.dumps({"version": 1, "weights": "0" * 64, "measured": measured}))
+    asked = {"strategy": "entropy", "router_preset": "calibrated", "seed": 4}
+    expected = generate(model, [prompt], 12, **asked, **measured).tolist()
+    for source in (file, str(file), measured):
+        assert generate(model, [prompt], 12, router_calibration=source, **asked).tolist() == expected
+    with pytest.raises(UserError, match="router_calibration has no effect unless router_preset is calibrated"):
+        generate(model, [prompt], 12, strategy="entropy", router_calibration=file)
+    with pytest.raises(UserError, match="cannot read the calibration"):
+        generate(model, [prompt], 12, router_calibration=tmp_path / "none.json", **asked)
+    with pytest.raises(UserError, match="thresholds measured on this model"):
+        generate(model, [prompt], 12, router_calibration={"low_entropy": 1.0}, **asked)

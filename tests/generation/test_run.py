@@ -136,6 +136,11 @@ def test_streamed_text_is_the_text(run, temperature):
         assert set("".join(pieces[:-1])) <= set(CIRCLE), "no half of a character is ever shown"
 
 
+def test_a_stream_is_one_sample(run):
+    with pytest.raises(UserError, match=r"^a stream is one sample: give n=1, got 4, or use generate$"):
+        run.stream("a", n=4)
+
+
 def test_a_stream_that_is_left_early_does_no_harm(run):
     stream = run.stream("a", greedy=True, max_new_tokens=40)
     assert next(stream)

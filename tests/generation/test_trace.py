@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dantinox.config import Config, TokenizerSection
+from dantinox.config import Config, TokenizerSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.trace import trace_document
 from dantinox.model import Transformer
@@ -108,3 +108,26 @@ def test_chain_and_router_in_one_call_are_batches_of_their_own(run):
     batches = run.start([(text, given | {"max_new_tokens": 3}) for text, given in requests])
     assert [batch.numbers for batch in batches] == [[0], [1], [2]]
     assert len(jax.tree.leaves(batches[0].session.params.router)) == 0
+
+
+def test_candidates_in_document_json_trace_and_page(run):
+    result = run.generate("abc", logprobs=2, show_candidates=True, seed=3, max_new_tokens=12, ignore_eos=True, **ROUTED)
+    plain = run.generate("abc", seed=3, max_new_tokens=12, ignore_eos=True, **ROUTED)
+    assert result.tokens == plain.tokens
+    document = trace_document(result, run.tokenizer)
+    for token, listed, ids in zip(
+        document["tokens"], result.info["candidates"], result.steps.routed.candidates.ids, strict=True
+    ):
+        drawn = token["candidates"]
+        assert len(drawn) == (12 if token["strategy"] == "adaptive" and not token["forced"] else 0)
+        assert [one["id"] for one in drawn] == listed["ids"] == ids[: len(drawn)].tolist()
+        assert [one["score"] for one in drawn] == listed["scores"]
+        assert not drawn or max(drawn, key=lambda one: one["score"])["id"] == token["id"]
+    assert {len(token["candidates"]) for token in document["tokens"]} == {0, 12}
+    lines = [json.loads(line) for line in trace_lines([document])][1:]
+    assert [line["candidates"] for line in lines] == [
+        [[one["id"], one["text"], one["logprob"], one["score"]] for one in token["candidates"]] for token in document["tokens"]
+    ]
+    assert '"score":[' in page([document])
+    with pytest.raises(UserError, match="give logprobs too"):
+        run.generate("abc", show_candidates=True, **ROUTED)

@@ -108,7 +108,23 @@ def token(
 ROUTED = ("strategy", "temperature", "top_p", "top_k", "min_p", "forced")
 
 
-def trace(count: int = 40, *, seed: int = 7, alternatives: int = 10, attention: bool = True, routed: bool = True) -> dict:
+def candidates_of(rng: np.random.Generator, token: dict, words: list[str], count: int) -> list[dict]:
+    """Draws of an adaptive token, the one taken among them."""
+    ids = [token["id"], *map(int, rng.integers(0, VOCABULARY, count - 1))] if token["strategy"] == "adaptive" else []
+    logprobs = [token["logprob"] - k for k in range(len(ids))]
+    drawn = [{"id": i, "text": words[i], "logprob": p, "score": p + 0.25} for i, p in zip(ids, logprobs, strict=True)]
+    return drawn[::-1]
+
+
+def trace(
+    count: int = 40,
+    *,
+    seed: int = 7,
+    alternatives: int = 10,
+    candidates: int = 0,
+    attention: bool = True,
+    routed: bool = True,
+) -> dict:
     """A document of so many tokens."""
     rng = np.random.default_rng(seed)
     router = router_numbers()
@@ -117,6 +133,9 @@ def trace(count: int = 40, *, seed: int = 7, alternatives: int = 10, attention: 
     waves = 0.5 + 0.35 * np.sin(np.arange(count) / 90) * np.sin(np.arange(count) / 37)
     hard = [min(1, wave + 0.25) if text[:1] in " \n" else 0.5 * wave for wave, text in zip(waves, texts, strict=True)]
     tokens = [token(rng, text, share, words, router, alternatives) for text, share in zip(texts, hard, strict=True)]
+    if candidates:
+        for one in tokens:
+            one["candidates"] = candidates_of(rng, one, words, candidates)
     left_out = (() if attention else ATTENTION) + (() if routed else ROUTED)
     return {
         "prompt": "Così nel mio parlar ", "text": "".join(texts), "seed": seed, "finish_reason": "length",

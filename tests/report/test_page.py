@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dantinox.report.page import page
+from dantinox.report.trace import LISTS
 
 from .page_sample import HOSTILE, trace
 
@@ -50,21 +51,23 @@ def data_of(html: str) -> dict:
 
 def tokens_of(data: dict, sample: int = 0) -> list[dict]:
     """The tokens of the document again, from the columns they are kept in."""
-    columns, others = data["samples"][sample]["columns"], data["samples"][sample]["alternatives"]
-    starts = np.concatenate([[0], np.cumsum(others["count"], dtype=int)])
+    columns, lists = data["samples"][sample]["columns"], data["samples"][sample]["lists"]
     tokens = []
     for i, word in enumerate(columns["word"]):
         token = {name: column[i] for name, column in columns.items() if name != "word"}
         token["id"], token["text"] = data["words"][word]
-        token["alternatives"] = [
-            {
-                "id": data["words"][others["word"][a]][0],
-                "text": data["words"][others["word"][a]][1],
-                "logprob": others["logprob"][a],
-                "logprob_sampled": others["logprob_sampled"][a],
-            }
-            for a in range(starts[i], starts[i + 1])
-        ]
+        for kind, (*_, last) in LISTS.items():
+            listed = lists[kind]
+            start = sum(listed["count"][:i])
+            token[kind] = [
+                {
+                    "id": data["words"][listed["word"][a]][0],
+                    "text": data["words"][listed["word"][a]][1],
+                    "logprob": listed["logprob"][a],
+                    last: listed[last][a],
+                }
+                for a in range(start, start + listed["count"][i])
+            ]
         tokens.append(token)
     return tokens
 
@@ -73,7 +76,9 @@ def close(value):
     return pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
 
 
-@pytest.mark.parametrize("kind", [{}, {"attention": False}, {"routed": False, "attention": False}, {"alternatives": 0}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"attention": False}, {"routed": False, "attention": False}, {"alternatives": 0}, {"candidates": 12}]
+)
 def test_the_file_holds_every_number_of_the_document(kind):
     documents = [trace(60, **kind), trace(7, seed=8, **kind)]
     data = data_of(page(documents))
@@ -81,8 +86,10 @@ def test_the_file_holds_every_number_of_the_document(kind):
         found = tokens_of(data, s)
         assert len(found) == len(document["tokens"])
         for token, kept in zip(document["tokens"], found, strict=True):
-            alternatives = [{name: close(value) for name, value in one.items()} for one in token["alternatives"]]
-            assert kept == {name: close(value) for name, value in token.items()} | {"alternatives": alternatives}
+            lists = {
+                kind: [{name: close(value) for name, value in one.items()} for one in token.get(kind, [])] for kind in LISTS
+            }
+            assert kept == {name: close(value) for name, value in token.items()} | lists
         rest = {name: value for name, value in document.items() if name != "tokens"}
         assert {name: data["samples"][s][name] for name in rest} == rest | {"router": expected_router(document)}
 

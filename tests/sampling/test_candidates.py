@@ -222,3 +222,31 @@ def test_a_score_of_ones_own():
 def test_there_is_a_score_per_candidate(score):
     with pytest.raises(UserError, match=r"score_fn must give a score per candidate, shape \(3,\), got shape \(2?,?\)"):
         candidates.best_candidate(jnp.zeros(5), jnp.zeros(5), jax.random.key(0), NOTHING, 3, score, draws=3)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_draws_behind_a_token_are_n_plain_draws(n):
+    """Every tuple of draws as likely as if they had been drawn first, and the token always the best of them, ties included."""
+    raw_V = jnp.asarray([1.0, 0.5, 0.5, -1.0, 2.0])
+    x_V = jnp.asarray([0.3, 0.9, 0.1, 0.4, -jnp.inf])
+
+    def one(number):
+        key, own = jax.random.split(jax.random.fold_in(jax.random.key(5), number))
+        token = jax.random.categorical(key, candidates.best_of_n(x_V, raw_V, n))
+        return candidates.draws_behind(token, x_V, raw_V, own, NOTHING, RouterConfig(candidates=n), draws=4)
+
+    found = jax.jit(jax.vmap(one))(jnp.arange(DRAWS))
+    ids, scores = np.asarray(found.ids)[:, :n], np.asarray(found.scores)
+    assert (scores[:, n:] == -np.inf).all() and np.isfinite(scores[:, :n]).all()
+    raw = np.asarray(raw_V)
+    assert (raw[ids].max(axis=1) == raw[np.asarray(found.token)]).all()
+    first = ids[np.arange(DRAWS), raw[ids].argmax(axis=1)]
+    assert (first == np.asarray(found.token)).all(), "of equal ones the first is taken"
+    p_V = np.exp(np.float64(x_V))
+    p_V /= p_V.sum()
+    expected = np.ones(1)
+    for _ in range(n):
+        expected = np.multiply.outer(expected, p_V)
+    counts = np.bincount(np.ravel_multi_index(tuple(ids.T), (5,) * n), minlength=5**n)
+    deviation = np.sqrt(DRAWS * expected.ravel() * (1 - expected.ravel()))
+    assert (np.abs(counts - DRAWS * expected.ravel()) <= 5 * deviation + 1e-9).all()

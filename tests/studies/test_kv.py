@@ -13,9 +13,8 @@ from generation import builder
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
-from dantinox.generation.cache_plan import with_head_order
-from dantinox.generation.decode import CachePlan
-from dantinox.generation.prepare import prepare
+from dantinox.generation.cache_plan import CachePlan
+from dantinox.generation.prepare import prepare, with_head_order
 from dantinox.measure import eviction
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
