@@ -20,6 +20,7 @@ MAX_FILE_BYTES = 1 << 20
 ALIASES = {
     "generation.max_generations": "generation.max_new_tokens",
     "logging.eval_iters": "training.eval_every",
+    "data.dataset_name": "data.path",
 }
 
 
@@ -158,6 +159,14 @@ def merge(
 ) -> tuple[Config, dict[str, str]]:
     """`build_config`, with the settings to be reported: dotted path → while what is so they have no effect."""
     where, written = dict(where), dict[str, Any]()
+    if len(tree) > 1 and not any(section in SECTIONS for section in tree):
+        outside = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
+        if outside:
+            section, _, name = outside.partition(".")
+            raise UserError(
+                f"{source or origin} has no sections, like the runs of DantinoX 0: {name} belongs under {section}:, and so on "
+                "(`dantinox init FILE` writes the form)"
+            )
     for section, content in tree.items():
         if section not in SECTIONS:
             raise UserError(
@@ -206,7 +215,7 @@ def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"{on_one_line(key)} must be valid Unicode text, got {shown(text)}{_place(key, where, source)}")
-        is_path = key.endswith("path") or key in ("data.dataset_name", "training.init_from", "kv.calibration")
+        is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration")
         if is_path and (not text or "\0" in text):
             raise UserError(f"{on_one_line(key)} must be a path, got {shown(text)}{_place(key, where, source)}")
 
@@ -305,11 +314,12 @@ def _resolve_aliases(flat: dict[str, Any], where: dict[str, str], source: str) -
     for old, new in ALIASES.items():
         if old not in flat:
             continue
-        if new in flat:
+        value = flat.pop(old)
+        if value is not None and flat.get(new) is not None:
             raise UserError(f"{old} is another name of {new}: give one of them{_place(old, where, source)}")
-        flat[new] = flat.pop(old)
-        if old in where:
-            where[new] = where[old]
+        if value is not None or new not in flat:
+            flat[new] = value
+            where |= {new: where[old]} if old in where else {}
     return flat
 
 

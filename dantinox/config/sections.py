@@ -135,13 +135,12 @@ class DataSection(Section):
     val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = Field(
         0.1, description="share of the text kept for validation"
     )
-    text_field: Annotated[str, Needs(*((f"data.{key}", may_hold_records) for key in ("path", "dataset_name", "val_path")))] = (
-        Field("text", description="the field of a JSON Lines record that holds the text")
+    text_field: Annotated[str, Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path")))] = Field(
+        "text", description="the field of a JSON Lines record that holds the text"
     )
     dataset_source: Literal["local", "huggingface"] = Field(
         "local", description="where the corpus is: local files; no other source in this version"
     )
-    dataset_name: str | None = Field(None, description="the older name of data.path")
     streaming: bool = Field(False, description="stream a remote data set: not in this version")
 
 
@@ -303,10 +302,6 @@ class Config(Section):
                 k.tokenizer_type == "file" and k.tokenizer_path is None,
                 "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file",
             ),
-            (
-                d.path is not None and d.dataset_name is not None,
-                "data.path and data.dataset_name both name the corpus: give one of them",
-            ),
             (d.path == (), "data.path must name at least one file, got []"),
             (
                 len({self.logging.log_file, self.logging.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2,
@@ -317,11 +312,6 @@ class Config(Section):
             *router_conflicts(self.router),
             *kv_conflicts(self.kv),
         ]
-
-    @property
-    def corpus(self) -> str | tuple[str, ...] | None:
-        """What to train on: `data.path`, or `data.dataset_name` of older configs."""
-        return self.data.path if self.data.path is not None else self.data.dataset_name
 
     def architecture(self, vocab_size: int) -> ModelConfig:
         """The resolved architecture for a vocabulary of `vocab_size` tokens."""

@@ -125,9 +125,10 @@ def has_changed(config: Config, directory: str | Path) -> bool:
 
 def _corpora(config: Config) -> tuple[Corpus, ...]:
     """The corpus, and the validation text where it is a separate one."""
-    if config.corpus is None:
+    data = config.data
+    if data.path is None:
         raise UserError("no text to train on: set data.path in the config, or give --data_path")
-    return tuple(Corpus.open(p, config.data.text_field) for p in (config.corpus, config.data.val_path) if p is not None)
+    return tuple(Corpus.open(path, data.text_field) for path in (data.path, data.val_path) if path is not None)
 
 
 def _plan(corpora: tuple[Corpus, ...], extents: tuple[Extent, ...], val_fraction: float) -> _Plan:

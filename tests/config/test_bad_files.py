@@ -91,7 +91,11 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "accumulation": ("training:\n  batch_size: 8\n  grad_accum: 3\n", ("must divide training.batch_size, got 3 and 8",), 3),
     "warm-up past the end": ("training:\n  steps: 10\n", ("at most training.steps, got 100 and 10",), None),
     "tokenizer without file": ("tokenizer:\n  tokenizer_type: file\n", ("tokenizer.tokenizer_path must be given",), None),
-    "two names of the corpus": ("data:\n  path: a\n  dataset_name: b\n", ("both name the corpus: give one of them",), 2),
+    "two names of the corpus": (
+        "data:\n  path: a\n  dataset_name: b\n",
+        ("data.dataset_name is another name of data.path: give one of them",),
+        2,
+    ),
     "empty stop string": ("generation:\n  stop: ['']\n", ("generation.stop must not hold an empty string",), 2),
     "no corpus file": ("data:\n  path: []\n", ("data.path must name at least one file, got []",), 2),
     # text no file system takes

@@ -1,0 +1,48 @@
+"""Configs that users of DantinoX 0 have on disk."""
+
+import pytest
+
+from dantinox.config import UserError, load_config
+
+SECTIONS = """
+model: {dim: 64, n_heads: 4, head_size: 16, num_blocks: 2, max_context: 32}
+moe: {use_moe: true, n_experts: 4, top_k_mlp: 2, expansion: 4}
+attention: {use_rotary_pos: true, sliding_window: False, context_window: 32, no_sink: true}
+tokenizer: {tokenizer_type: "char", vocab_size: 5000, tokenizer_path: "configs/vocab.json"}
+data: {dataset_source: "huggingface", dataset_name: "somebody/corpus", streaming: true}
+training: {lr: 0.0005, batch_size: 64, grad_accum: 16, epochs: 200}
+generation: {max_generations: 80}
+logging: {eval_iters: 20, log_file: "training_log.csv"}
+"""
+
+
+def test_what_is_not_there_is_said_at_once_and_flags_mend_it(tmp_path):
+    path = tmp_path / "default_config.yaml"
+    path.write_text(SECTIONS)
+    with pytest.raises(UserError, match=r"moe\.use_moe must be false, data\.dataset_source local and data\.streaming false"):
+        load_config(path)
+    flags = {"moe.use_moe": False, "data.dataset_source": "local", "data.streaming": False, "data.path": "corpus.txt"}
+    with pytest.warns(UserWarning, match=r"has no effect|have no effect") as told:
+        config = load_config(path, flags)
+    assert any("attention.context_window" in str(warning.message) for warning in told)
+    assert any("tokenizer.tokenizer_path" in str(warning.message) for warning in told)
+    assert config.data.path == "corpus.txt" and config.training.eval_every == 20
+    assert config.generation.max_new_tokens == 80 and config.moe.expansion == 4
+
+
+def test_the_older_name_of_the_corpus(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("data: {dataset_name: a.txt}")
+    assert load_config(path).data.path == "a.txt" and load_config(path, {"data.path": "b.txt"}).data.path == "b.txt"
+    for spelled_out in ("{path: a.txt, dataset_name: null}", "{path: null, dataset_name: a.txt}"):  # as runs held it
+        path.write_text(f"data: {spelled_out}")
+        assert load_config(path).data.path == "a.txt"
+
+
+def test_a_run_without_sections_is_recognised(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("absolute_pos: true\nbatch_size: 64\neval_iters: 20\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    says = f"{path} has no sections, like the runs of DantinoX 0: absolute_pos belongs under attention:, and so on"
+    assert str(caught.value).startswith(says)
