@@ -99,5 +99,5 @@ def make_run(path, end=False):
         weights["head/kernel"][:, successor] += 2 * embed_VD[token]
     save_config(run, config)
     save_weights(run.weights, weights)
-    tokenizer.save(run.tokenizer)
+    run.tokenizer.write_text(tokenizer.to_json(), encoding="utf-8")
     return run.path

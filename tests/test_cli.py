@@ -415,7 +415,7 @@ def test_another_runs_tokenizer(dantinox, copy):
     from dantinox.text import train_tokenizer
 
     characters = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
-    characters.save(copy / "tokenizer.json")
+    (copy / "tokenizer.json").write_text(characters.to_json(), encoding="utf-8")
     assert_one_sentence(dantinox("generate", "--run_dir", copy), "model_weights.msgpack", "shape")
 
 

@@ -1,7 +1,7 @@
 """`builtin:recall`: text with tasks in it that only a reader with a memory can do, to train models whose attention reaches far.
 
-A task tells facts, pairs of a topic and one of its words, and asks for them: among lines of ordinary text or alone, in any
-order, or as a whole record said again. A topic has words of its own, so one layer can find what was told of it: a model learns
+A task states facts, pairs of a topic and one of its words, and asks for them: among lines of ordinary text or alone, in any
+order, or as a whole record repeated. A topic has words of its own, so one layer can find what was said of it: a model learns
 that in a few hundred steps, where matching any word with any other takes many thousands. The words are common and few, so a
 tokenizer trained on the corpus has a token for each. Of the random numbers only such methods are used as give the same in every
 Python from 3.11 on.
@@ -23,7 +23,7 @@ cloth: canvas cotton denim felt flannel lace leather linen satin silk velvet woo
 spice: basil cinnamon clove cumin dill ginger mint mustard nutmeg pepper saffron sage
 """
 TOPICS = {topic: tuple(words.split()) for topic, _, words in (line.partition(":") for line in _TOPICS.strip().splitlines())}
-MARK = ">>"  # before whatever is told and asked
+MARK = ">>"  # before whatever is stated and asked
 SHARE = 0.3  # of tasks in the corpus, by characters
 FIELD = "text"  # of a record
 LEAST_FACTS = 3  # of a document
@@ -39,46 +39,46 @@ class Task(NamedTuple):
 
 def facts(rng: random.Random, lines: Sequence[str], count: int) -> Task:
     """Facts on `count` topics at random places among `lines` of text; one of them is asked for."""
-    told = _told(rng, count)
+    stated = _stated(rng, count)
     asked = rng.randrange(count)
-    topic, word = told[asked]
-    return Task("".join(_among(rng, lines, told)), f"{MARK} {topic}", f" {word}")
+    topic, word = stated[asked]
+    return Task("".join(_among(rng, lines, stated)), f"{MARK} {topic}", f" {word}")
 
 
 def copy(rng: random.Random, count: int) -> Task:
-    """A record of facts on `count` topics, said again up to its last word, which is the answer."""
-    record = _record_of(_told(rng, count))
+    """A record of facts on `count` topics, repeated up to its last word, which is the answer."""
+    record = _record_of(_stated(rng, count))
     again, _, word = record.rpartition(" ")
     return Task(f"{record}\n", again, f" {word}")
 
 
-def _record_of(told: Sequence[tuple[str, str]]) -> str:
-    return " ".join([MARK, *(f"{topic} {word}" for topic, word in told)])
+def _record_of(stated: Sequence[tuple[str, str]]) -> str:
+    return " ".join([MARK, *(f"{topic} {word}" for topic, word in stated)])
 
 
-def _told(rng: random.Random, count: int) -> list[tuple[str, str]]:
+def _stated(rng: random.Random, count: int) -> list[tuple[str, str]]:
     return [(topic, rng.choice(TOPICS[topic])) for topic in rng.sample(list(TOPICS), count)]
 
 
-def _among(rng: random.Random, lines: Sequence[str], told: Sequence[tuple[str, str]]) -> list[str]:
+def _among(rng: random.Random, lines: Sequence[str], stated: Sequence[tuple[str, str]]) -> list[str]:
     """The lines with a line for every fact between them."""
     mixed = list(lines)
-    for topic, word in told:
+    for topic, word in stated:
         mixed.insert(rng.randrange(len(mixed) + 1), f"{MARK} {topic} {word}\n")
     return mixed
 
 
 def _document(rng: random.Random, lines: Sequence[str]) -> str:
-    """A record said several times, facts said over and over, or facts among lines of text, each asked for twice."""
-    told = _told(rng, rng.randrange(LEAST_FACTS, len(TOPICS) + 1))
+    """A record repeated several times, facts stated over and over, or facts among lines of text, each asked for twice."""
+    stated = _stated(rng, rng.randrange(LEAST_FACTS, len(TOPICS) + 1))
     kind = rng.randrange(5)
     if kind == 0:
-        return f"{_record_of(told)}\n" * rng.randrange(3, 9)
+        return f"{_record_of(stated)}\n" * rng.randrange(3, 9)
     if kind < 3:
-        return "".join(_among(rng, (), [rng.choice(told) for _ in range(rng.randrange(30, 90))]))
-    asked = told * 2
+        return "".join(_among(rng, (), [rng.choice(stated) for _ in range(rng.randrange(30, 90))]))
+    asked = stated * 2
     rng.shuffle(asked)
-    return "".join(_among(rng, lines, told) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
+    return "".join(_among(rng, lines, stated) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
 
 
 def corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:

@@ -90,10 +90,6 @@ class Tokenizer:
         """The text of its tokenizer.json, unchanged since it was read."""
         return self._content
 
-    def save(self, path: str | Path) -> None:
-        """Writes the tokenizer.json in place; for an atomic write give `to_json()` to the run directory."""
-        Path(path).write_bytes(self._content.encode())
-
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of its file."""

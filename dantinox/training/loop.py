@@ -175,8 +175,8 @@ class _Trainer:
 
     def _finished(self) -> bool:
         patience = self.config.training.patience
-        tired = patience is not None and self.progress.evaluations_since_best >= patience
-        return (self.step >= self.steps or tired) and not self.progress.evaluation_due
+        exhausted = patience is not None and self.progress.evaluations_since_best >= patience
+        return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _log_interval(self) -> None:
         total, steps = np.asarray(self.state.since_line).tolist()

@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Scalars of one step, left on the device until somebody asks. `loss` in nats per token, before the update."""
+    """Scalars of one step, left on the device until they are read. `loss` in nats per token, before the update."""
 
     loss: jax.Array
     grad_norm: jax.Array

@@ -35,7 +35,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Listens to the signals inside the block. Only the main thread can; elsewhere nobody ever asks."""
+    """Handles the signals inside the block. Only the main thread can: elsewhere the request never comes."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

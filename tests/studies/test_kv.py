@@ -187,7 +187,7 @@ def toy(tmp_path_factory):
     filled = {name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
     save_config(run, config)
     save_weights(run.weights, {name: (0.5 * x).astype(np.float32) for name, x in filled.items()})
-    tokenizer.save(run.tokenizer)
+    run.tokenizer.write_text(tokenizer.to_json(), encoding="utf-8")
     prepare_data(config, run.data, tokenizer)
     return path
 

@@ -281,7 +281,7 @@ def make_run(path, tokenizer, draw, **sections):
     weights = {name: (draw if len(x.shape) > 1 else np.ones)(x.shape).astype(np.float32) for name, x in shapes.items()}
     save_config(run, config)
     save_weights(run.weights, weights)
-    tokenizer.save(run.tokenizer)
+    run.tokenizer.write_text(tokenizer.to_json(), encoding="utf-8")
     return config, run
 
 

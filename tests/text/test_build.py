@@ -116,7 +116,7 @@ def test_large_vocabulary_takes_four_bytes(tmp_path) -> None:
 def test_tokenizer_from_a_file(tmp_path) -> None:
     config = settings(write(tmp_path / "a.txt", TEXT))
     tokenizer, _ = prepare_data(config, tmp_path / "s")
-    tokenizer.save(tmp_path / "t.json")
+    (tmp_path / "t.json").write_text(tokenizer.to_json(), encoding="utf-8")
     more = {"tokenizer.tokenizer_type": "file", "tokenizer.tokenizer_path": str(tmp_path / "t.json")}
     again, _ = prepare_data(settings(tmp_path / "a.txt", **more), tmp_path / "s")
     assert again.fingerprint == tokenizer.fingerprint

@@ -108,7 +108,7 @@ def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
 def test_saved_and_loaded(tmp_path) -> None:
     for tokenizer in (CHAR, FALLBACK, BYTE, BPE):
         path = tmp_path / "tokenizer.json"
-        tokenizer.save(path)
+        path.write_text(tokenizer.to_json(), encoding="utf-8")
         again = Tokenizer.load(path)
         assert (again.kind, again.fingerprint, again.vocab_size) == (
             tokenizer.kind,
