@@ -18,7 +18,6 @@ PUBLIC = {
     "load_config": "dantinox.config",
     "Tokenizer": "dantinox.text",
     "Transformer": "dantinox.model",
-    "SamplingParams": "dantinox.sampling",
     "generate": "dantinox.generation",
     "load": "dantinox.generation",
     "prepare": "dantinox.generation",

@@ -10,7 +10,7 @@ from typing import Any
 from dantinox.cli.common import given_prompt, given_settings, use_compilation_cache
 from dantinox.config import Config, UserError, overlay
 
-ALTERNATIVES = 10  # the likeliest tokens told of in a trace
+ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def generate(options: argparse.Namespace) -> int:
     traced = options.show_entropy or options.trace is not None or options.report is not None
     from dantinox.run import load_run_config, open_run
 
-    # What is wrong with the settings is told before anything large is loaded.
+    # What is wrong with the settings is said before anything large is loaded.
     base = load_run_config(open_run(options.run_dir))
     requests = _requests(options, settings, base)
     alone = len(requests) == 1 and requests[0][1].generation.n == 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 UNIT = 8
-PRIOR = 3e-4  # nats per token for every halving of a head's slots, of `divided`
+PRIOR = 3e-4  # nats per token each time a head's slots are cut in half, in `divided`
 PARTS = 4  # of a doubling
 STEPS = 4096  # that `divided` counts all slots in
 
@@ -52,11 +52,11 @@ def head_weights(signal_LK: np.ndarray, scale_min: float, scale_max: float) -> n
 def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: int) -> np.ndarray:
     """Slots of each key head `[L, K]` with which the loss rises least, for a share of all slots and two sizes in a layer.
 
-    Rises are summed over heads. Between the measured sizes they are taken to be linear in log₂ of the slots, and `PRIOR` for
-    every halving is added: heads that lose their slots together cost more than each alone, and other texts look further back.
-    A dynamic programme over the layers (multiple-choice knapsack, Kellerer, Pferschy and Pisinger 2004, ch. 11) then finds the
-    best of all pairs of sizes, `PARTS` to a doubling, and of heads that get the larger one. It counts slots in `STEPS` parts
-    of the whole, each layer's rounded up, so that a few may be left.
+    Rises are summed over heads. Between the measured sizes they are taken to be linear in log₂ of the slots, and each time the
+    slots are cut in half `PRIOR` is added: heads that lose their slots together cost more than each alone, and other texts look
+    further back. A dynamic programme over the layers (multiple-choice knapsack, Kellerer, Pferschy and Pisinger 2004, ch. 11)
+    then finds the best of all pairs of sizes, `PARTS` to a doubling, and of heads that get the larger one. It counts slots in
+    `STEPS` parts of the whole, each layer's rounded up, so that a few may be left.
 
     Args:
       rises_LKC: by how many nats per token the loss is higher if a head has C sizes alone.

@@ -43,5 +43,5 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat JSON-ready dict of the `REPORTED` names, and `logprobs` where they were asked for."""
-        told = vars(self) | self.stats
-        return {name: told[name] for name in REPORTED} | ({"logprobs": self.info} if self.info else {})
+        known = vars(self) | self.stats
+        return {name: known[name] for name in REPORTED} | ({"logprobs": self.info} if self.info else {})

@@ -14,7 +14,7 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.router import ADAPTIVE
 from dantinox.text import Tokenizer
 
-OTHERS = ("seed", "max_new_tokens", "n")  # told elsewhere
+OTHERS = ("seed", "max_new_tokens", "n")  # a document has them elsewhere
 
 
 def changed_settings(config: Config) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """What is told of each token of a sample."""
+    """A record per token of a sample."""
     steps = result.steps
     if steps is None:
         raise ValueError("only a sample with log-probabilities can be traced")

@@ -202,18 +202,18 @@ class Compressed:
         return cls(tuple(groups))
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        groups, outs, told = [], [], []
+        groups, outs, attended = [], [], []
         for group in self.groups:
             heads = slice(group.first, group.first + group.position_BKS.shape[1])
             step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
             after, seen, valid_BKTS = step(q_BTKGH[:, :, heads], k_BTKH[:, :, heads], v_BTKH[:, :, heads], positions_BT, window)
             groups.append(after)
             outs.append(seen.out_BTKGH)
-            told.append((seen, valid_BKTS))
+            attended.append((seen, valid_BKTS))
         out_BTKGH = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
         probed = None
         if probe is not None:
-            parts = [newest_scores(seen, valid_BKTS, positions_BT) for seen, valid_BKTS in told]
+            parts = [newest_scores(seen, valid_BKTS, positions_BT) for seen, valid_BKTS in attended]
             S = max(valid_BNS.shape[2] for _, valid_BNS in parts)
             scores_BNS, valid_BNS = (
                 jnp.concatenate([jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in column], axis=1)

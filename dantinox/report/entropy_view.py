@@ -229,9 +229,9 @@ def _staves(line: Sequence[Glyph]) -> Iterator[str]:
 
 def _legend(strategies: Sequence[str], width: int, colours: Colours) -> Iterator[str]:
     if colours == "none":
-        told = "below each token its entropy in bits, rounded (9: 9 or more)"
+        parts = "below each token its entropy in bits, rounded (9: 9 or more)"
         letters = ", ".join(f"{name[0]} {name}" for name in strategies)
-        yield from textwrap.wrap(told + (f"; below that the strategy from there on: {letters}" if strategies else ""), width)
+        yield from textwrap.wrap(parts + (f"; below that the strategy from there on: {letters}" if strategies else ""), width)
         return
     chips = [f" {bits:g}{'+' if bits == RAMP_BITS else ''} " for bits in LEGEND_BITS]
     names = "".join(f"  {MARKS[name]} {name}" for name in strategies)
@@ -248,19 +248,19 @@ def _legend(strategies: Sequence[str], width: int, colours: Colours) -> Iterator
 
 def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
     """`64 tokens, mean entropy 1.84 bits, perplexity 3.91, adaptive 62 %, greedy 38 %, mean temperature 0.91`."""
-    told = [f"{len(tokens)} tokens"]
+    parts = [f"{len(tokens)} tokens"]
     if (mean := _mean(tokens, "entropy")) is not None:
-        told.append(f"mean entropy {mean:.2f} bits")
+        parts.append(f"mean entropy {mean:.2f} bits")
     if tokens:
         surprise = -(_mean(tokens, "logprob") or 0) if all(_number(t["logprob"]) is not None for t in tokens) else math.inf
-        told.append(f"perplexity {math.exp(surprise) if surprise < 700 else math.inf:.2f}")
+        parts.append(f"perplexity {math.exp(surprise) if surprise < 700 else math.inf:.2f}")
     shares = Counter("".join(map(harmless, token["strategy"])) for token in tokens if "strategy" in token)
-    told += [f"{name} {100 * count / len(tokens):.0f}\u00a0%" for name, count in shares.most_common()]
+    parts += [f"{name} {100 * count / len(tokens):.0f}\u00a0%" for name, count in shares.most_common()]
     if forced := sum(token.get("forced", False) for token in tokens):
-        told.append(f"{forced} forced")
+        parts.append(f"{forced} forced")
     if (mean := _mean(tokens, "temperature")) is not None:
-        told.append(f"mean temperature {mean:.2f}")
-    return ", ".join(told)
+        parts.append(f"mean temperature {mean:.2f}")
+    return ", ".join(parts)
 
 
 def _mean(tokens: Iterable[Mapping[str, Any]], name: str) -> float | None:

@@ -15,7 +15,7 @@ function headOf(token) {
 }
 
 function chances(token) {
-  const fact = (value, told) => element("div", {}, element("b", {}, value), element("span", {}, told));
+  const fact = (value, meaning) => element("div", {}, element("b", {}, value), element("span", {}, meaning));
   const left = `${whole(token.survivors)} ${token.survivors === 1 ? "token" : "tokens"} left`;
   const facts = element("div", {class: "chances"},
     fact(percent(chance(token.logprob)), `under the model, rank ${whole(token.rank + 1)} of ${whole(state.sample.vocab_size)}`),
@@ -99,9 +99,9 @@ function conditionCells(token, [metric, relation, threshold]) {
   const bound = state.sample.router[threshold];
   const {holds, margin} = judged(token[metric], relation, bound);
   const [kind, word, tick] = holds ? ["yes", "holds", "✓"] : ["no", "fails", "✗"];
-  const told = ` ${metric === "entropy" ? "H" : "V"} ${number(token[metric])} ${relation} ${number(bound ?? Infinity)}`;
+  const comparison = ` ${metric === "entropy" ? "H" : "V"} ${number(token[metric])} ${relation} ${number(bound ?? Infinity)}`;
   return [
-    element("td", {class: "left"}, element("span", {class: kind, role: "img", "aria-label": word}, tick), told),
+    element("td", {class: "left"}, element("span", {class: kind, role: "img", "aria-label": word}, tick), comparison),
     element("td", {"aria-hidden": "true"}, gauge(metric, relation, bound, token[metric])),
     element("td", {}, `${margin > 0 ? "+" : ""}${measured(metric, margin)}`),
   ];

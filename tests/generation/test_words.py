@@ -9,6 +9,7 @@ import dantinox
 from dantinox.config import Config, GenerationSection, TokenizerSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.words import sampling_params, with_ids
+from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, train_tokenizer
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -106,7 +107,7 @@ def test_without_a_tokenizer_text_is_refused():
     for key, value in (("banned_tokens", ["a"]), ("bad_words", ["a"]), ("logit_bias", {"a": 1}), ("dry_breakers", ["a"])):
         more = {"dry_multiplier": 1.0} if key == "dry_breakers" else {}
         with pytest.raises(UserError, match=f"generation.{key} must hold .*token ids"):
-            dantinox.SamplingParams.build({key: value, "greedy": True} | more)
+            SamplingParams.build({key: value, "greedy": True} | more)
 
 
 def test_a_setting_of_the_run_holds_until_it_is_switched_off(run):
