@@ -51,7 +51,7 @@ def generate(
       max_generations: new tokens per row; less where `max_context` ends, with a warning. 0 returns the input.
       prompt_lengths: `[B]`, the tokens of each row that count; None: all T.
       seed: of the draws, the same for every row; None takes a fresh one from the operating system.
-      eos_ids: ids that end a row (the id itself is kept), as `stop_token_ids` among the settings do.
+      eos_ids: ids that end a row (the id itself is kept).
       n: samples per prompt; their rows follow each other.
       logprobs: alternatives to report per token with `return_info`; None reports none.
       temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
@@ -64,7 +64,7 @@ def generate(
     Returns:
       int32 `[B · n, T + max_generations]`, or as many new tokens as the context has room for: each row's prompt, its
       continuation right behind it, then `pad_id`. With `return_info` also a dict: `lengths` (prompt and continuation),
-      `reasons` (`eos`, `stop` or `length`), `seed`, `seconds`, and `info`, a `StepInfo` or None.
+      `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo` or None.
 
     Raises:
       UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
@@ -82,8 +82,6 @@ def generate(
     order = head_order(model.config, kv, calibration)
     model = model if order is None else with_head_order(model, order)
     eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
-    stop_ids = settings.get("stop_token_ids", ())
-    stop_ids = _integers("stop_token_ids", stop_ids, 1).tolist() if len(np.atleast_1d(stop_ids)) else []
     row = settings | dict(
         greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,
         repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
@@ -98,7 +96,7 @@ def generate(
     start, infos = time.perf_counter(), []
     if new > 0:
         session = Session(
-            model, tokens_BT, lengths_B, params, limits_B=np.repeat(limits_B, n), eos_ids=[eos_ids + stop_ids] * (B * n),
+            model, tokens_BT, lengths_B, params, limits_B=np.repeat(limits_B, n), eos_ids=[eos_ids] * (B * n),
             samples=n, use_cache=use_cache, report=logprobs if return_info else None,
             plan=plan_cache(model.config, kv, slots_needed(lengths_B, limits_B), calibration),
         )  # fmt: skip
@@ -109,9 +107,8 @@ def generate(
             infos.append(chunk.info)
     seconds = time.perf_counter() - start
     info = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None
-    last_N = out[np.arange(B * n), lengths_N - 1]
-    ended_by = dict.fromkeys(eos_ids, "eos") | dict.fromkeys(stop_ids, "stop") if new > 0 else {}
-    reasons = [ended_by.get(last, "length") for last in last_N.tolist()]
+    ended_N = np.isin(out[np.arange(B * n), lengths_N - 1], eos_ids) & (new > 0)
+    reasons = ["eos" if ended else "length" for ended in ended_N]
     found = {"lengths": lengths_N, "reasons": reasons, "seed": row["seed"], "seconds": seconds, "info": info}
     return (out, found) if return_info else out
 

@@ -97,18 +97,6 @@ def test_prompt_then_continuation_then_padding():
     assert told["lengths"][1] == 9 + first + 1
 
 
-def test_stop_token_ids_end_a_row_as_the_end_token_does():
-    model, prompt = builder.model(), PROMPTS[1]
-    free = generate(model, [prompt], STEPS, greedy=True)[0].tolist()
-    stop = free[9 + 6]
-    out, told = generate(model, [prompt], STEPS, greedy=True, stop_token_ids=[stop], return_info=True)
-    length = 9 + free[9:].index(stop) + 1
-    assert (told["lengths"].tolist(), told["reasons"]) == ([length], ["stop"])
-    assert out[0, :length].tolist() == free[:length] and not out[0, length:].any()
-    with pytest.raises(UserError, match="stop_token_ids must be integers in a list"):
-        generate(model, [prompt], STEPS, greedy=True, stop_token_ids=["a"])
-
-
 def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
     outs = []
     for fill in (0, 3, 66):
