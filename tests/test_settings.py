@@ -1,0 +1,215 @@
+"""Every setting: alone beside the defaults it changes something that can be observed, or it is refused and reported."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from dantinox.config import Config, UserError, build_config, dump_config
+from dantinox.config.generation import order_of
+from dantinox.config.sections import FIELDS, idle
+from dantinox.sampling import SamplingParams
+from dantinox.text import prepare_data
+from dantinox.training.resume import total_steps
+from dantinox.training.step import abstract_batch, abstract_state, initial_state, make_train_step
+
+ROOT = Path(__file__).parents[1] / "dantinox"
+SMALL = {
+    "model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "model.max_context": 8, "training.batch_size": 4,
+    "training.warmup_steps": 2,
+}  # fmt: skip
+ROUTER = {"generation.strategy": "entropy"}
+BUDGET = {"kv.budget": 0.5}
+BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
+# Setting → a value other than its default, and what else it needs.
+OTHER: dict[str, tuple] = {
+    "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
+    "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,), "model.activation": ("relu2",),
+    "model.norm": ("layernorm",), "model.norm_epsilon": (1e-3,), "model.qk_norm": (True,), "model.dropout_rate": (0.1,),
+    "model.gradient_checkpointing": (True,), "model.remat_policy": ("dots", {"model.gradient_checkpointing": True}),
+    "model.dtype": ("bfloat16",),
+    "moe.use_moe": (True,), "moe.n_experts": (8, {"moe.use_moe": True}), "moe.top_k_mlp": (1, {"moe.use_moe": True}),
+    "moe.expansion": (3.0,), "moe.alpha_balance": (0.5, {"moe.use_moe": True}),
+    "attention.use_rotary_pos": (False,), "attention.trainable_pos": (True, {"attention.use_rotary_pos": False}),
+    "attention.absolute_pos": (True, {"attention.use_rotary_pos": False}), "attention.rope_theta": (500.0,),
+    "attention.sliding_window": (True, {"attention.context_window": 2}),
+    "attention.context_window": (2, {"attention.sliding_window": True}),
+    "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),
+    "attention.no_sink": (True,),
+    "tokenizer.tokenizer_type": ("byte",), "tokenizer.vocab_size": (270,),
+    "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
+    "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
+    "data.path": ("b.txt",), "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
+    "data.text_field": ("body", {"data.path": "c.jsonl"}), "data.dataset_source": ("huggingface",),
+    "data.dataset_name": ("b.txt", {"data.path": None, "data.dataset_name": "a.txt"}), "data.streaming": (True,),
+    "training.steps": (7, {"training.warmup_steps": 2}),
+    "training.epochs": (2.5,), "training.batch_size": (8,), "training.grad_accum": (2,),
+    "training.seed": (1,), "training.optimizer": ("muon",), "training.lr": (0.1,),
+    "training.muon_lr": (0.1, {"training.optimizer": "muon"}), "training.min_lr_ratio": (0.5,), "training.warmup_steps": (3,),
+    "training.schedule": ("linear",), "training.decay_fraction": (0.7, {"training.schedule": "wsd"}),
+    "training.weight_decay": (0.3,), "training.beta1": (0.5,), "training.beta2": (0.5,), "training.grad_clip": (0.5,),
+    "training.z_loss": (0.1,), "training.eval_every": (3,), "training.eval_tokens": (64,), "training.checkpoint_every": (3,),
+    "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
+    "training.patience": (1,), "training.init_from": ("runs/x",),
+    "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),
+    "generation.keep_stop": (True, {"generation.stop": ["a"]}),
+    "generation.stop_token_ids": ([3], {"generation.min_tokens": 2}),
+    "generation.ignore_eos": (True,), "generation.use_cache": (False,), "generation.weights": ("int8",),
+    "generation.greedy": (True,), "generation.strategy": ("entropy",), "generation.preset": ("llamacpp",),
+    "generation.sampler_order": (["top_p", "top_k"],),
+    "generation.no_repeat_ngram": (3,), "generation.logit_bias": ({"3": 1.0},), "generation.sequence_bias": ([[[3, 4], 1.0]],),
+    "generation.allowed_tokens": ([3],), "generation.banned_tokens": ([3],), "generation.bad_words": ([[3, 4]],),
+    "generation.min_tokens": (2,), "generation.repetition_penalty": (1.5,),
+    "generation.repetition_range": (4, {"generation.repetition_penalty": 1.5}),
+    "generation.repetition_slope": (2.0, {"generation.repetition_penalty": 1.5, "generation.repetition_range": 4}),
+    "generation.repetition_scope": ("output", {"generation.repetition_penalty": 1.5}),
+    "generation.presence_penalty": (0.5,), "generation.frequency_penalty": (0.5,),
+    "generation.presence_scope": ("all", {"generation.presence_penalty": 0.5}),
+    "generation.dry_multiplier": (1.0, {"generation.dry_breakers": [1]}),
+    **{
+        f"generation.dry_{key}": (value, {"generation.dry_multiplier": 1.0, "generation.dry_breakers": [1]})
+        for key, value in {"base": 2.0, "allowed_length": 3, "range": 9}.items()
+    },
+    "generation.dry_breakers": ([2], {"generation.dry_multiplier": 1.0, "generation.dry_breakers": [1]}),
+    "generation.dynatemp_low": (0.5,), "generation.dynatemp_high": (2.0,),
+    "generation.dynatemp_exponent": (2.0, {"generation.dynatemp_high": 2.0}),
+    "generation.temperature": (0.5,), "generation.smoothing_factor": (0.3,),
+    "generation.smoothing_curve": (2.0, {"generation.smoothing_factor": 0.3}), "generation.top_k": (5,),
+    "generation.ties": ("all", {"generation.top_k": 5}), "generation.top_p": (0.5,),
+    "generation.top_p_rule": ("exclusive", {"generation.top_p": 0.5}), "generation.min_p": (0.1,), "generation.top_a": (0.1,),
+    "generation.tail_free": (0.9,), "generation.typical": (0.9,), "generation.epsilon_cutoff": (0.1,),
+    "generation.eta_cutoff": (0.1,), "generation.top_n_sigma": (1.0,), "generation.xtc_probability": (0.5,),
+    "generation.xtc_threshold": (0.2, {"generation.xtc_probability": 0.5}), "generation.mirostat": (2,),
+    "generation.mirostat_tau": (3.0, {"generation.mirostat": 2}), "generation.mirostat_eta": (0.3, {"generation.mirostat": 2}),
+    "router.router_preset": ("calibrated", ROUTER), "router.use_attention": (False, ROUTER),
+    "router.clarify_token": (3, ROUTER), "router.clarify_cooldown": (5, {**ROUTER, "router.clarify_token": 3}),
+    "kv.budget": (0.5,), "kv.budget_tokens": (64,), "kv.policy": ("tova", BUDGET), "kv.signal": ("uniform", BUDGET),
+    "kv.dtype": ("int8",), "kv.sinks": (0, BUDGET), "kv.recent": (8, BUDGET), "kv.window": (8, BUDGET), "kv.pool": (5, BUDGET),
+    "kv.decay": ("entropy", BUDGET), "kv.scale_min": (0.5, BY_HEAD), "kv.scale_max": (4.0, BY_HEAD),
+    "kv.grouping": ("mean", BY_HEAD), "kv.calibration": ("k.json", BUDGET),
+    "logging.log_every": (3,), "logging.log_file": ("l.csv",), "logging.summary_file": ("s.json",), "logging.plot": (False,),
+}  # fmt: skip
+OTHER |= {  # numbers of the router: half of what they are is another value of each
+    key: (5 if key.endswith(("top_k_min", "top_k_max", "base_top_k", "candidates")) else 0.25, ROUTER)
+    for key in FIELDS
+    if key.startswith("router.") and key not in OTHER
+}
+OTHER["router.explore_top_k_min"] = (3, ROUTER)
+NOT_HERE = ("moe.use_moe", "moe.n_experts", "moe.top_k_mlp", "moe.alpha_balance", "data.dataset_source", "data.streaming")
+
+
+def settings_of(key):
+    """The base that a setting is put into, and its value."""
+    value, *more = OTHER[key]
+    return (more or [{}])[0], value
+
+
+def test_the_table_knows_every_setting():
+    assert OTHER.keys() == FIELDS.keys()
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_a_setting_that_lacks_what_it_needs_is_refused_or_reported(key):
+    needed, value = settings_of(key)
+    section, _, name = key.partition(".")
+    if key in NOT_HERE:
+        with pytest.raises(UserError, match=r"no experts and no remote data sets|has no effect while moe\.use_moe is false"):
+            build_config({}, {key: value})
+        return
+    alone = idle(Config.model_validate({section: {name: value}}, context="unchecked"))
+    if key in alone:
+        with pytest.raises(UserError, match=rf"^{key} has no effect while .* \(command line\)$"):
+            build_config({}, {key: value})
+        with pytest.warns(UserWarning, match=rf"{key} has no effect while"):
+            build_config({section: {name: value}})
+    assert key not in idle(build_config({}, {**needed, key: value}))
+
+
+@cache
+def lowered(text):
+    """The number of steps, and the program of one."""
+    config = build_config(yaml.safe_load(text))
+    model, steps = config.architecture(17), total_steps(config, 40)
+    state, batch = abstract_state(config, model, steps), abstract_batch(config.training.batch_size, config.model.max_context)
+    return steps, make_train_step(config, model, steps).lower(state, batch).as_text()
+
+
+def sampled(config):
+    """The parameters of a row: what is compiled, and every number, list and flag."""
+    measured = dict.fromkeys(("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy"), 0.5)
+    measured |= {"entropy_scale": 2.0, "varentropy_scale": 2.0}
+    filled = config.model_copy(
+        update={"generation": config.generation.model_copy(update={"seed": config.generation.seed or 1})}
+    )
+    params = SamplingParams.build(filled, stop_ids=[0], protected_ids=[0], measured=measured)
+    leaves, kind = jax.tree.flatten(params)
+    return str(kind), [np.asarray(leaf).tolist() for leaf in leaves], order_of(config.generation)
+
+
+def read_by(key, *rooms):
+    """Whether code of these rooms reads a setting."""
+    section, _, name = key.partition(".")
+    holder = {
+        "training": r"(training|t|self\._training)",
+        "logging": r"(logging|log)",
+        "generation": r"(generation|section|sections\[0\])",
+    }
+    holder |= {"kv": r"kv", "data": "data"}
+    source = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
+    return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
+
+
+LOOP = ("eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from")
+REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights")
+
+
+def written(config, directory):
+    """The tokenizer and the tokens that a corpus becomes."""
+    tokenizer, store = prepare_data(config, directory)
+    return tokenizer.fingerprint, store.training_ids.tolist(), store.validation_ids.tolist()
+
+
+def started(config):
+    """The weights before the first step."""
+    return [leaf.tolist() for leaf in jax.tree.leaves(initial_state(config, config.architecture(17), 3))]
+
+
+@pytest.fixture
+def corpora(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"nel mezzo del cammin {i} di nostra vita mi ritrovai {i * i} per una selva oscura\n" for i in range(400)]
+    Path("a.txt").write_text("".join(lines))
+    Path("b.txt").write_text("".join(lines)[::-1])
+    Path("c.jsonl").write_text('{"text": "nel mezzo", "body": "di nostra vita"}\n' * 300)
+    prepare_data(build_config({}, {**SMALL, "data.path": "b.txt"}), tmp_path / "t")[0].save("t.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", [key for key in FIELDS if key not in NOT_HERE])
+def test_a_setting_changes_something(key, corpora):
+    needed, value = settings_of(key)
+    section, _, name = key.partition(".")
+    if section in ("kv", "logging") or name in (*LOOP, *REQUEST):
+        assert read_by(key, "training", "run", "generation", "cli", "measure")
+        return
+    base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
+    after = build_config({}, {**base, **needed, key: value})
+    try:
+        before = build_config({}, base | needed)
+    except UserError:  # what it needs wants it too
+        before = build_config({}, base)
+    if section in ("model", "moe", "attention"):
+        assert before.architecture(17) != after.architecture(17)
+    elif section in ("tokenizer", "data"):
+        assert written(before, corpora / "before") != written(after, corpora / "after")
+    elif section == "training":
+        if key == "training.seed":
+            assert started(before) != started(after)
+        else:
+            assert lowered(dump_config(before)) != lowered(dump_config(after))
+    else:
+        assert sampled(before) != sampled(after)
