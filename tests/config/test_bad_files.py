@@ -234,3 +234,33 @@ def test_a_conflict_names_the_side_that_was_written(tmp_path):
 
 def test_defaults_are_a_valid_config():
     assert Config().training.seed == 42
+
+
+EARLIER = """
+model: {dim: 64, n_heads: 4, head_size: 16, num_blocks: 2, max_context: 32}
+moe: {use_moe: false, n_experts: 8, top_k_mlp: 3, expansion: 4}
+attention: {use_rotary_pos: true, trainable_pos: false, sliding_window: False, context_window: 32, no_sink: true}
+tokenizer: {tokenizer_type: char, vocab_size: 5000, tokenizer_path: "configs/vocab.json"}
+data: {dataset_source: local, dataset_name: data/text.txt, streaming: false}
+training: {lr: 0.0005, batch_size: 64, grad_accum: 16, seed: 42, optimizer: adamw, epochs: 200}
+generation: {use_cache: true, top_p: 0.9, top_k: 50, seed: 42, greedy: true, max_generations: 99, temperature: 1.0}
+logging: {eval_iters: 20, log_file: training_log.csv, summary_file: model_summary.json}
+"""
+
+
+def test_a_file_of_the_first_version_loads_and_hears_what_has_no_effect(tmp_path):
+    path = tmp_path / "default_config.yaml"
+    path.write_text(EARLIER)
+    with pytest.warns(UserWarning) as reported:
+        config = load_config(path)
+    assert [str(line.message) for line in reported] == [
+        f"moe.n_experts and moe.top_k_mlp have no effect while moe.use_moe is false ({path}, line 3)",
+        f"attention.context_window has no effect while attention.sliding_window is false ({path}, line 4)",
+        "tokenizer.vocab_size and tokenizer.tokenizer_path have no effect while tokenizer.tokenizer_type is char "
+        f"({path}, line 5)",
+    ]
+    assert (config.corpus, config.training.eval_every, config.generation.max_new_tokens) == ("data/text.txt", 20, 99)
+    assert config.architecture(65).hidden_dim == 256 and config.architecture(65).windows == (None, None)
+    path.write_text(EARLIER.replace("streaming: false", "streaming: true").replace("source: local", "source: huggingface"))
+    with pytest.raises(UserError, match=r"no experts and no remote data sets: moe\.use_moe"):
+        load_config(path)

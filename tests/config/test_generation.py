@@ -2,7 +2,16 @@
 
 import pytest
 
-from dantinox.config import Config, GenerationSection, UserError, build_config, dump_config, load_config, overlay
+from dantinox.config import (
+    Config,
+    GenerationSection,
+    KVSection,
+    UserError,
+    build_config,
+    dump_config,
+    load_config,
+    overlay,
+)
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.generation import PRESETS, ROUTED, kobold_order, step_order, steps_on
 from dantinox.config.router import RouterSection, bases_of
@@ -299,3 +308,28 @@ def test_what_does_not_go_with_a_strategy_is_one_sentence(given, words):
     with pytest.raises(UserError) as error:
         overlay(Config(), given)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("given", [{"greedy": True}, {"temperature": 0}])
+def test_greedy_wins_over_the_router_of_a_run_and_says_so(given):
+    run = build_config({"generation": {"strategy": "entropy", "top_p": 0.8}, "router": {"low_entropy": 0.3}})
+    (key, value), *_ = given.items()
+    with pytest.warns(UserWarning) as reported:
+        config = overlay(run, given)
+    assert [str(line.message) for line in reported] == [
+        "generation.strategy and router.low_entropy have no effect while "
+        f"generation.{key} is {'true' if value is True else '0.0'} (the run's settings)"
+    ]
+    assert config.generation == section(**given, top_p=0.8) and config.router == RouterSection()
+    assert overlay(run, {"seed": 1}).router.low_entropy == 0.3, "the next request has the router again"
+
+
+def test_what_is_set_in_layers():
+    """Flags lie over the run, a line of a prompt file over both."""
+    run = build_config({"generation": {"dry_multiplier": 0.8, "dry_base": 2.0, "preset": "koboldcpp"}, "kv": {"budget": 0.5}})
+    with pytest.warns(UserWarning, match=r"generation\.dry_base has no effect .* \(the flags and the run's settings\)"):
+        config = overlay(run, {"dry_multiplier": 0}, "line 3", {"kv_budget_tokens": 64, "preset": "default"})
+    assert (config.generation, config.kv) == (GenerationSection(), KVSection(budget_tokens=64))
+    with pytest.raises(UserError, match=r"^generation\.xtc_threshold has no effect .* \(line 3\)$"):
+        overlay(run, {"xtc_threshold": 0.3, "preset": "default"}, "line 3")
+    assert overlay(run, {"xtc_threshold": 0.1, "preset": "default"}).generation.dry_base == 2.0, "a default asks for nothing"
