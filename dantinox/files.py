@@ -21,6 +21,12 @@ def on_one_line(name: str) -> str:
     return _cut(repr(name)[1:-1])
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong in somebody else's words, as part of a sentence."""
+    lines = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, atomic_write, on_one_line
+from dantinox.files import UserError, atomic_write, first_line, on_one_line
 from dantinox.run.directory import RunDirectory
 
 # Flax's msgpack format: an array is extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks.
@@ -156,8 +156,7 @@ def _unpack(path: Path, keep: bool) -> dict[str, Any]:
         except OSError:
             raise
         except Exception as error:  # whatever bytes from outside can cause
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"the weights {path} are damaged or no weights at all: {reason[:100]}") from None
+            raise UserError(f"the weights {path} are damaged or no weights at all: {first_line(error)}") from None
 
 
 def _joined(tree: Any) -> Any:

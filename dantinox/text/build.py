@@ -66,9 +66,6 @@ class _Plan:
                 if split < len(text):
                     yield 1, (number, document), text[split:]
 
-    def texts(self, part: int | None = None) -> Iterator[str]:
-        return (text for p, _, text in self.parts() if part is None or p == part)
-
 
 def prepare_data(
     config: Config,
@@ -143,11 +140,11 @@ def _plan(corpora: tuple[Corpus, ...], extents: tuple[Extent, ...], val_fraction
 
 
 def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> Tokenizer:
-    part = 0 if config.tokenizer.tokenizer_type == "bpe" else None
+    parts = (0,) if config.tokenizer.tokenizer_type == "bpe" else (0, 1)
 
     def documents() -> Iterator[str]:
         done = 0
-        for text in plan.texts(part):
+        for text in (text for part, _, text in plan.parts() if part in parts):
             done += len(text)
             if progress:
                 progress("training the tokenizer", done, plan.characters)

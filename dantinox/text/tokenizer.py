@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer as Core
 
-from dantinox.config import UserError
+from dantinox.files import UserError, first_line
 from dantinox.text.detokenizer import Detokenizer
 from dantinox.text.pieces import Pieces, byte_letters, size_of, spell
 
@@ -168,8 +168,7 @@ def _parse(content: str, name: str) -> tuple[dict[str, Any], Core]:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library's own panics do not derive from Exception
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{name} is not a tokenizer.json: {reason[:200]}") from None
+        raise UserError(f"{name} is not a tokenizer.json: {first_line(error)}") from None
 
 
 def _kind_of(tree: dict[str, Any], specials: int) -> Kind:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from dantinox.config import UserError
+from dantinox.files import UserError, first_line
 from dantinox.training.step import State
 
 
@@ -135,9 +135,3 @@ def _placed(abstract: State) -> State:
     """The shapes with the device that they are restored to."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, as part of a sentence."""
-    lines = str(error).splitlines()
-    return lines[0][:200] if lines else type(error).__name__

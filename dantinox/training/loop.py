@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.files import UserError, atomic_write
+from dantinox.files import UserError, atomic_write, first_line
 from dantinox.model.parameters import blueprint
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
-from dantinox.training.checkpoints import Checkpoints, Progress, first_line
+from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -130,22 +131,17 @@ class Programs:
         train = make_train_step(config, model, steps).lower(self.abstract, abstract_batch(config.training.batch_size, length))
         evaluate = make_eval_step(model).lower(self.abstract.parameters, abstract_batch(self.eval_rows, length))
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
-        self._evaluate: Any = None
-        self._failure: BaseException | None = None
-        self._thread = Thread(target=self._compile, args=(evaluate,), name="compile", daemon=True)
-        self._thread.start()
+        self._evaluate: Future[Any] = Future()
+        Thread(target=self._compile, args=(evaluate,), name="compile", daemon=True).start()
         self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train)
         self.memory: MemoryPlan = plan_memory(self.train, self.abstract)
 
     def evaluate(self, parameters: Parameters, batch: Any) -> Sums:
         """The summed losses of a validation batch of `eval_rows` rows."""
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return self._evaluate(parameters, batch)
+        return self._evaluate.result()(parameters, batch)
 
     def _compile(self, lowered: Any) -> None:
         try:
-            self._evaluate = compiled(lowered)
+            self._evaluate.set_result(compiled(lowered))
         except BaseException as error:
-            self._failure = error
+            self._evaluate.set_exception(error)
