@@ -21,10 +21,10 @@ demo: $(VENV)/.plot
 	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "def "
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -n 2 -m "not browser"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not browser"
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser tests/report

@@ -35,24 +35,6 @@ def optimised():
     return lambda lowered: lowered.compile(compiler_options=OPTIMISED)
 
 
-@pytest.fixture(scope="session")
-def compile_once(tmp_path_factory):
-    """The same small programs come again and again: each is compiled once."""
-    import jax
-
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture
 def interruptible():
     """Lets child processes be interrupted: a signal ignored here, as in a background job of a shell, is ignored by them too."""

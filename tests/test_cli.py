@@ -25,7 +25,7 @@ KEYS = [
     "decode_tok_per_s", "cache",
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

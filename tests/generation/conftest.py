@@ -2,11 +2,6 @@ import jax
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled_once(compile_once):
-    """All of this room's tests share their compiled programs."""
-
-
 @pytest.fixture(autouse=True)
 def full_precision():
     """Products in full float32 on every device: numbers are compared to 1e-5."""
@@ -16,7 +11,7 @@ def full_precision():
 
 @pytest.fixture
 def programs():
-    """A function that gives the number of programs compiled (or fetched from a cache on disk) since it was last called."""
+    """A function that gives the number of programs compiled since it was last called."""
     count = [0]
 
     def listen(event, duration, **_):

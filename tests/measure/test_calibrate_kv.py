@@ -26,7 +26,7 @@ EOS = 9
 DOCUMENTS = [300, 57, 100, 20, 700]  # characters
 LAYERS, HEADS = 2, 4  # of the run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
+pytestmark = pytest.mark.slow
 
 
 def expected(config, weights, text) -> np.ndarray:

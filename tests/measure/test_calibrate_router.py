@@ -28,7 +28,7 @@ from dantinox.text import prepare_data, train_tokenizer
 T, CONTEXT = 128, 32
 DOCUMENTS = [300, 57, 700, 20, 9, 640, 128, 333, 64]  # characters
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
+pytestmark = pytest.mark.slow
 
 
 def texts():

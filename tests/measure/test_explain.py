@@ -26,7 +26,7 @@ LONG = CHAIN | {
     "epsilon_cutoff": 1e-4, "top_n_sigma": 6.0, "top_k": 200, "top_p": 0.99, "min_p": 0.001, "seed": 1,
 }  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

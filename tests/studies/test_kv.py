@@ -40,7 +40,6 @@ from dantinox.studies.kv_view import kv_lines
 from dantinox.studies.statistics import mean_interval
 from dantinox.text import TokenStore, open_store, prepare_data, recall, train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compile_once")
 SEEDS_S = np.repeat([0, 1, 2], 20)
 
 

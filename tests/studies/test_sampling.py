@@ -39,7 +39,7 @@ from dantinox.studies.statistics import (
 )
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
+pytestmark = pytest.mark.slow
 
 
 # --- how varied a text is -----------------------------------------------------------------------------------------------

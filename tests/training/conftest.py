@@ -1,11 +1,21 @@
+import jax
 import pytest
 
 from .small import Workshop
 
+CACHE = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
 
 @pytest.fixture(scope="session", autouse=True)
-def programs_are_kept(compile_once):
-    """Every test here trains: all of them share compiled programs."""
+def programs_are_kept(tmp_path_factory):
+    """Every training compiles its own step: here the same few come again and again, in other processes too."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))} | CACHE
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
