@@ -112,7 +112,8 @@ def candidates_of(rng: np.random.Generator, token: dict, words: list[str], count
     """Draws of an adaptive token, the one taken among them."""
     ids = [token["id"], *map(int, rng.integers(0, VOCABULARY, count - 1))] if token["strategy"] == "adaptive" else []
     logprobs = [token["logprob"] - k for k in range(len(ids))]
-    drawn = [{"id": i, "text": words[i], "logprob": p, "score": p + 0.25} for i, p in zip(ids, logprobs, strict=True)]
+    texts = [token["text"] if i == token["id"] else words[i] for i in ids]
+    drawn = [{"id": i, "text": text, "logprob": p, "score": p + 0.25} for i, text, p in zip(ids, texts, logprobs, strict=True)]
     return drawn[::-1]
 
 

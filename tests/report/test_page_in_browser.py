@@ -401,3 +401,23 @@ def test_a_token_of_no_chance_is_shown_as_such(opened):
     shown = find(browser, "#token").text
     assert "0 %" in shown and "no chance" in shown and "Forced" in shown and "∞ bits" in shown
     assert find(browser, "#totals").text.split("\n")[1].startswith("∞")
+
+
+def test_candidates_are_listed_in_the_order_they_were_drawn(opened):
+    document = trace(60, candidates=12)
+    browser = opened(document)
+    adaptive = [i for i, one in enumerate(document["tokens"]) if one["strategy"] == "adaptive" and not one["forced"]]
+    browser.execute_script("select(arguments[0])", adaptive[0])
+    rows = browser.find_elements("css selector", ".candidates tbody tr")
+    drawn = document["tokens"][adaptive[0]]["candidates"]
+    assert len(rows) == 12
+    for row, one in zip(rows, drawn, strict=True):
+        before, score = (cell.text for cell in row.find_elements("css selector", "td"))
+        assert number_of(before) / 100 == pytest.approx(math.exp(one["logprob"]), rel=0.06, abs=6e-4)
+        assert number_of(score) == pytest.approx(one["score"], rel=6e-3, abs=6e-3)
+    (taken,) = browser.find_elements("css selector", ".candidates .is-chosen")
+    first = next(c for c, one in enumerate(drawn) if one["id"] == document["tokens"][adaptive[0]]["id"])
+    assert taken.id == rows[first].id and "taken" in taken.text
+    other = next(i for i, one in enumerate(document["tokens"]) if one["strategy"] != "adaptive")
+    browser.execute_script("select(arguments[0])", other)
+    assert not browser.find_elements("css selector", ".candidates")
