@@ -649,7 +649,9 @@ def test_dry_run_and_print_config_leave_nothing_behind(dantinox, tmp_path, text,
     monkeypatch.chdir(tmp_path)
     config = ["--config", ROOT / "configs/quickstart.yaml", "--data_path", text]
     code, out, err = dantinox("train", *config, "--dry_run", *TINY)
-    assert (code, err) == (0, "") and "4 steps of 2 × 16 tokens" in out and "estimated peak" in out and "first row" in out
+    assert code == 0 and "4 steps of 2 × 16 tokens" in out and "estimated peak" in out and "first row" in out
+    assert err.startswith("warning: tokenizer.vocab_size has no effect while tokenizer.tokenizer_type is byte (")
+    assert err.count("\n") == 1
     code, out, err = dantinox("train", *config, "--print_config", "--training.lr", "5e-4", "--use_moe", "False")
     assert (code, err) == (0, "") and "lr: 0.0005" in out and "use_moe: false" in out
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
