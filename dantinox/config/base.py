@@ -47,3 +47,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
     needs: ClassVar[tuple[Needs, ...]] = ()  # of all its settings
+
+
+def field(default: Any, text: str) -> Any:
+    """A setting's default, and what the help says of it."""
+    return Field(default, description=text)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from dantinox.config.base import CountOrZero, Needs, Section, Seed, Strings
-from dantinox.config.steps import CHAIN, EDITS, PENALTIES, SETTINGS, STEERED, STEPS, Tokens, field_of, is_digits
+from dantinox.config.base import CountOrZero, Needs, Section, Seed, Strings, field
+from dantinox.config.steps import CHAIN, EDITS, PENALTIES, SETTINGS, STEERED, STEPS, Tokens, declared, is_digits
 
 GREEDY_BELOW = 1e-5  # a temperature
 
@@ -27,30 +27,28 @@ Preset = Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
 class _Request(Section):
     """Defaults of generate.py for this run, and how a token is chosen."""
 
-    max_new_tokens: CountOrZero = Field(150, description="tokens to generate")
-    n: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="samples per prompt")
-    seed: Seed | None = Field(None, description="seed of the draws (null: a fresh one per call, reported)")
-    stop: Strings = Field((), description="strings that end the text")
-    keep_stop: Annotated[bool, Needs(("generation.stop", bool), ("generation.stop_token_ids", bool))] = Field(
-        False, description="keep the stop string or token in the text"
+    max_new_tokens: CountOrZero = field(150, "tokens to generate")
+    n: Annotated[int, Field(ge=1, le=4096)] = field(1, "samples per prompt")
+    seed: Seed | None = field(None, "seed of the draws (null: a fresh one per call, reported)")
+    stop: Strings = field((), "strings that end the text")
+    keep_stop: Annotated[bool, Needs(("generation.stop", bool), ("generation.stop_token_ids", bool))] = field(
+        False, "keep the stop string or token in the text"
     )
-    stop_token_ids: Tokens = Field((), description="tokens that end the text as the end token does: ids, or texts of one token")
-    ignore_eos: bool = Field(False, description="go on after the end-of-text token")
-    use_cache: bool = Field(True, description="keep keys and values between tokens; off recomputes the whole text")
-    weights: Literal["auto", "float32", "bfloat16", "int8"] = Field(
-        "auto", description="precision of the weights while decoding (auto: as the run computes)"
+    stop_token_ids: Tokens = field((), "tokens that end the text as the end token does: ids, or texts of one token")
+    ignore_eos: bool = field(False, "go on after the end-of-text token")
+    use_cache: bool = field(True, "keep keys and values between tokens; off recomputes the whole text")
+    weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
+        "auto", "precision of the weights while decoding (auto: as the run computes)"
     )
-    greedy: bool = Field(False, description="always the most likely token")
+    greedy: bool = field(False, "always the most likely token")
     strategy: Annotated[
         Literal["chain", "entropy"],
         Needs(("generation.greedy", False)),
         Needs(("generation.temperature", lambda temperature: temperature >= GREEDY_BELOW)),
-    ] = Field(
-        "chain", description="who sets temperature, top_k, top_p and min_p: this section, or the entropy router token by token"
-    )
-    preset: Annotated[Preset, *CHAIN] = Field("default", description="whose order the steps run in; it sets no values")
-    sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *CHAIN] = Field(
-        None, description="Kobold's codes in another order (with preset kobold or koboldcpp), or names of steps"
+    ] = field("chain", "who sets temperature, top_k, top_p and min_p: this section, or the entropy router token by token")
+    preset: Annotated[Preset, *CHAIN] = field("default", "whose order the steps run in; it sets no values")
+    sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *CHAIN] = field(
+        None, "Kobold's codes in another order (with preset kobold or koboldcpp), or names of steps"
     )
 
 
@@ -67,7 +65,7 @@ else:
         "GenerationSection",
         __base__=_Request,
         __doc__=_Request.__doc__,
-        **{key: field_of(setting) for key, setting in SETTINGS.items()},
+        **{key: declared(key) for key in SETTINGS},
     )
 
 # The steps behind the edits, in the order they run in. A preset lacks what its namesake does not know.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, Needs, Section, given
+from dantinox.config.base import Count, CountOrZero, Fraction, Needs, Section, field, given
 
 Policy = Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
 Signal = Literal["uniform", "entropy", "coverage", "loss"]
@@ -22,44 +22,40 @@ class KVSection(Section):
 
     needs = (Needs(("generation.use_cache", True)),)
 
-    budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="share of the full cache's slots that is kept (null: all)"
-    )
-    budget_tokens: Count | None = Field(None, description="the same as slots per head (null: see kv.budget)")
-    policy: Annotated[Policy, BUDGET] = Field(
+    budget: Annotated[float, Field(gt=0, le=1)] | None = field(None, "share of the full cache's slots that is kept (null: all)")
+    budget_tokens: Count | None = field(None, "the same as slots per head (null: see kv.budget)")
+    policy: Annotated[Policy, BUDGET] = field(
         "snapkv+ema",
-        description="which tokens stay: by their attention (snapkv+ema, tova, h2o), the last ones (streaming), or any (random)",
+        "which tokens stay: by their attention (snapkv+ema, tova, h2o), the last ones (streaming), or any (random)",
     )
-    signal: Annotated[Signal, BUDGET] = Field(
+    signal: Annotated[Signal, BUDGET] = field(
         "loss",
-        description="what a head's share of the slots goes by, as measured by `calibrate --what kv` (uniform: all alike)",
+        "what a head's share of the slots goes by, as measured by `calibrate --what kv` (uniform: all alike)",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
-        "auto", description="precision of the cached keys and values (auto: the compute dtype)"
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = field(
+        "auto", "precision of the cached keys and values (auto: the compute dtype)"
     )
-    sinks: Annotated[CountOrZero, BUDGET] = Field(4, description="first tokens of the text that always stay")
-    recent: Annotated[Count, BUDGET] = Field(16, description="last tokens that always stay, at most half of a head's slots")
-    window: Annotated[Count, *SNAPKV] = Field(
-        32, description="snapkv+ema: last tokens of a prompt whose attention says what stays"
+    sinks: Annotated[CountOrZero, BUDGET] = field(4, "first tokens of the text that always stay")
+    recent: Annotated[Count, BUDGET] = field(16, "last tokens that always stay, at most half of a head's slots")
+    window: Annotated[Count, *SNAPKV] = field(32, "snapkv+ema: last tokens of a prompt whose attention says what stays")
+    pool: Annotated[Count, *SNAPKV] = field(
+        7, "snapkv+ema: tokens around one whose largest importance is its own; odd (1: itself)"
     )
-    pool: Annotated[Count, *SNAPKV] = Field(
-        7, description="snapkv+ema: tokens around one whose largest importance is its own; odd (1: itself)"
+    decay: Annotated[Fraction | Literal["entropy"], *SNAPKV] = field(
+        0.98, "snapkv+ema: factor of an importance per token (entropy: from the measured entropy of the head)"
     )
-    decay: Annotated[Fraction | Literal["entropy"], *SNAPKV] = Field(
-        0.98, description="snapkv+ema: factor of an importance per token (entropy: from the measured entropy of the head)"
+    scale_min: Annotated[float, Field(gt=0, le=1), BUDGET, Needs(*BY_HEAD)] = field(
+        0.3, "smallest share of a head by entropy or coverage, as a multiple of the mean"
     )
-    scale_min: Annotated[float, Field(gt=0, le=1), BUDGET, Needs(*BY_HEAD)] = Field(
-        0.3, description="smallest share of a head by entropy or coverage, as a multiple of the mean"
+    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), BUDGET, Needs(*BY_HEAD)] = field(
+        2.5, "largest share of a head by entropy or coverage, as a multiple of the mean"
     )
-    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), BUDGET, Needs(*BY_HEAD)] = Field(
-        2.5, description="largest share of a head by entropy or coverage, as a multiple of the mean"
-    )
-    grouping: Annotated[Literal["max", "mean", "min"], BUDGET, Needs(*BY_HEAD, ("kv.decay", "entropy"))] = Field(
-        "max", description="how a key head's entropy or coverage comes from those of its query heads"
+    grouping: Annotated[Literal["max", "mean", "min"], BUDGET, Needs(*BY_HEAD, ("kv.decay", "entropy"))] = field(
+        "max", "how a key head's entropy or coverage comes from those of its query heads"
     )
     calibration: Annotated[
         str | None, BUDGET, Needs(("kv.signal", lambda signal: signal != "uniform"), ("kv.decay", "entropy"))
-    ] = Field(None, description="the file of the measured signals (null: the run's kv_entropy.json)")
+    ] = field(None, "the file of the measured signals (null: the run's kv_entropy.json)")
 
     @property
     def has_budget(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, Needs, NonNegative, Section, given
+from dantinox.config.base import Count, CountOrZero, Fraction, Needs, NonNegative, Section, field, given
 from dantinox.files import UserError
 
 Threshold = NonNegative | None
@@ -59,102 +59,82 @@ class RouterSection(Section):
 
     needs = (Needs(("generation.strategy", "entropy")),)
 
-    router_preset: Literal["guide", "calibrated"] = Field(
-        "guide", description="where keys that are null come from: the entropix guide, or measurements of this model"
+    router_preset: Literal["guide", "calibrated"] = field(
+        "guide", "where keys that are null come from: the entropix guide, or measurements of this model"
     )
-    use_attention: bool = Field(True, description="let attention metrics adjust the numbers; off drops their terms")
-    low_entropy: Threshold = Field(None, description="greedy: H below this (null: the preset's, guide 0.1 bits)")
-    low_varentropy: Threshold = Field(
-        None, description="greedy and clarify: V below this (null: the preset's, guide 0.1 bits²)"
+    use_attention: bool = field(True, "let attention metrics adjust the numbers; off drops their terms")
+    low_entropy: Threshold = field(None, "greedy: H below this (null: the preset's, guide 0.1 bits)")
+    low_varentropy: Threshold = field(None, "greedy and clarify: V below this (null: the preset's, guide 0.1 bits²)")
+    clarify_entropy: Threshold = field(None, "clarify: H above this (null: the preset's, guide 3.0 bits)")
+    high_entropy: Threshold = field(None, "explore: H below this, resample: H above it (null: the preset's, guide 5.0 bits)")
+    high_varentropy: Threshold = field(None, "explore and resample: V above this (null: the preset's, guide 5.0 bits²)")
+    entropy_scale: Scale | None = field(None, "divides H in the formulas (null: the preset's, guide 1)")
+    varentropy_scale: Scale | None = field(None, "divides V in the formulas (null: the preset's, guide 1)")
+    temperature_min: NonNegative | None = field(
+        None, "smallest temperature outside of greedy (null: the preset's, guide 0, calibrated 0.1)"
     )
-    clarify_entropy: Threshold = Field(None, description="clarify: H above this (null: the preset's, guide 3.0 bits)")
-    high_entropy: Threshold = Field(
-        None, description="explore: H below this, resample: H above it (null: the preset's, guide 5.0 bits)"
+    temperature_max: NonNegative | None = field(
+        None, "largest temperature (null: the preset's, guide no bound, calibrated 2.0)"
     )
-    high_varentropy: Threshold = Field(
-        None, description="explore and resample: V above this (null: the preset's, guide 5.0 bits²)"
+    base_temperature: Annotated[NonNegative, Needs(("generation.temperature", 1.0))] = field(
+        0.666, "T₀ of requests that set no temperature"
     )
-    entropy_scale: Scale | None = Field(None, description="divides H in the formulas (null: the preset's, guide 1)")
-    varentropy_scale: Scale | None = Field(None, description="divides V in the formulas (null: the preset's, guide 1)")
-    temperature_min: NonNegative | None = Field(
-        None, description="smallest temperature outside of greedy (null: the preset's, guide 0, calibrated 0.1)"
+    base_top_p: Annotated[Fraction, Needs(("generation.top_p", None))] = field(0.9, "p₀ of requests that set no top_p")
+    base_top_k: Annotated[Count, Needs(("generation.top_k", None))] = field(27, "k₀ of requests that set no top_k")
+    base_min_p: Annotated[Fraction, Needs(("generation.min_p", 0.0))] = field(0.03, "m₀ of requests that set no min_p")
+    candidates: Annotated[int, Field(ge=1, le=4096)] = field(
+        12, "adaptive: draws of which the one likeliest under the model is taken (1: a plain draw)"
     )
-    temperature_max: NonNegative | None = Field(
-        None, description="largest temperature (null: the preset's, guide no bound, calibrated 2.0)"
+    clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = field(
+        None, "clarify: the token to emit, its id or a text of one token (null: sample at a higher temperature)"
     )
-    base_temperature: Annotated[NonNegative, Needs(("generation.temperature", 1.0))] = Field(
-        0.666, description="T₀ of requests that set no temperature"
+    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", given))] = field(
+        32, "clarify: not when the token is among this many last ones"
     )
-    base_top_p: Annotated[Fraction, Needs(("generation.top_p", None))] = Field(
-        0.9, description="p₀ of requests that set no top_p"
+    clarify_temperature_factor: Coefficient = field(1.3, "clarify: factor of T₀")
+    clarify_temperature_attn_entropy: AttentionTerm = field(0.2, "clarify: what attn_entropy adds to the factor")
+    clarify_temperature_max: NonNegative = field(1.5, "clarify: largest temperature")
+    explore_temperature_factor: Coefficient = field(1.2, "explore: factor of T₀")
+    explore_temperature_interaction: AttentionTerm = field(0.3, "explore: what interaction_strength adds to the factor")
+    explore_temperature_max: NonNegative = field(1.5, "explore: largest temperature")
+    explore_top_k_disagreement: AttentionTerm = field(0.5, "explore: what 1 − attn_agreement adds to the factor of k₀")
+    explore_top_k_min: Count = field(5, "explore: smallest top_k")
+    resample_temperature_factor: Coefficient = field(2.0, "resample: factor of T₀")
+    resample_temperature_attn_varentropy: AttentionTerm = field(0.5, "resample: what attn_varentropy adds to the factor")
+    resample_temperature_min: NonNegative | None = field(
+        None, "resample: smallest temperature (null: the preset's, guide 2.0, calibrated 0)"
     )
-    base_top_k: Annotated[Count, Needs(("generation.top_k", None))] = Field(27, description="k₀ of requests that set no top_k")
-    base_min_p: Annotated[Fraction, Needs(("generation.min_p", 0.0))] = Field(
-        0.03, description="m₀ of requests that set no min_p"
+    resample_temperature_min_factor: NonNegative | None = field(
+        None, "resample: smallest temperature, as a factor of T₀ (null: the preset's, guide 0, calibrated 1.2)"
     )
-    candidates: Annotated[int, Field(ge=1, le=4096)] = Field(
-        12, description="adaptive: draws of which the one likeliest under the model is taken (1: a plain draw)"
+    resample_top_p_attn_entropy: AttentionTerm = field(0.2, "resample: what attn_entropy takes from p₀")
+    resample_top_p_min: Fraction = field(0.5, "resample: smallest top_p")
+    adaptive_temperature_uncertainty: Coefficient = field(0.3, "adaptive: what H + V adds to the factor of T₀")
+    adaptive_temperature_attn_uncertainty: AttentionTerm = field(
+        0.2, "adaptive: what attn_entropy + attn_varentropy adds to the factor of T₀"
     )
-    clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="clarify: the token to emit, its id or a text of one token (null: sample at a higher temperature)"
+    adaptive_temperature_agreement: AttentionTerm = field(0.2, "adaptive: what attn_agreement takes from it")
+    adaptive_top_p_attn_varentropy: AttentionTerm = field(0.1, "adaptive: what attn_varentropy adds to the factor of p₀")
+    adaptive_top_p_min: Fraction = field(0.1, "adaptive: smallest top_p")
+    adaptive_top_p_max: Fraction = field(1.0, "adaptive: largest top_p")
+    adaptive_top_k_interaction: AttentionTerm = field(0.3, "adaptive: what interaction_strength adds to the factor of k₀")
+    adaptive_top_k_agreement: AttentionTerm = field(0.2, "adaptive: what attn_agreement takes from it")
+    adaptive_top_k_min: WindowCount = field(1, "adaptive: smallest top_k")
+    adaptive_top_k_max: WindowCount = field(100, "adaptive: largest top_k")
+    adaptive_min_p_uncertainty: Coefficient = field(0.5, "adaptive: what H + V takes from the factor of m₀")
+    adaptive_min_p_min: Fraction = field(0.01, "adaptive: smallest min_p")
+    adaptive_min_p_max: Fraction = field(0.5, "adaptive: largest min_p")
+    score_logprob: Coefficient = field(
+        1.0, "a candidate's score: weight of its ln p (0: the first candidate is taken, below: the least likely)"
     )
-    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", given))] = Field(
-        32, description="clarify: not when the token is among this many last ones"
+    score_entropy: Coefficient = field(
+        0.1, "a candidate's score: weight of 1 − H; as the five below, it moves all candidates of a token alike"
     )
-    clarify_temperature_factor: Coefficient = Field(1.3, description="clarify: factor of T₀")
-    clarify_temperature_attn_entropy: AttentionTerm = Field(0.2, description="clarify: what attn_entropy adds to the factor")
-    clarify_temperature_max: NonNegative = Field(1.5, description="clarify: largest temperature")
-    explore_temperature_factor: Coefficient = Field(1.2, description="explore: factor of T₀")
-    explore_temperature_interaction: AttentionTerm = Field(
-        0.3, description="explore: what interaction_strength adds to the factor"
-    )
-    explore_temperature_max: NonNegative = Field(1.5, description="explore: largest temperature")
-    explore_top_k_disagreement: AttentionTerm = Field(
-        0.5, description="explore: what 1 − attn_agreement adds to the factor of k₀"
-    )
-    explore_top_k_min: Count = Field(5, description="explore: smallest top_k")
-    resample_temperature_factor: Coefficient = Field(2.0, description="resample: factor of T₀")
-    resample_temperature_attn_varentropy: AttentionTerm = Field(
-        0.5, description="resample: what attn_varentropy adds to the factor"
-    )
-    resample_temperature_min: NonNegative | None = Field(
-        None, description="resample: smallest temperature (null: the preset's, guide 2.0, calibrated 0)"
-    )
-    resample_temperature_min_factor: NonNegative | None = Field(
-        None, description="resample: smallest temperature, as a factor of T₀ (null: the preset's, guide 0, calibrated 1.2)"
-    )
-    resample_top_p_attn_entropy: AttentionTerm = Field(0.2, description="resample: what attn_entropy takes from p₀")
-    resample_top_p_min: Fraction = Field(0.5, description="resample: smallest top_p")
-    adaptive_temperature_uncertainty: Coefficient = Field(0.3, description="adaptive: what H + V adds to the factor of T₀")
-    adaptive_temperature_attn_uncertainty: AttentionTerm = Field(
-        0.2, description="adaptive: what attn_entropy + attn_varentropy adds to the factor of T₀"
-    )
-    adaptive_temperature_agreement: AttentionTerm = Field(0.2, description="adaptive: what attn_agreement takes from it")
-    adaptive_top_p_attn_varentropy: AttentionTerm = Field(
-        0.1, description="adaptive: what attn_varentropy adds to the factor of p₀"
-    )
-    adaptive_top_p_min: Fraction = Field(0.1, description="adaptive: smallest top_p")
-    adaptive_top_p_max: Fraction = Field(1.0, description="adaptive: largest top_p")
-    adaptive_top_k_interaction: AttentionTerm = Field(
-        0.3, description="adaptive: what interaction_strength adds to the factor of k₀"
-    )
-    adaptive_top_k_agreement: AttentionTerm = Field(0.2, description="adaptive: what attn_agreement takes from it")
-    adaptive_top_k_min: WindowCount = Field(1, description="adaptive: smallest top_k")
-    adaptive_top_k_max: WindowCount = Field(100, description="adaptive: largest top_k")
-    adaptive_min_p_uncertainty: Coefficient = Field(0.5, description="adaptive: what H + V takes from the factor of m₀")
-    adaptive_min_p_min: Fraction = Field(0.01, description="adaptive: smallest min_p")
-    adaptive_min_p_max: Fraction = Field(0.5, description="adaptive: largest min_p")
-    score_logprob: Coefficient = Field(
-        1.0, description="a candidate's score: weight of its ln p (0: the first candidate is taken, below: the least likely)"
-    )
-    score_entropy: Coefficient = Field(
-        0.1, description="a candidate's score: weight of 1 − H; as the five below, it moves all candidates of a token alike"
-    )
-    score_attn_entropy: AttentionTerm = Field(0.2, description="a candidate's score: weight of 1 − attn_entropy")
-    score_varentropy: Coefficient = Field(0.3, description="a candidate's score: weight of 1 − V")
-    score_attn_varentropy: AttentionTerm = Field(0.4, description="a candidate's score: weight of 1 − attn_varentropy")
-    score_agreement: AttentionTerm = Field(0.5, description="a candidate's score: weight of attn_agreement")
-    score_interaction: AttentionTerm = Field(0.6, description="a candidate's score: weight of interaction_strength")
+    score_attn_entropy: AttentionTerm = field(0.2, "a candidate's score: weight of 1 − attn_entropy")
+    score_varentropy: Coefficient = field(0.3, "a candidate's score: weight of 1 − V")
+    score_attn_varentropy: AttentionTerm = field(0.4, "a candidate's score: weight of 1 − attn_varentropy")
+    score_agreement: AttentionTerm = field(0.5, "a candidate's score: weight of attn_agreement")
+    score_interaction: AttentionTerm = field(0.6, "a candidate's score: weight of interaction_strength")
 
     def numbers(self, measured: Mapping[str, float] | None = None) -> dict[str, float]:
         """Every number of the router by the name of its key, what is null put in from the preset.

@@ -24,6 +24,7 @@ from dantinox.config.base import (
     Section,
     Seed,
     as_tuple,
+    field,
     given,
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
@@ -41,27 +42,25 @@ Position = Literal["rope", "learned", "sinusoidal", "none"]
 class ModelSection(Section):
     """Size and shape of the transformer."""
 
-    dim: Count = Field(256, description="width of the residual stream")
-    n_heads: Count = Field(8, description="query heads per layer")
-    kv_heads: Count | None = Field(None, description="key/value heads per layer (null: as many as n_heads; 1: multi-query)")
-    head_size: Count | None = Field(None, description="width of one head (null: dim / n_heads)")
-    num_blocks: Count = Field(6, description="number of layers")
-    hidden_dim: Count | None = Field(
-        None, description="feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)"
+    dim: Count = field(256, "width of the residual stream")
+    n_heads: Count = field(8, "query heads per layer")
+    kv_heads: Count | None = field(None, "key/value heads per layer (null: as many as n_heads; 1: multi-query)")
+    head_size: Count | None = field(None, "width of one head (null: dim / n_heads)")
+    num_blocks: Count = field(6, "number of layers")
+    hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
+    max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
+    weight_tying: bool = field(True, "the output layer is the embedding table")
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
+    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation before each sub-layer")
+    norm_epsilon: Positive = field(1e-5, "added to the variance inside the normalisations")
+    qk_norm: bool = field(False, "RMS-normalise queries and keys per head before positions are applied")
+    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout in training only")
+    gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
+    remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
+        "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
     )
-    max_context: Count = Field(256, description="longest sequence in tokens; training windows have this length")
-    weight_tying: bool = Field(True, description="the output layer is the embedding table")
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = Field("swiglu", description="feed-forward non-linearity")
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sub-layer")
-    norm_epsilon: Positive = Field(1e-5, description="added to the variance inside the normalisations")
-    qk_norm: bool = Field(False, description="RMS-normalise queries and keys per head before positions are applied")
-    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="dropout in training only")
-    gradient_checkpointing: bool = Field(False, description="recompute layers in the backward pass to save memory")
-    remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = Field(
-        "full", description="with gradient_checkpointing: recompute everything, or all but matrix products"
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = field(
+        "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
     )
 
 
@@ -71,12 +70,12 @@ EXPERTS = Needs(("moe.use_moe", True))
 class MoESection(Section):
     """The feed-forward expansion, and the keys of older files about experts, which this version does not have."""
 
-    use_moe: bool = Field(False, description="experts in place of the dense feed-forward layer: not in this version")
-    n_experts: Annotated[Count, EXPERTS] = Field(4, description="experts per layer: not in this version")
-    top_k_mlp: Annotated[Count, EXPERTS] = Field(2, description="experts per token: not in this version")
-    expansion: Positive | None = Field(None, description="feed-forward width as a multiple of dim (null: see model.hidden_dim)")
-    alpha_balance: Annotated[NonNegative, EXPERTS] = Field(
-        0.01, description="weight of the experts' load-balance loss: not in this version"
+    use_moe: bool = field(False, "experts in place of the dense feed-forward layer: not in this version")
+    n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer: not in this version")
+    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts per token: not in this version")
+    expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
+    alpha_balance: Annotated[NonNegative, EXPERTS] = field(
+        0.01, "weight of the experts' load-balance loss: not in this version"
     )
 
 
@@ -86,36 +85,36 @@ SLIDING = Needs(("attention.sliding_window", True))
 class AttentionSection(Section):
     """Positions and what attention may see."""
 
-    use_rotary_pos: bool = Field(True, description="rotary positions (RoPE, half-split layout)")
-    trainable_pos: bool = Field(False, description="learned position embeddings")
-    absolute_pos: bool = Field(False, description="sinusoidal position embeddings")
-    rope_theta: Annotated[Positive, Needs(("attention.use_rotary_pos", True))] = Field(
-        10000.0, description="base of the rotary frequencies"
+    use_rotary_pos: bool = field(True, "rotary positions (RoPE, half-split layout)")
+    trainable_pos: bool = field(False, "learned position embeddings")
+    absolute_pos: bool = field(False, "sinusoidal position embeddings")
+    rope_theta: Annotated[Positive, Needs(("attention.use_rotary_pos", True))] = field(
+        10000.0, "base of the rotary frequencies"
     )
-    sliding_window: bool = Field(False, description="limit attention to the last context_window + 1 keys")
-    context_window: Annotated[CountOrZero | None, SLIDING] = Field(
-        None, description="keys before the query's own that a sliding layer sees"
+    sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
+    context_window: Annotated[CountOrZero | None, SLIDING] = field(
+        None, "keys before the query's own that a sliding layer sees"
     )
-    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = Field(
-        ("sliding",), description="with sliding_window: the kind of each layer, repeated over the depth"
+    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
+        ("sliding",), "with sliding_window: the kind of each layer, repeated over the depth"
     )
-    no_sink: bool = Field(False, description="output gate: attention output times sigmoid(W x)")
+    no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
 
 
 class TokenizerSection(Section):
     """How text becomes token ids."""
 
-    tokenizer_type: Literal["char", "byte", "bpe", "file"] = Field(
-        "bpe", description="char, byte, byte-level BPE trained on the corpus, or a tokenizer.json at tokenizer_path"
+    tokenizer_type: Literal["char", "byte", "bpe", "file"] = field(
+        "bpe", "char, byte, byte-level BPE trained on the corpus, or a tokenizer.json at tokenizer_path"
     )
-    vocab_size: Annotated[int, Field(ge=260, le=1_000_000), Needs(("tokenizer.tokenizer_type", "bpe"))] = Field(
-        4096, description="symbols a trained BPE vocabulary has, the three special ones included"
+    vocab_size: Annotated[int, Field(ge=260, le=1_000_000), Needs(("tokenizer.tokenizer_type", "bpe"))] = field(
+        4096, "symbols a trained BPE vocabulary has, the three special ones included"
     )
-    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = Field(
-        None, description="a tokenizer.json to use (tokenizer_type: file)"
+    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = field(
+        None, "a tokenizer.json to use (tokenizer_type: file)"
     )
-    byte_fallback: Annotated[bool, Needs(("tokenizer.tokenizer_type", "char"))] = Field(
-        False, description="char: spell unknown characters as bytes instead of refusing them"
+    byte_fallback: Annotated[bool, Needs(("tokenizer.tokenizer_type", "char"))] = field(
+        False, "char: spell unknown characters as bytes instead of refusing them"
     )
 
 
@@ -128,69 +127,67 @@ def may_hold_records(corpus: Any) -> bool:
 class DataSection(Section):
     """The corpus."""
 
-    path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = Field(
-        None, description="text file, folder, glob, .jsonl[.gz], builtin:python, builtin:recall, or a list of these"
+    path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = field(
+        None, "text file, folder, glob, .jsonl[.gz], builtin:python, builtin:recall, or a list of these"
     )
-    val_path: str | None = Field(None, description="a separate validation text (null: the end of the corpus)")
-    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = Field(
-        0.1, description="share of the text kept for validation"
+    val_path: str | None = field(None, "a separate validation text (null: the end of the corpus)")
+    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
+        0.1, "share of the text kept for validation"
     )
-    text_field: Annotated[str, Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path")))] = Field(
-        "text", description="the field of a JSON Lines record that holds the text"
+    text_field: Annotated[str, Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path")))] = field(
+        "text", "the field of a JSON Lines record that holds the text"
     )
-    dataset_source: Literal["local", "huggingface"] = Field(
-        "local", description="where the corpus is: local files; no other source in this version"
+    dataset_source: Literal["local", "huggingface"] = field(
+        "local", "where the corpus is: local files; no other source in this version"
     )
-    streaming: bool = Field(False, description="stream a remote data set: not in this version")
+    streaming: bool = field(False, "stream a remote data set: not in this version")
 
 
 class TrainingSection(Section):
     """Objective, optimizer and the loop."""
 
-    steps: Count | None = Field(None, description="optimizer steps (null: as many as `epochs` passes need)")
-    epochs: Annotated[Positive, Needs(("training.steps", None))] = Field(
-        1.0, description="passes over the training text, when steps is null"
+    steps: Count | None = field(None, "optimizer steps (null: as many as `epochs` passes need)")
+    epochs: Annotated[Positive, Needs(("training.steps", None))] = field(
+        1.0, "passes over the training text, when steps is null"
     )
-    batch_size: Count = Field(32, description="sequences per optimizer step, all accumulation steps together")
-    grad_accum: Count = Field(1, description="parts a batch is split into to save memory; must divide batch_size")
-    seed: Seed = Field(42, description="seeds weights, data order and dropout")
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, all else by AdamW")
-    lr: Positive = Field(3e-4, description="peak learning rate of AdamW")
-    muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = Field(
-        0.02, description="peak learning rate of Muon's matrices"
+    batch_size: Count = field(32, "sequences per optimizer step, all accumulation steps together")
+    grad_accum: Count = field(1, "parts a batch is split into to save memory; must divide batch_size")
+    seed: Seed = field(42, "seeds weights, data order and dropout")
+    optimizer: Literal["adamw", "muon"] = field("adamw", "muon: matrices by Muon, all else by AdamW")
+    lr: Positive = field(3e-4, "peak learning rate of AdamW")
+    muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(0.02, "peak learning rate of Muon's matrices")
+    min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = field(
+        0.1, "last learning rate as a share of the peak"
     )
-    min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = Field(
-        0.1, description="last learning rate as a share of the peak"
+    warmup_steps: CountOrZero = field(100, "steps of linear warm-up from zero")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning rate after warm-up")
+    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(
+        0.2, "wsd: share of the steps spent in the final decay"
     )
-    warmup_steps: CountOrZero = Field(100, description="steps of linear warm-up from zero")
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="learning rate after warm-up")
-    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = Field(
-        0.2, description="wsd: share of the steps spent in the final decay"
+    weight_decay: NonNegative = field(0.1, "decoupled decay, on matrices only")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = field(0.9, "AdamW: decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = field(0.95, "AdamW: decay of the second moment")
+    grad_clip: NonNegative = field(1.0, "largest global gradient norm; 0 switches clipping off")
+    z_loss: NonNegative = field(0.0, "weight of the squared log-normaliser penalty")
+    eval_every: Count = field(250, "steps between evaluations")
+    eval_tokens: Count | None = field(None, "validation tokens used per evaluation (null: all)")
+    checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
+    sample_every: Count | None = field(None, "steps between text samples (null: none)")
+    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field(
+        "", "what the samples start from (empty: a newline)"
     )
-    weight_decay: NonNegative = Field(0.1, description="decoupled decay, on matrices only")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW: decay of the first moment")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW: decay of the second moment")
-    grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0 switches clipping off")
-    z_loss: NonNegative = Field(0.0, description="weight of the squared log-normaliser penalty")
-    eval_every: Count = Field(250, description="steps between evaluations")
-    eval_tokens: Count | None = Field(None, description="validation tokens used per evaluation (null: all)")
-    checkpoint_every: Count | None = Field(None, description="steps between checkpoints (null: at each evaluation)")
-    sample_every: Count | None = Field(None, description="steps between text samples (null: none)")
-    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = Field(
-        "", description="what the samples start from (empty: a newline)"
-    )
-    keep_last: Count = Field(2, description="latest checkpoints kept, besides the best")
-    patience: Count | None = Field(None, description="stop after this many evaluations without a better loss")
-    init_from: str | None = Field(None, description="run directory whose weights to start from")
+    keep_last: Count = field(2, "latest checkpoints kept, besides the best")
+    patience: Count | None = field(None, "stop after this many evaluations without a better loss")
+    init_from: str | None = field(None, "run directory whose weights to start from")
 
 
 class LoggingSection(Section):
     """What a run writes down."""
 
-    log_every: Count = Field(10, description="steps between console lines and rows of metrics.jsonl")
-    log_file: FileName = Field("training_log.csv", description="evaluation log in the run directory")
-    summary_file: FileName = Field("model_summary.json", description="model summary in the run directory")
-    plot: bool = Field(True, description="draw plots/loss.png at the end (needs the extra `plot`)")
+    log_every: Count = field(10, "steps between console lines and rows of metrics.jsonl")
+    log_file: FileName = field("training_log.csv", "evaluation log in the run directory")
+    summary_file: FileName = field("model_summary.json", "model summary in the run directory")
+    plot: bool = field(True, "draw plots/loss.png at the end (needs the extra `plot`)")
 
 
 UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own

@@ -2,7 +2,8 @@
 
 Everything that knows the steps follows from `STEPS`: the keys of the `generation` section with their flags and help, what is
 refused while a step is off, the default order, the compiled chain and its window, the parameters of `process_logits`, and the
-table in docs/sampling.md. A new step is a function in `dantinox.sampling.steps` or `.history`, a row here, and a section there.
+table in docs/sampling.md. A new step is a function in `dantinox.sampling.steps` or `.history`, its row and settings here, and a
+section there.
 """
 
 import math
@@ -79,11 +80,9 @@ SequenceBiases = Annotated[tuple[tuple[Sequence, Bias], ...], BeforeValidator(_a
 Scope = Literal["all", "output"]
 
 
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """A key of the `generation` section: its type with its range, its default, what is said of it in the help."""
+class Setting(NamedTuple):
+    """A key of the `generation` section: its type with its range, its default, what the help says of it, what it needs."""
 
-    key: str
     kind: Any
     default: Any
     help: str
@@ -95,8 +94,8 @@ class Step:
     """One row of the table.
 
     Attributes:
-      on: the settings that switch it on, each with the values that do.
-      arguments: the parameters of its function that are settings.
+      on: the settings that switch it on, each with a test for the values that do.
+      arguments: parameter of its function → the setting that it is.
       reads: its other parameters, which `dantinox.sampling.chain.READS` knows.
       beside: settings that come to it through what it reads.
       given: parameters in `process_logits`, with their types and defaults (None: needed), for what decoding knows by itself.
@@ -107,9 +106,9 @@ class Step:
     """
 
     on: dict[str, Callable[[Any], bool]]
-    arguments: dict[str, Setting] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
-    beside: tuple[Setting, ...] = ()
+    beside: tuple[str, ...] = ()
     given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     group: Literal["edit", "penalty", "other"] = "other"
     cuts: Literal["", "likeliest", "typical"] = ""
@@ -117,7 +116,7 @@ class Step:
     function: str = ""
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
+    def settings(self) -> tuple[str, ...]:
         return (*self.arguments.values(), *self.beside)
 
 
@@ -134,280 +133,149 @@ def not_one(value: Any) -> bool:
 
 
 CHAIN = (Needs(("generation.strategy", "chain")),)
-TIES = Setting(
-    "ties", Literal["first", "all"], "first",
-    "top_k, top_p and typical: of tokens equal to the last kept one, those with lower ids, or all", CHAIN,
-)  # fmt: skip
-TAU = Setting("mirostat_tau", Positive, 5.0, "mirostat: the surprise aimed at, in bits")
-ETA = Setting("mirostat_eta", Positive, 0.1, "mirostat: how fast it is corrected")
-MIROSTAT = Setting("mirostat", Literal[0, 1, 2], 0, "hold the surprise of the text constant: version 1 or 2 (0: off)")
-WORDS = ("history_S", "length", "prefix_WM", "last_W")
+RANGED = (Needs(("generation.repetition_range", lambda tokens: tokens > 1)),)
+Below = Annotated[float, Field(ge=0, lt=1)]
+SETTINGS: dict[str, Setting] = {
+    "no_repeat_ngram": Setting(int, 0, "no sequence of this many tokens occurs twice (0: off)"),
+    "logit_bias": Setting(Biases, {}, "added to the logits of tokens, by id or text of one token (null or -inf: banned)"),
+    "sequence_bias": Setting(
+        SequenceBiases, (), "texts, or lists of ids, and what is added to the last token of each behind its others"
+    ),
+    "allowed_tokens": Setting(Tokens, (), "no other tokens are generated: ids, or texts of one token"),
+    "banned_tokens": Setting(Tokens, (), "tokens never generated: ids, or texts of one token"),
+    "bad_words": Setting(Sequences, (), "texts never generated: the last token of each is banned behind the others"),
+    "min_tokens": Setting(int, 0, "tokens before the end token, a stop id or a stop string may end the text"),
+    "repetition_penalty": Setting(Positive, 1.0, "divides positive and multiplies negative logits of seen tokens (1: off)"),
+    "repetition_range": Setting(CountOrZero, 0, "only this many last tokens are penalised (0: all)"),
+    "repetition_slope": Setting(NonNegative, 0.0, "how much more the newest of them are penalised (0: all alike)", RANGED),
+    "repetition_scope": Setting(Scope, "all", "repetition penalty: of prompt and output, or of output"),
+    "presence_penalty": Setting(Finite, 0.0, "subtracted once from the logits of generated tokens"),
+    "frequency_penalty": Setting(Finite, 0.0, "subtracted for each time a token was generated"),
+    "presence_scope": Setting(Scope, "output", "presence and frequency penalty: prompt and output, or output alone"),
+    "dry_multiplier": Setting(NonNegative, 0.0, "DRY: penalty for going on with a repeated sequence (0: off)"),
+    "dry_base": Setting(Annotated[float, Field(ge=1, allow_inf_nan=False)], 1.75, "DRY: growth per repeated token"),
+    "dry_allowed_length": Setting(Count, 2, "DRY: repeated tokens that cost the multiplier alone; fewer are free"),
+    "dry_range": Setting(CountOrZero, 0, "DRY: only this many last tokens are searched (0: all)"),
+    "dry_breakers": Setting(Breakers, ("\n", ":", '"', "*"), "DRY: tokens with one of these texts in them end a repetition"),
+    "dynatemp_low": Setting(NonNegative, 1.0, "dynamic temperature: its value where the model is certain"),
+    "dynatemp_high": Setting(NonNegative, 1.0, "dynamic temperature: its value where all tokens are equally likely"),
+    "dynatemp_exponent": Setting(NonNegative, 1.0, "dynamic temperature: power of the normalised entropy between them"),
+    "temperature": Setting(NonNegative, 1.0, "divides the logits; 0 is greedy"),
+    "smoothing_factor": Setting(NonNegative, 0.0, "quadratic smoothing of the logits around the largest (0: off)"),
+    "smoothing_curve": Setting(Annotated[float, Field(ge=1, le=3)], 1.0, "share of a cubic term in the smoothing"),
+    "top_k": Setting(int | None, None, "keep the k most likely tokens (null, 0 or less: off)"),
+    "top_p": Setting(Fraction | None, None, "keep the smallest set of tokens with this mass (null or 1: off)"),
+    "top_p_rule": Setting(
+        Literal["inclusive", "exclusive"],
+        "inclusive",
+        "whether the token that crosses the mass is kept (exclusive: KoboldAI on TPU)",
+        CHAIN,
+    ),
+    "min_p": Setting(Fraction, 0.0, "keep tokens at least this likely, relative to the most likely (0: off)"),
+    "top_a": Setting(NonNegative, 0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)"),
+    "tail_free": Setting(Fraction, 1.0, "cut where the curve of sorted probabilities has flattened (1: off)"),
+    "typical": Setting(Fraction, 1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)"),
+    "epsilon_cutoff": Setting(Below, 0.0, "keep tokens with at least this probability (0: off)"),
+    "eta_cutoff": Setting(Below, 0.0, "the same bound, lowered where the entropy is high (0: off)"),
+    "top_n_sigma": Setting(Finite, 0.0, "keep logits within this many standard deviations of the largest (0: off)"),
+    "xtc_probability": Setting(Fraction, 0.0, "how often the top choices are excluded (0: off)"),
+    "xtc_threshold": Setting(Fraction, 0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)"),
+    "ties": Setting(
+        Literal["first", "all"],
+        "first",
+        "top_k, top_p, typical: of tokens equal to the last kept one, those with lower ids, or all",
+        CHAIN,
+    ),
+    "mirostat": Setting(Literal[0, 1, 2], 0, "hold the surprise of the text constant: version 1 or 2 (0: off)"),
+    "mirostat_tau": Setting(Positive, 5.0, "mirostat: the surprise aimed at, in bits"),
+    "mirostat_eta": Setting(Positive, 0.1, "mirostat: how fast it is corrected"),
+}
 
+TEXT, WORDS = ("history_S", "length"), ("prefix_WM", "last_W")
+IDS, BIASES = {"ids": (Tokens, None)}, {"values": (Biases, None)}
+SPOKEN = {"sequences": (Sequences, None)}
+STEERING = ("mirostat", "mirostat_tau", "mirostat_eta")
 # In the order of the edits and of the preset `default`.
 STEPS: dict[str, Step] = {
-    "no_repeat_ngram": Step(
-        {"no_repeat_ngram": positive},
-        {"n": Setting("no_repeat_ngram", int, 0, "no sequence of this many tokens occurs twice (0: off)")},
-        reads=("history_S", "length", "run_S"),
-        group="edit",
-    ),
-    "logit_bias": Step(
-        {"logit_bias": bool},
-        reads=("bias_V",),
-        beside=(
-            Setting(
-                "logit_bias",
-                Biases,
-                {},
-                "added to the logits of tokens, named by id or text of one token (null or -inf: banned)",
-            ),
-        ),
-        given={"ids": (Tokens, None), "values": (Biases, None)},
-        group="edit",
-    ),
-    "sequence_bias": Step(
-        {"sequence_bias": bool},
-        reads=(*WORDS, "bias_W"),
-        beside=(
-            Setting(
-                "sequence_bias",
-                SequenceBiases,
-                (),
-                "texts, or lists of ids, and what is added to the last token of each behind its others (null or -inf: banned)",
-            ),
-        ),
-        given={"sequences": (Sequences, None), "values": (Biases, None)},
-        group="edit",
-    ),
-    "allowed_tokens": Step(
-        {"allowed_tokens": bool},
-        reads=("ids_S",),
-        beside=(Setting("allowed_tokens", Tokens, (), "no other tokens are generated: ids, or texts of one token"),),
-        given={"ids": (Tokens, None)},
-        group="edit",
-    ),
-    "banned_tokens": Step(
-        {"banned_tokens": bool},
-        reads=("ids_S",),
-        beside=(Setting("banned_tokens", Tokens, (), "tokens never generated: ids, or texts of one token"),),
-        given={"ids": (Tokens, None)},
-        group="edit",
-        function="ban",
-    ),
-    "bad_words": Step(
-        {"bad_words": bool},
-        reads=WORDS,
-        beside=(
-            Setting("bad_words", Sequences, (), "texts never generated: the last token of each is banned behind the others"),
-        ),
-        given={"sequences": (Sequences, None)},
-        group="edit",
-    ),
+    "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*TEXT, "run_S"), group="edit"),
+    "logit_bias": Step({"logit_bias": bool}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
+    "sequence_bias": Step({"sequence_bias": bool}, {}, (*TEXT, *WORDS, "bias_W"), ("sequence_bias",), SPOKEN | BIASES, "edit"),
+    "allowed_tokens": Step({"allowed_tokens": bool}, {}, ("ids_S",), ("allowed_tokens",), IDS, "edit"),
+    "banned_tokens": Step({"banned_tokens": bool}, {}, ("ids_S",), ("banned_tokens",), IDS, "edit", function="ban"),
+    "bad_words": Step({"bad_words": bool}, {}, (*TEXT, *WORDS), ("bad_words",), SPOKEN, "edit"),
     "min_tokens": Step(
         {"min_tokens": positive},
-        {"n": Setting("min_tokens", int, 0, "tokens before the end token, a stop id or a stop string may end the text")},
-        reads=("stop_ids_S", "n_generated"),
+        {"n": "min_tokens"},
+        ("stop_ids_S", "n_generated"),
         given={"stop_ids": (Tokens, None)},
         group="edit",
     ),
     "repetition_penalty": Step(
         {"repetition_penalty": not_one},
-        {
-            "penalty": Setting(
-                "repetition_penalty", Positive, 1.0, "divides positive and multiplies negative logits of seen tokens (1: off)"
-            ),
-            "range": Setting("repetition_range", CountOrZero, 0, "only this many last tokens are penalised (0: all)"),
-            "slope": Setting(
-                "repetition_slope",
-                NonNegative,
-                0.0,
-                "how much more the newest of them are penalised (0: all alike)",
-                (Needs(("generation.repetition_range", lambda tokens: tokens > 1)),),
-            ),
-        },
-        reads=("distance_V",),
-        beside=(Setting("repetition_scope", Scope, "all", "repetition penalty: of prompt and output, or of output"),),
+        {"penalty": "repetition_penalty", "range": "repetition_range", "slope": "repetition_slope"},
+        ("distance_V",),
+        ("repetition_scope",),
         group="penalty",
     ),
     "presence_frequency_penalty": Step(
         {"presence_penalty": bool, "frequency_penalty": bool},
-        {
-            "presence": Setting("presence_penalty", Finite, 0.0, "subtracted once from the logits of generated tokens"),
-            "frequency": Setting("frequency_penalty", Finite, 0.0, "subtracted for each time a token was generated"),
-        },
-        reads=("count_V",),
-        beside=(
-            Setting("presence_scope", Scope, "output", "presence and frequency penalty: prompt and output, or output alone"),
-        ),
+        {"presence": "presence_penalty", "frequency": "frequency_penalty"},
+        ("count_V",),
+        ("presence_scope",),
         group="penalty",
     ),
     "dry": Step(
         {"dry_multiplier": positive},
-        {
-            "multiplier": Setting(
-                "dry_multiplier", NonNegative, 0.0, "DRY: penalty for going on with a repeated sequence (0: off)"
-            ),
-            "base": Setting(
-                "dry_base", Annotated[float, Field(ge=1, allow_inf_nan=False)], 1.75, "DRY: growth per repeated token"
-            ),
-            "allowed_length": Setting(
-                "dry_allowed_length", Count, 2, "DRY: repeated tokens that cost the multiplier alone; fewer are free"
-            ),
-        },
-        reads=("repeated_V",),
-        beside=(
-            Setting("dry_range", CountOrZero, 0, "DRY: only this many last tokens are searched (0: all)"),
-            Setting(
-                "dry_breakers", Breakers, ("\n", ":", '"', "*"), "DRY: tokens with one of these texts in them end a repetition"
-            ),
-        ),
-        given={"range": (CountOrZero, 0), "breakers": (Tokens, ())},
-        group="penalty",
+        {"multiplier": "dry_multiplier", "base": "dry_base", "allowed_length": "dry_allowed_length"},
+        ("repeated_V",),
+        ("dry_range", "dry_breakers"),
+        {"range": (CountOrZero, 0), "breakers": (Tokens, ())},
+        "penalty",
     ),
     "dynamic_temperature": Step(
         {"dynatemp_low": not_one, "dynatemp_high": not_one},
-        {
-            "low": Setting("dynatemp_low", NonNegative, 1.0, "dynamic temperature: its value where the model is certain"),
-            "high": Setting(
-                "dynatemp_high", NonNegative, 1.0, "dynamic temperature: its value where all tokens are equally likely"
-            ),
-            "exponent": Setting(
-                "dynatemp_exponent", NonNegative, 1.0, "dynamic temperature: power of the normalised entropy between them"
-            ),
-        },
+        {"low": "dynatemp_low", "high": "dynatemp_high", "exponent": "dynatemp_exponent"},
     ),
-    "temperature": Step(
-        {"temperature": not_one}, {"t": Setting("temperature", NonNegative, 1.0, "divides the logits; 0 is greedy")}
-    ),
-    "smoothing": Step(
-        {"smoothing_factor": positive},
-        {
-            "factor": Setting(
-                "smoothing_factor", NonNegative, 0.0, "quadratic smoothing of the logits around the largest (0: off)"
-            ),
-            "curve": Setting(
-                "smoothing_curve", Annotated[float, Field(ge=1, le=3)], 1.0, "share of a cubic term in the smoothing"
-            ),
-        },
-    ),
-    "top_k": Step(
-        {"top_k": positive},
-        {"k": Setting("top_k", int | None, None, "keep the k most likely tokens (null, 0 or less: off)"), "ties": TIES},
-        cuts="likeliest",
-    ),
-    "top_p": Step(
-        {"top_p": below_one},
-        {
-            "p": Setting("top_p", Fraction | None, None, "keep the smallest set of tokens with this mass (null or 1: off)"),
-            "rule": Setting(
-                "top_p_rule",
-                Literal["inclusive", "exclusive"],
-                "inclusive",
-                "whether the token that crosses the mass is kept (exclusive: KoboldAI on TPU)",
-                CHAIN,
-            ),
-            "ties": TIES,
-        },
-        reads=("rest",),
-        cuts="likeliest",
-    ),
-    "min_p": Step(
-        {"min_p": positive},
-        {"p": Setting("min_p", Fraction, 0.0, "keep tokens at least this likely, relative to the most likely (0: off)")},
-        cuts="likeliest",
-    ),
-    "top_a": Step(
-        {"top_a": positive},
-        {"a": Setting("top_a", NonNegative, 0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)")},
-        reads=("rest",),
-        cuts="likeliest",
-    ),
-    "tail_free": Step(
-        {"tail_free": below_one},
-        {"z": Setting("tail_free", Fraction, 1.0, "cut where the curve of sorted probabilities has flattened (1: off)")},
-        reads=("size",),
-        by_row=True,
-    ),
-    "typical": Step(
-        {"typical": below_one},
-        {
-            "p": Setting("typical", Fraction, 1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)"),
-            "ties": TIES,
-        },
-        reads=("rest",),
-        cuts="typical",
-    ),
-    "epsilon_cutoff": Step(
-        {"epsilon_cutoff": positive},
-        {
-            "eps": Setting(
-                "epsilon_cutoff",
-                Annotated[float, Field(ge=0, lt=1)],
-                0.0,
-                "keep tokens with at least this probability (0: off)",
-            )
-        },
-        reads=("rest",),
-        cuts="likeliest",
-    ),
-    "eta_cutoff": Step(
-        {"eta_cutoff": positive},
-        {
-            "eps": Setting(
-                "eta_cutoff",
-                Annotated[float, Field(ge=0, lt=1)],
-                0.0,
-                "the same bound, lowered where the entropy is high (0: off)",
-            )
-        },
-        reads=("rest",),
-        cuts="likeliest",
-    ),
-    "top_n_sigma": Step(
-        {"top_n_sigma": positive},
-        {"n": Setting("top_n_sigma", Finite, 0.0, "keep logits within this many standard deviations of the largest (0: off)")},
-        reads=("rest",),
-        cuts="likeliest",
-    ),
+    "temperature": Step({"temperature": not_one}, {"t": "temperature"}),
+    "smoothing": Step({"smoothing_factor": positive}, {"factor": "smoothing_factor", "curve": "smoothing_curve"}),
+    "top_k": Step({"top_k": positive}, {"k": "top_k", "ties": "ties"}, cuts="likeliest"),
+    "top_p": Step({"top_p": below_one}, {"p": "top_p", "rule": "top_p_rule", "ties": "ties"}, ("rest",), cuts="likeliest"),
+    "min_p": Step({"min_p": positive}, {"p": "min_p"}, cuts="likeliest"),
+    "top_a": Step({"top_a": positive}, {"a": "top_a"}, ("rest",), cuts="likeliest"),
+    "tail_free": Step({"tail_free": below_one}, {"z": "tail_free"}, ("size",), by_row=True),
+    "typical": Step({"typical": below_one}, {"p": "typical", "ties": "ties"}, ("rest",), cuts="typical"),
+    "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, ("rest",), cuts="likeliest"),
+    "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, ("rest",), cuts="likeliest"),
+    "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, ("rest",), cuts="likeliest"),
     "xtc": Step(
         {"xtc_probability": positive},
-        {
-            "threshold": Setting(
-                "xtc_threshold", Fraction, 0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)"
-            ),
-            "probability": Setting("xtc_probability", Fraction, 0.0, "how often the top choices are excluded (0: off)"),
-        },
-        reads=("u", "protected_V"),
+        {"threshold": "xtc_threshold", "probability": "xtc_probability"},
+        ("u", "protected_V"),
         given={"u": (Fraction, None), "protected_ids": (Tokens, ())},
     ),
     "mirostat_v1": Step(
         {"mirostat": lambda version: version == 1},
         reads=("mu", "size"),
-        beside=(MIROSTAT, TAU, ETA),
+        beside=STEERING,
         given={"mu": (Finite, None), "m": (Count, 100)},
         cuts="likeliest",
     ),
     "mirostat_v2": Step(
-        {"mirostat": lambda version: version == 2},
-        reads=("mu", "rest"),
-        beside=(MIROSTAT, TAU, ETA),
-        given={"mu": (Finite, None)},
-        cuts="likeliest",
+        {"mirostat": lambda version: version == 2}, {}, ("mu", "rest"), STEERING, {"mu": (Finite, None)}, cuts="likeliest"
     ),
 }
-SETTINGS: dict[str, Setting] = {setting.key: setting for step in STEPS.values() for setting in step.settings}
 EDITS = tuple(name for name, step in STEPS.items() if step.group == "edit")
 PENALTIES = tuple(name for name, step in STEPS.items() if step.group == "penalty")
 STEERED = tuple(name for name, step in STEPS.items() if "mu" in step.reads)  # by the surprise of what was drawn
 
 
-def field_of(setting: Setting) -> tuple[Any, Any]:
-    """The declaration of a setting in a section. What switches no step on refines some, and needs one of them on."""
-    owners = [step for step in STEPS.values() if setting in step.settings]
-    needs = setting.needs
-    if not any(setting.key in step.on for step in owners):
-        needs = (Needs(*((f"generation.{key}", on) for step in owners for key, on in step.on.items())), *needs)
-    return Annotated[setting.kind, *needs] if needs else setting.kind, Field(setting.default, description=setting.help)
+def declared(key: str) -> tuple[Any, Any]:
+    """A setting as a section declares it. What switches no step on refines some, and needs one of them on."""
+    kind, default, text, needs = SETTINGS[key]
+    owners = [step for step in STEPS.values() if key in step.settings]
+    if not any(key in step.on for step in owners):
+        needs = (Needs(*((f"generation.{switch}", on) for step in owners for switch, on in step.on.items())), *needs)
+    return Annotated[kind, *needs] if needs else kind, Field(default, description=text)
 
 
 class Bounds(NamedTuple):

@@ -80,7 +80,7 @@ def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSect
             pairs = getattr(section, key)
             found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
         elif setting.kind == Breakers:
-            on = any(setting in STEPS[name].beside for name in steps_on(section))
+            on = any(key in STEPS[name].beside for name in steps_on(section))
             found[key] = tuple(_containing(tokenizer, getattr(section, key))) if on else ()
     return section.model_copy(update=found)
 

@@ -189,7 +189,7 @@ def _routed(given: Sequence[Given], route: Route, candidates: int) -> list[Given
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     """The settings of a step, as JSON has them: null for -inf."""
     settings = STEPS[step].settings
-    keys = [setting.key for setting in settings if setting.key in NUMBERS] or [settings[0].key]
+    keys = [key for key in settings if key in NUMBERS] or settings[:1]
     return {key: _plain(getattr(section, key)) for key in keys}
 
 

@@ -215,8 +215,7 @@ def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
     """
     step, words = STEPS[name], dict(row.params.words)
     arguments = {
-        parameter: words[setting.key] if setting.key in words else row.params.numbers[setting.key]
-        for parameter, setting in step.arguments.items()
+        parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
     read = {parameter: READS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
     function = step.function or name
@@ -226,7 +225,7 @@ def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
 
 def _own(row: Context, name: str, suffix: str = "") -> Array:
     """A table of the step's list of tokens."""
-    return row.params.tables[STEPS[name].beside[0].key + suffix]
+    return row.params.tables[STEPS[name].beside[0] + suffix]
 
 
 def _of_tokens(values_V: Array, row: Context) -> Array:

@@ -31,9 +31,9 @@ from dantinox.sampling.history import word_arrays
 from dantinox.sampling.router import Metrics, RouterConfig
 
 # Settings that choose among programs: arguments of steps that are words.
-WORDS = tuple(setting.key for step in STEPS.values() for setting in step.arguments.values() if setting.key not in NUMBERS)
+WORDS = tuple(dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBERS))
 # What decides on a program is the same for all rows of a batch.
-SHARED = tuple(dict.fromkeys(("strategy", "preset", "sampler_order", *WORDS)))
+SHARED = ("strategy", "preset", "sampler_order", *WORDS)
 KEYS = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *SHARED, "greedy", "seed"})
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
@@ -135,10 +135,7 @@ class SamplingParams:
         # The number changed most is always part of a program that draws, so that no value of it compiles anything.
         always = {"temperature"} if draws and not any("dynamic_temperature" in on for on in on_rows) else set()
         plan = tuple(name for name in (*EDITS, *order_of(first)) if name in always or any(name in on for on in on_rows))
-        settings = {
-            "temperature",
-            *(setting.key for name in plan for setting in STEPS[name].settings if setting.key in NUMBERS),
-        }
+        settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBERS.keys()
         tables = _tables(sections, plan)
         if "min_tokens" in plan:
             tables["stop_ids"] = _padded(stops, -1)
@@ -152,7 +149,7 @@ class SamplingParams:
             sample_index=jnp.broadcast_to(jnp.asarray(sample_index, jnp.int32), (len(sections),)),
             plan=plan,
             draws=draws,
-            words=tuple((key, getattr(first, key)) for key in dict.fromkeys(WORDS)),
+            words=tuple((key, getattr(first, key)) for key in WORDS),
             router=_routers(configs, measured) if first.strategy == "entropy" else None,
             attends=True in attends,
             score_fn=score_fn,
@@ -239,11 +236,11 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
 def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     on = steps_on(section)
     lists = {"stop_token_ids": token_ids(section, "stop_token_ids")}
-    for setting in (setting for name, step in STEPS.items() if name in on for setting in step.beside):
-        if setting.kind in (Tokens, Biases, Breakers):
-            lists[setting.key] = token_ids(section, setting.key)
-        elif setting.kind in (Sequences, SequenceBiases):
-            lists[setting.key] = [token for words, _ in _sequences(section, setting.key) for token in words]
+    for key in (key for name, step in STEPS.items() if name in on for key in step.beside):
+        if SETTINGS[key].kind in (Tokens, Biases, Breakers):
+            lists[key] = token_ids(section, key)
+        elif SETTINGS[key].kind in (Sequences, SequenceBiases):
+            lists[key] = [token for words, _ in _sequences(section, key) for token in words]
     for key, ids in lists.items():
         if vocab_size is not None and any(i >= vocab_size for i in ids):
             raise UserError(f"generation.{key} must hold token ids in [0, {vocab_size}), got {max(ids)}")
@@ -274,7 +271,7 @@ def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ..
 def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, Array]:
     """The lists that the plan's steps read, one row of an array for each section: by setting, a bias beside its tokens."""
     tables: dict[str, Array] = {}
-    for name, key, kind in ((step, setting.key, setting.kind) for step in plan for setting in STEPS[step].beside):
+    for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].beside):
         on = [name in steps_on(section) for section in sections]
         if kind in (Tokens, Biases, Breakers):
             tables[key] = _padded([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import UserError
-from dantinox.config.steps import STEPS, Biases, Bounds, Sequences, Step, Tokens, bounds
+from dantinox.config.steps import SETTINGS, STEPS, Biases, Bounds, Sequences, Step, Tokens, bounds
 from dantinox.sampling.chain import run_step
 from dantinox.sampling.history import repeat_lengths, word_arrays
 from dantinox.sampling.params import SamplingParams
@@ -78,7 +78,7 @@ _STEP = jax.jit(run_step, static_argnames=("name", "m"))
 def _run(name: str, row_V: Array, values: dict[str, Any], text: Text, size: int) -> Array:
     """One step over one padded row; `size` is the vocabulary without the padding."""
     step, V = STEPS[name], row_V.shape[0]
-    settings = {setting.key: values[parameter] for parameter, setting in step.arguments.items()}
+    settings = {key: values[parameter] for parameter, key in step.arguments.items()}
     words = {key: value for key, value in settings.items() if isinstance(value, str)}
     numbers = {key: value for key, value in settings.items() if key not in words}
     if "range" in step.given:
@@ -92,7 +92,7 @@ def _run(name: str, row_V: Array, values: dict[str, Any], text: Text, size: int)
 
 def _tables(name: str, step: Step, values: dict[str, Any]) -> dict[str, Any]:
     """The lists that a step reads, under the names that decoding has for them."""
-    own = step.beside[0].key if step.beside else name
+    own = step.beside[0] if step.beside else name
     if name == "logit_bias":
         sums: dict[int, float] = {}  # float64: the sum of large values for one id must not become infinite and ban it
         for token, bias in zip(values["ids"], values["values"], strict=True):
@@ -171,8 +171,8 @@ def _checked(given: Any, V: int) -> dict[str, Any]:
     if not isinstance(name, str) or name not in STEPS:
         raise UserError(f"no sampling step is called {name}: they are {', '.join(STEPS)}")
     step = STEPS[name]
-    switches = [parameter for parameter, setting in step.arguments.items() if setting.key in step.on]
-    declared = {parameter: (setting.kind, setting.default) for parameter, setting in step.arguments.items()} | step.given
+    switches = [parameter for parameter, key in step.arguments.items() if key in step.on]
+    declared = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.given
     for key in given:
         if key != "name" and key not in declared:
             raise UserError(f"the sampling step {name} has no parameter {key}: it has {', '.join(declared)}")

@@ -6,9 +6,8 @@ defined anew; `guide_metrics` holds the literal ones.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, make_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,72 +158,19 @@ def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
 INTEGERS = ("clarify_token", "clarify_cooldown")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=tuple(_GUIDE), meta_fields=())
-@dataclass(frozen=True)
-class RouterConfig:
+class _Numbers:
     """The numbers of `RouterSection` as pytree leaves, by default the guide's; what each one means is said there.
 
     Python numbers become float32, or int32 for `clarify_token` (-1: none) and `clarify_cooldown`, so that no value of theirs
     compiles anything anew.
     """
 
-    low_entropy: Number = _GUIDE["low_entropy"]
-    low_varentropy: Number = _GUIDE["low_varentropy"]
-    clarify_entropy: Number = _GUIDE["clarify_entropy"]
-    high_entropy: Number = _GUIDE["high_entropy"]
-    high_varentropy: Number = _GUIDE["high_varentropy"]
-    entropy_scale: Number = _GUIDE["entropy_scale"]
-    varentropy_scale: Number = _GUIDE["varentropy_scale"]
-    temperature_min: Number = _GUIDE["temperature_min"]
-    temperature_max: Number = _GUIDE["temperature_max"]
-    base_temperature: Number = _GUIDE["base_temperature"]
-    base_top_p: Number = _GUIDE["base_top_p"]
-    base_top_k: Number = _GUIDE["base_top_k"]
-    base_min_p: Number = _GUIDE["base_min_p"]
-    candidates: Number = _GUIDE["candidates"]
-    clarify_token: Number = _GUIDE["clarify_token"]
-    clarify_cooldown: Number = _GUIDE["clarify_cooldown"]
-    clarify_temperature_factor: Number = _GUIDE["clarify_temperature_factor"]
-    clarify_temperature_attn_entropy: Number = _GUIDE["clarify_temperature_attn_entropy"]
-    clarify_temperature_max: Number = _GUIDE["clarify_temperature_max"]
-    explore_temperature_factor: Number = _GUIDE["explore_temperature_factor"]
-    explore_temperature_interaction: Number = _GUIDE["explore_temperature_interaction"]
-    explore_temperature_max: Number = _GUIDE["explore_temperature_max"]
-    explore_top_k_disagreement: Number = _GUIDE["explore_top_k_disagreement"]
-    explore_top_k_min: Number = _GUIDE["explore_top_k_min"]
-    resample_temperature_factor: Number = _GUIDE["resample_temperature_factor"]
-    resample_temperature_attn_varentropy: Number = _GUIDE["resample_temperature_attn_varentropy"]
-    resample_temperature_min: Number = _GUIDE["resample_temperature_min"]
-    resample_temperature_min_factor: Number = _GUIDE["resample_temperature_min_factor"]
-    resample_top_p_attn_entropy: Number = _GUIDE["resample_top_p_attn_entropy"]
-    resample_top_p_min: Number = _GUIDE["resample_top_p_min"]
-    adaptive_temperature_uncertainty: Number = _GUIDE["adaptive_temperature_uncertainty"]
-    adaptive_temperature_attn_uncertainty: Number = _GUIDE["adaptive_temperature_attn_uncertainty"]
-    adaptive_temperature_agreement: Number = _GUIDE["adaptive_temperature_agreement"]
-    adaptive_top_p_attn_varentropy: Number = _GUIDE["adaptive_top_p_attn_varentropy"]
-    adaptive_top_p_min: Number = _GUIDE["adaptive_top_p_min"]
-    adaptive_top_p_max: Number = _GUIDE["adaptive_top_p_max"]
-    adaptive_top_k_interaction: Number = _GUIDE["adaptive_top_k_interaction"]
-    adaptive_top_k_agreement: Number = _GUIDE["adaptive_top_k_agreement"]
-    adaptive_top_k_min: Number = _GUIDE["adaptive_top_k_min"]
-    adaptive_top_k_max: Number = _GUIDE["adaptive_top_k_max"]
-    adaptive_min_p_uncertainty: Number = _GUIDE["adaptive_min_p_uncertainty"]
-    adaptive_min_p_min: Number = _GUIDE["adaptive_min_p_min"]
-    adaptive_min_p_max: Number = _GUIDE["adaptive_min_p_max"]
-    score_logprob: Number = _GUIDE["score_logprob"]
-    score_entropy: Number = _GUIDE["score_entropy"]
-    score_attn_entropy: Number = _GUIDE["score_attn_entropy"]
-    score_varentropy: Number = _GUIDE["score_varentropy"]
-    score_attn_varentropy: Number = _GUIDE["score_attn_varentropy"]
-    score_agreement: Number = _GUIDE["score_agreement"]
-    score_interaction: Number = _GUIDE["score_interaction"]
-
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _GUIDE:
+            value = getattr(self, name)
             if isinstance(value, int | float | np.generic):  # else an array, or what stands for one while it is traced
-                kind = np.int32 if field.name in INTEGERS else _float32
-                object.__setattr__(self, field.name, kind(value))
+                kind = np.int32 if name in INTEGERS else _float32
+                object.__setattr__(self, name, kind(value))
 
     @classmethod
     def build(
@@ -244,8 +190,23 @@ class RouterConfig:
         token = -1 if section.clarify_token is None else section.clarify_token
         if isinstance(token, str) and not token.isdecimal():
             raise UserError(f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}")
-        config = cls(**with_request(section.numbers(measured), **request), clarify_token=int(token))
+        config = RouterConfig(**with_request(section.numbers(measured), **request), clarify_token=int(token))
         return config if section.use_attention else without_attention(config)
+
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class RouterConfig(_Numbers):
+        def __init__(self, **numbers: Any): ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    RouterConfig = make_dataclass(
+        "RouterConfig", [(name, Number, value) for name, value in _GUIDE.items()], bases=(_Numbers,), frozen=True
+    )
+    RouterConfig.__doc__ = _Numbers.__doc__
+    jax.tree_util.register_dataclass(RouterConfig, data_fields=tuple(_GUIDE), meta_fields=())
 
 
 def _float32(value: Any) -> np.float32:

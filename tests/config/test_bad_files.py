@@ -94,7 +94,7 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "two names of the corpus": (
         "data:\n  path: a\n  dataset_name: b\n",
         ("data.dataset_name is another name of data.path: give one of them",),
-        2,
+        3,
     ),
     "empty stop string": ("generation:\n  stop: ['']\n", ("generation.stop must not hold an empty string",), 2),
     "no corpus file": ("data:\n  path: []\n", ("data.path must name at least one file, got []",), 2),
@@ -259,7 +259,7 @@ def test_a_file_of_the_first_version_loads_and_hears_what_has_no_effect(tmp_path
         "tokenizer.vocab_size and tokenizer.tokenizer_path have no effect while tokenizer.tokenizer_type is char "
         f"({path}, line 5)",
     ]
-    assert (config.corpus, config.training.eval_every, config.generation.max_new_tokens) == ("data/text.txt", 20, 99)
+    assert (config.data.path, config.training.eval_every, config.generation.max_new_tokens) == ("data/text.txt", 20, 99)
     assert config.architecture(65).hidden_dim == 256 and config.architecture(65).windows == (None, None)
     path.write_text(EARLIER.replace("streaming: false", "streaming: true").replace("source: local", "source: huggingface"))
     with pytest.raises(UserError, match=r"no experts and no remote data sets: moe\.use_moe"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dantinox.config.generation import PRESETS, GenerationSection, step_order
-from dantinox.config.steps import NUMBERS, STEPS
+from dantinox.config.steps import NUMBERS, SETTINGS, STEPS
 from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps, trace
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -24,8 +24,8 @@ def test_a_row_fits_its_function(name):
     optional = {"on"} | {parameter for parameter in step.given if parameter not in step.reads}
     assert {*step.arguments, *step.reads} <= {*parameters} <= {*step.arguments, *step.reads, *optional}
     assert {*step.reads} <= {*chain.READS}
-    assert {*step.on} <= {setting.key for setting in step.settings}
-    assert not any(on(setting.default) for setting in step.settings for key, on in step.on.items() if key == setting.key)
+    assert {*step.on} <= {*step.settings}
+    assert not any(on(SETTINGS[key].default) for key, on in step.on.items()), "off by default"
 
 
 def off(step):
@@ -37,7 +37,7 @@ def off(step):
 def table():
     """The rows of the docs' table."""
     for name, step in STEPS.items():
-        others = [setting.key for setting in step.settings if setting.key not in step.on]
+        others = [key for key in step.settings if key not in step.on]
         kind = "" if step.group == "other" else step.group
         cells = f"`{name}`", listed(step.on), off(step), listed(others), kind
         yield re.sub(" +", " ", f"| {' | '.join(cells)} |")
