@@ -79,8 +79,7 @@ def generate(
         raise UserError("show_candidates reports with each token: give logprobs and return_info too")
     kv_keys = {name: settings.pop(name) for name in [*settings] if name.startswith("kv_")}
     kv, calibration = _kv(model, kv_keys, use_cache)
-    order = head_order(model.config, kv, calibration)
-    model = model if order is None else with_head_order(model, order)
+    model = with_head_order(model, head_order(model.config, kv, calibration))
     eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
     row = settings | dict(
         greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,

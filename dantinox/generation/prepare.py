@@ -89,12 +89,12 @@ def widen(model: Transformer) -> Transformer:
     return _replace(nnx.clone(model), NarrowLinear, NarrowLinear.wide)
 
 
-def with_head_order(model: Transformer, order: HeadOrder) -> Transformer:
+def with_head_order(model: Transformer, order: HeadOrder | None) -> Transformer:
     """The same function with the key heads of each layer, and their query heads, in another order.
 
-    `order[l]` lists the old numbers of layer l's heads.
+    `order[l]` lists the old numbers of layer l's heads; None leaves all where they are.
     """
-    if all(list(layer) == sorted(layer) for layer in order):
+    if order is None or all(list(layer) == sorted(layer) for layer in order):
         return model
     model = nnx.clone(model)
     for block, layer in zip(model.blocks, order, strict=True):

@@ -168,7 +168,7 @@ class Run:
         """The model as decoding wants it; the `PREPARED` used last, by precision and order of the key heads, are kept."""
         made = self._prepared.pop((weights, order), None)
         if made is None:
-            made = prepare(self.model if order is None else with_head_order(self.model, order), weights)
+            made = prepare(with_head_order(self.model, order), weights)
         self._prepared[weights, order] = made
         if len(self._prepared) > PREPARED:
             del self._prepared[next(iter(self._prepared))]
