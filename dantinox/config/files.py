@@ -5,6 +5,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ def json_schema() -> str:
     return json.dumps(Config.model_json_schema(), indent=1) + "\n"
 
 
+@cache  # every command with settings describes them all
 def allowed(key: str) -> str:
     """What a setting may be, in words, from its declaration: `a number in [0, 1], or null`."""
     field = FIELDS[key]
