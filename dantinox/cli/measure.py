@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def explain(options: argparse.Namespace) -> int:
     from dantinox.measure.explain_view import draw_explanation, explanation_lines
 
     found = explain(load(options.run_dir), prompt, settings, options.show)
-    return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
+    return _show(options, asdict(found), lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 
 def calibrate_flags(command: argparse.ArgumentParser) -> None:
@@ -123,13 +124,13 @@ def calibrate(options: argparse.Namespace) -> int:
         from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
 
         router = calibrate_router(options.run_dir, **flags)
-        return _show(options, router, lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
+        return _show(options, asdict(router), lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
     from dantinox.measure.calibrate_kv import calibrate_kv
     from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
     heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=_progress, **flags)
-    lines = kv_calibration_lines
-    return _show(options, heads, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
+    record, lines = heads.to_dict(), kv_calibration_lines
+    return _show(options, record, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
 
 
 def _check_plot(options: argparse.Namespace) -> None:
@@ -142,7 +143,7 @@ def _check_plot(options: argparse.Namespace) -> None:
 def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], draw: Callable[[], bytes]) -> int:
     """Prints what was found as JSON or as lines, and draws it where --plot asks for that."""
     if options.json:
-        print(json.dumps(found.to_dict(), ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False))
     else:
         _print(lines)
     if options.plot is not None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dantinox.generation import load
 from dantinox.measure.eviction import loss_rises
 from dantinox.measure.reading import batches, padded, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.report.trace import finite
 from dantinox.run import (
     KV_FORMAT,
     HeadFile,
@@ -39,9 +39,6 @@ BATCH_TOKENS = 2048  # read at once
 TRIES = 10_000  # places drawn in vain before a text is given up
 # What a head is called whose mean entropy is below so many bits.
 HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffuse": math.inf}
-
-
-Progress = Callable[[str], None]
 
 
 class HeadCalibration(HeadFile):
@@ -69,7 +66,7 @@ def calibrate_kv(
     output: str | Path | None = None,
     from_results: str | Path | None = None,
     loss: bool = True,
-    progress: Progress = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> HeadCalibration:
     """Measures the attention of every query head on a text, and saves it in the run as `kv_entropy.json`.
 
@@ -106,7 +103,7 @@ def calibrate_kv(
 
 
 def _measured(
-    directory: RunDirectory, sequences: int, data_path: str | Path | None, seed: int, progress: Progress | None
+    directory: RunDirectory, sequences: int, data_path: str | Path | None, seed: int, progress: Callable[[str], None] | None
 ) -> HeadCalibration:
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
@@ -151,37 +148,21 @@ def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, 
     L, N, K = config.num_blocks, config.n_heads, config.kv_heads
     heads = np.array(list(found["head_entropies"].values()), np.float64)
     name = directory.path.name.encode(errors="replace").decode()  # what is no text has no place in JSON
-    model: dict[str, Any] = {"model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context}
-    model_info = {
-        "hidden_size": config.dim,
-        "num_hidden_layers": L,
-        "num_attention_heads": N,
-        "num_key_value_heads": K,
-        "max_position_embeddings": config.max_context,
-        "head_dim": config.head_size,
-        "gqa_ratio": N // K,
-        "is_gqa": K < N,
-    }
-    derived: dict[str, Any] = {
-        "entropy_stats": entropy_stats(heads),
-        "head_types": head_types(heads),
-        "format_version": KV_FORMAT,
-    }
-    return HeadCalibration(**model | dict(found) | derived, model_info=model_info)
+    return HeadCalibration(**{
+        "model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context, **found,
+        "entropy_stats": entropy_stats(heads), "head_types": head_types(heads), "format_version": KV_FORMAT,
+        "model_info": {
+            "hidden_size": config.dim, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K,
+            "max_position_embeddings": config.max_context, "head_dim": config.head_size, "gqa_ratio": N // K, "is_gqa": K < N,
+        },
+    })  # fmt: skip
 
 
 def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
     """Mean, extremes and spread of the heads' entropies; null where a ratio would divide by zero."""
-    mean, least, most, spread = (float(number) for number in (heads.mean(), heads.min(), heads.max(), heads.std()))
-    ratio = most / least if least > 0 else math.inf
-    return {
-        "mean": mean,
-        "min": least,
-        "max": most,
-        "std": spread,
-        "cv": spread / mean if mean > 0 else None,
-        "range_ratio": ratio if math.isfinite(ratio) else None,
-    }
+    found = {name: float(getattr(heads, name)()) for name in ("mean", "min", "max", "std")}
+    ratios = {"cv": ("std", "mean"), "range_ratio": ("max", "min")}
+    return found | finite({name: found[a] / found[b] if found[b] > 0 else None for name, (a, b) in ratios.items()})
 
 
 def head_types(heads: np.ndarray) -> dict[str, int]:
@@ -260,15 +241,11 @@ def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray
     return entropy_SRLN, keys_SRLN
 
 
-_compiled: Any = partial(nnx.jit, donate_argnames=("cache",), graph_updates=False)
-
-
-@_compiled
-def _read(
-    model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array
-) -> tuple[KVCache | None, jax.Array]:
+@nnx.jit(donate_argnames=("cache",), graph_updates=False)
+def _read(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[KVCache, jax.Array]:
     """The cache after these tokens, and of each row's newest query `[L, B, 2, N]`; see `_entropy_and_keys`."""
     _, after, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=_entropy_and_keys)
+    assert after is not None
     return after, jnp.stack(aux["probe"])
 
 

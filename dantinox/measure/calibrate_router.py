@@ -32,7 +32,7 @@ PERCENT = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 
 @dataclass(frozen=True)
 class RouterCalibration:
-    """What was measured; without `to_dict` the same names are the keys of `router.json`.
+    """What was measured: the keys of `router.json`.
 
     Attributes:
       weights: SHA-256 of the weights.
@@ -54,9 +54,6 @@ class RouterCalibration:
     quantiles: dict[str, list[float]]
     density: dict[str, list[Any]]
     shares: dict[str, dict[str, float]]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Windows(NamedTuple):
@@ -99,8 +96,7 @@ def calibrate_router(run_dir: str | Path, *, tokens: int = TOKENS, data_path: st
             f"a calibration needs at least {LEAST_POSITIONS} positions, and {len(ids)} tokens of text have {count} (the first "
             f"{context} of each window of {window} do not count): {remedy}"
         )
-    H_NT, V_NT = measure(run.model, text)
-    H, V = (values_NT[text.counted_NT].astype(np.float64) for values_NT in (H_NT, V_NT))
+    H, V = (values_NT[text.counted_NT].astype(np.float64) for values_NT in measure(run.model, text))
     if not np.isfinite(H + V).all():
         raise UserError(f"the model of {directory.path} gives probabilities that are no numbers: its weights are damaged")
     measured = thresholds(H, V)
@@ -117,7 +113,7 @@ def calibrate_router(run_dir: str | Path, *, tokens: int = TOKENS, data_path: st
         density=density(H, V),
         shares=shares(H, V, measured),
     )
-    save_router_calibration(directory, found.to_dict())
+    save_router_calibration(directory, asdict(found))
     return found
 
 

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +66,7 @@ def _largest(weights_S: jax.Array, count: jax.Array) -> jax.Array:
     return keys_S >= crossing_key(keys_S, jnp.ones_like(weights_S, jnp.float32), lambda larger: larger >= count)
 
 
-_compiled: Any = partial(nnx.jit, static_argnames=("start", "best"), graph_updates=False)
-
-
-@_compiled
+@nnx.jit(static_argnames=("start", "best"), graph_updates=False)
 def read_limited(
     model: Transformer,
     tokens_BT: jax.Array,

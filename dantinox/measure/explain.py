@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from dantinox.generation.session import bucket, clamp_to_context
 from dantinox.generation.words import seeded
 from dantinox.measure.reading import positions_of
 from dantinox.model import Transformer
+from dantinox.report.trace import finite
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
@@ -84,9 +85,6 @@ class Explanation:
     steps: list[Step]
     tokens: list[Token]
     drawn: list[int]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20) -> Explanation:
@@ -190,15 +188,7 @@ def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     """The settings of a step, as JSON has them: null for -inf."""
     settings = STEPS[step].settings
     keys = [key for key in settings if key in NUMBERS] or settings[:1]
-    return {key: _plain(getattr(section, key)) for key in keys}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    return None if value == -float("inf") else value
+    return {key: finite(getattr(section, key)) for key in keys}
 
 
 def visible(tokenizer: Tokenizer, token: int) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,10 @@ def describe(run_dir: str | Path) -> Iterator[str]:
         narrow = prepare(run.model, name)
         line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
         if store is not None and name != "float32":
-            found = compare(run.model, narrow, store.validation(ROWS, TOKENS))
+            nats, narrow_nats, gap, targets = compare(run.model, narrow, store.validation(ROWS, TOKENS))
             line += (
-                f"  logit error {found.logit_error:.2g}, perplexity {math.exp(found.nats):.4g} → "
-                f"{math.exp(found.other_nats):.4g} ({100 * math.expm1(found.other_nats - found.nats):+.3f} %) "
-                f"on {found.targets} tokens"
+                f"  logit error {math.sqrt(gap):.2g}, perplexity {math.exp(nats):.4g} → {math.exp(narrow_nats):.4g} "
+                f"({100 * math.expm1(narrow_nats - nats):+.3f} %) on {targets:.0f} tokens"
             )
         yield line
 
@@ -73,24 +72,16 @@ def _training(directory: RunDirectory, config: Config) -> str:
     ])  # fmt: skip
 
 
-class Comparison(NamedTuple):
-    """Two models on the same text: mean −ln p per target of each, the root mean square of the difference of their logits (both
-    with mean zero per position), and how many targets were counted."""
+def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) -> list[float]:
+    """Runs both models over validation batches. Narrow weights are widened first: the numbers are the same.
 
-    nats: float
-    other_nats: float
-    logit_error: float
-    targets: int
-
-
-def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) -> Comparison:
-    """Runs both models over validation batches. Narrow weights are widened first: the numbers are the same."""
-    total = np.zeros(4)
-    for batch in batches:
-        total += np.asarray(_sums(model, other, jax.tree.map(jnp.asarray, batch)), np.float64)
-    *sums, targets = total
-    nats, other_nats, gap = (number / targets for number in sums)
-    return Comparison(nats, other_nats, math.sqrt(gap), int(targets))
+    Returns:
+      Mean −ln p per target of each model, the mean square of the difference of their logits (both with mean zero per
+      position), and how many targets were counted.
+    """
+    total = sum(np.asarray(_sums(model, other, jax.tree.map(jnp.asarray, batch)), np.float64) for batch in batches)
+    *sums, targets = np.asarray(total).tolist()
+    return [*(number / targets for number in sums), targets]
 
 
 @nnx.jit(graph_updates=False)

@@ -4,7 +4,6 @@ import os
 import sys
 import unicodedata
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, TextIO
 
 from dantinox.report.tables import human_count, human_time
@@ -30,11 +29,9 @@ class Console:
 
     def __init__(self, stream: TextIO):
         self.stream = stream
-        self.total_steps = 0
 
     def start(self, total_steps: int, step: int = 0) -> None:
         """Called before the first step; `step` is the one a resumed run stands at."""
-        self.total_steps = total_steps
 
     def interval(self, row: Row) -> None:
         """A row of the training loop."""
@@ -65,7 +62,7 @@ class Console:
     def __enter__(self) -> "Console":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -37,7 +37,6 @@ class LiveConsole(Console):
         self.best: float | None = None
 
     def start(self, total_steps: int, step: int = 0) -> None:
-        super().start(total_steps, step)
         self.progress.update(self.task, total=total_steps, completed=step)
         self.live.update(Group(self.progress, Text("compiling the first step …", style="dim")))
         self.live.start()

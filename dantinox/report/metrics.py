@@ -12,22 +12,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dantinox.files import UserError, atomic_write
 
-COLUMNS = (
-    "step",
-    "train_loss",
-    "val_loss",
-    "ms_per_step",
-    "lr",
-    "grad_norm",
-    "bits_per_byte",
-    "tokens",
-    "tokens_per_s",
-    "memory_gb",
-)
+HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb"
+COLUMNS = HEADER.split(",")
 
 
 @dataclass(frozen=True)
@@ -51,27 +41,23 @@ class MetricsLog:
         unknown = set(row) - set(COLUMNS)
         if unknown:
             raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
-        cells = [_cell(row.get(column)) for column in COLUMNS]
-        lines = [cells] if self._has_header() else [list(COLUMNS), cells]
-        _append(self.path_csv, "".join(",".join(line) + "\n" for line in lines))
+        header = _read(self.path_csv).partition(b"\n")[0].decode(errors="replace")
+        if header not in ("", HEADER):
+            raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {HEADER}")
+        cells = ["" if row.get(column) is None else repr(_plain(row[column])) for column in COLUMNS]
+        _append(self.path_csv, "" if header else f"{HEADER}\n", ",".join(cells) + "\n")
         self._append_json("evaluation", row)
 
     def cut(self, step: int) -> None:
         """Removes all rows past `step`, and whatever a crash tore, from both files."""
-        _cut(self.path_csv, step)
-        _cut(self.path_jsonl, step)
+        for path in (self.path_csv, self.path_jsonl):
+            _cut(path, step)
 
-    def _append_json(self, kind: Literal["interval", "evaluation"], row: Mapping[str, Any]) -> None:
+    def _append_json(self, kind: str, row: Mapping[str, Any]) -> None:
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
         # JSON has no NaN: such a value is null here, and `nan` in the CSV.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
         _append(self.path_jsonl, json.dumps({"kind": kind} | finite, allow_nan=False) + "\n")
-
-    def _has_header(self) -> bool:
-        header = _read(self.path_csv).partition(b"\n")[0].decode(errors="replace")
-        if header and header != ",".join(COLUMNS):
-            raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {','.join(COLUMNS)}")
-        return bool(header)
 
 
 def _cut(path: Path, step: int) -> None:
@@ -105,16 +91,19 @@ def _read(path: Path) -> bytes:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
+def _whole_lines(path: Path) -> str:
+    """The text of a log without a torn last line."""
+    return _read(path).decode().rpartition("\n")[0]
+
+
 def read_csv(path: Path) -> list[dict[str, float]]:
     """The rows of a log; empty cells are left out, and so is a torn last line. A missing file has none.
 
     Raises:
       UserError: the file cannot be read or is no log.
     """
-    content = _read(path)
     try:
-        text = content.decode()
-        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]), strict=True)
+        reader = csv.DictReader(io.StringIO(_whole_lines(path)), strict=True)
         return [{name: float(cell) for name, cell in row.items() if cell} for row in reader]
     except (ValueError, TypeError, csv.Error):
         raise UserError(f"{path} is not a training log: a cell is not a number") from None
@@ -126,19 +115,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
       UserError: the file cannot be read or holds something else.
     """
-    content = _read(path)
     try:
-        text = content.decode()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n") if line]
+        return [json.loads(line) for line in _whole_lines(path).split("\n") if line]
     except ValueError as error:
         raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
 
 
-def _append(path: Path, text: str) -> None:
-    """Adds text and waits for the disk. Opened each time: a directory that vanished is noticed at once."""
+def _append(path: Path, *texts: str) -> None:
+    """Adds texts and waits for the disk. Opened each time: a directory that vanished is noticed at once."""
     try:
         with open(path, "a", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+            file.writelines(texts)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -148,7 +135,3 @@ def _append(path: Path, text: str) -> None:
 def _plain(value: Any) -> Any:
     """A Python number for a NumPy or jax scalar."""
     return value.item() if hasattr(value, "item") else value
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else repr(_plain(value))

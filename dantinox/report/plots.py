@@ -1,9 +1,12 @@
 """Curves as pictures. matplotlib is an extra and slow to import: it is loaded when a picture is drawn."""
 
 import io
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     counted = [row["tokens"] / row["step"] for row in [*rows, *evaluations] if row.get("tokens") and row.get("step")]
     if counted:
         _add_tokens(axes, counted[-1])
-    save_files(out.parent, {out.name: lambda: as_png(figure)})
+    save_files(out.parent, {out.name: partial(as_png, figure)})
 
 
 def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -94,6 +97,18 @@ def _add_tokens(axes: Any, per_step: float) -> None:
     top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
     top.xaxis.set_major_formatter(lambda value, _: human_count(value))
     top.set_xlabel("tokens")
+
+
+def study_files(
+    name: str, study: Any, csv: Callable[[Any], str], markdown: Callable[[Any], str], draw: Callable[[Any], bytes]
+) -> dict[str, Callable[[], str | bytes]]:
+    """What makes each file of a study; the picture, which needs matplotlib, is the last."""
+
+    def as_json(study: Any) -> str:
+        return json.dumps(asdict(study), indent=1, allow_nan=False) + "\n"
+
+    makers: dict[str, Callable[[Any], str | bytes]] = {"csv": csv, "md": markdown, "json": as_json, "png": draw}
+    return {f"{name}.{kind}": partial(make, study) for kind, make in makers.items()}
 
 
 def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> None:

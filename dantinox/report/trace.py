@@ -23,13 +23,6 @@ from typing import Any
 
 Document = Mapping[str, Any]
 
-# Keys of a sample and of a token in the order they are written; others follow, as they come.
-SAMPLE = ("prompt", "text", "seed", "finish_reason", "strategy", "settings", "router", "stats", "vocab_size")
-TOKEN = (
-    "id", "text", "entropy", "varentropy", "attn_entropy", "attn_entropy_norm", "attn_varentropy", "attn_disagreement",
-    "attn_agreement", "interaction_strength", "strategy", "temperature", "top_p", "top_k", "min_p", "forced", "survivors",
-    "rank", "logprob", "logprob_sampled", "alternatives", "candidates",
-)  # fmt: skip
 # What a token has lists of, and the values of each.
 LISTS = {"alternatives": ("id", "text", "logprob", "logprob_sampled"), "candidates": ("id", "text", "logprob", "score")}
 # JSON may hold these as they are; but some readers end a line at them, and a terminal that shows the file obeys some.
@@ -40,14 +33,12 @@ def trace_lines(documents: Iterable[Document]) -> Iterator[str]:
     """The lines of a trace file, without their line ends."""
     for sample, document in enumerate(documents):
         tokens = document["tokens"]
-        yield _line({"kind": "sample", "sample": sample} | _ordered(document, SAMPLE) | {"tokens": len(tokens)})
+        yield _line({"kind": "sample", "sample": sample, **document, "tokens": len(tokens)})
         first = document["stats"].get("prompt_tokens", 0)
         for step, token in enumerate(tokens):
+            lists = {kind: [[one[name] for name in LISTS[kind]] for one in token[kind]] for kind in LISTS if kind in token}
             place = {"kind": "token", "sample": sample, "step": step, "position": first + step}
-            lists = {
-                kind: [[one[name] for name in names] for one in token[kind]] for kind, names in LISTS.items() if kind in token
-            }
-            yield _line(place | _ordered(token | lists, TOKEN))
+            yield _line(place | token | lists)
 
 
 def finite(value: Any) -> Any:
@@ -57,12 +48,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _ordered(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The record with the known names first; `tokens` has lines of its own."""
-    known = {name: record[name] for name in names if name in record}
-    return known | {name: value for name, value in record.items() if name not in known and name != "tokens"}
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -1,8 +1,7 @@
 """Prompts with their real continuations, continuations by a model, and how likely a reference model finds them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,10 +127,9 @@ def write(
     for numbers in batches(len(prompts), ROWS):
         requests = [(prompts[number], {**fixed, "seed": (seed << 20) + int(number)}) for number in numbers]
         (batch,) = run.start(requests, logprobs=0 if report else None)
-        draw = partial(draw_strategies, shares=shares or {}, random=np.random.default_rng((seed, numbers[0])))
-        chunks, seconds = decode(batch.session, None if shares is None else draw)
+        chunks = list(_decode(batch.session, shares, np.random.default_rng((seed, numbers[0]))))
         ids.append(np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :tokens])
-        rates.append(len(numbers) * (tokens - 1) / seconds)
+        rates.append(len(numbers) * (tokens - 1) / max(batch.session.times.decoding, 1e-9))
         routed = [chunk.info.routed for chunk in chunks if chunk.info is not None]
         strategies.append([np.asarray(one.route.strategy) for one in routed if one is not None])
     ids_PT = np.concatenate(ids)[: len(prompts)]
@@ -153,23 +151,15 @@ def _continued(tokenizer: Tokenizer, prompt: str, ids_T: np.ndarray) -> str:
     return spell.push(ids_T) + spell.flush()
 
 
-def decode(session: Session, change: Callable[[SamplingParams], SamplingParams] | None = None) -> tuple[list[Chunk], float]:
-    """Decodes to the end: what came, and the seconds that all but the first token took without compiling.
-
-    Args:
-      change: gives other sampling parameters before every token.
-    """
-
-    def changed() -> None:
-        if change is not None:
-            session.params = change(session.params)
-
-    changed()
-    chunks = []
-    for chunk in session.run(CHUNK if change is None else 1):
-        chunks.append(chunk)
-        changed()
-    return chunks, max(session.times.decoding, 1e-9)
+def _decode(session: Session, shares: Mapping[str, float] | None, random: np.random.Generator) -> Iterator[Chunk]:
+    """Decodes to the end; where there are shares, every token with strategies drawn anew."""
+    if shares is None:
+        yield from session.run(CHUNK)
+        return
+    session.params = draw_strategies(session.params, shares, random)
+    for chunk in session.run(1):
+        yield chunk
+        session.params = draw_strategies(session.params, shares, random)
 
 
 FORCING = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)

@@ -10,7 +10,7 @@ beaten at none is to be taken, of several the one with the least loss; without o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from dantinox.measure.reading import stored
 from dantinox.run import open_run
 from dantinox.studies.kv_bench import (
     FREE_TOKENS,
-    NEAR,
     ORACLE,
     SIGNALS,
     STREAMING,
@@ -39,19 +38,8 @@ from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_
 from dantinox.studies.statistics import Interval, mean_interval, percentiles, resamples, verdict
 
 LEAST_TOKENS, LEAST_SEQUENCES = 32, 2 * SEEDS
-LEAST_GAIN, LEAST_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is done: sequences read of the text, tasks of each kind, prompts that are continued."""
-
-    sequences: int = 200
-    tasks: int = 100
-    continued: int = 24
-
-
-FULL, QUICK = Effort(), Effort(sequences=48, tasks=48)
+FULL, QUICK = (200, 100), (48, 48)  # sequences read of the text, tasks of each kind
+CONTINUED = 24  # prompts
 
 
 @dataclass(frozen=True)
@@ -71,8 +59,7 @@ class CacheFinding:
       bytes: of one row, `share` of the full cache's, and the fewest and the most `slots` of a head.
       loss: nats per token, `dppl` the change of perplexity (%), `kl` from the full cache (nats), `top1` equal
         likeliest tokens (%).
-      same: greedy tokens (%) that are the full cache's, also by position; `diverges`: the median of how many stand before
-        the first other one.
+      same: greedy tokens (%) that are the full cache's; `diverges`: the median of how many stand before the first other one.
       needle_aware: right answers (%) with the question in the prompt, `agnostic`: behind it; the same of records copied.
       gap_closed: how much of the gap between streaming and oracle (%).
     """
@@ -87,7 +74,6 @@ class CacheFinding:
     kl: BySeed
     top1: BySeed
     same: Interval | None = None
-    same_by_position: list[float] | None = None
     diverges: float | None = None
     tok_per_s: float | None = None
     needle_aware: Interval | None = None
@@ -120,10 +106,10 @@ class KVStudy:
 
     Attributes:
       dtype: of the compressed caches.
-      tokens: of a sequence, `prompt` of them in front.
+      tokens: of a sequence; the first half is the prompt.
       tasks: of each kind, None without tasks; `continued`: prompts, by `free_tokens` each.
       overlapping: the text was too short to draw sequences apart; `repeated`: the share of its word 4-grams seen before.
-      long_range_gain: by how much the loss is higher (nats per token) if tokens see the nearest `near` alone.
+      long_range_gain: by how much the loss is higher (nats per token) if tokens see the nearest `NEAR` alone.
       left_out: what was not compared, and why.
       default_signal: by the rule above.
     """
@@ -133,34 +119,17 @@ class KVStudy:
     device: str
     dtype: str
     tokens: int
-    prompt: int
     sequences: int
     tasks: int | None
     continued: int
     free_tokens: int
-    seeds: int
     overlapping: bool
     repeated: float
-    near: int
     long_range_gain: Interval
     left_out: Sequence[str]
     full: CacheFinding
     ratios: Sequence[RatioFinding]
     default_signal: str
-
-    @property
-    def far_tokens_matter(self) -> bool:
-        """Whether there is much to be lost."""
-        return self.long_range_gain.value >= LEAST_GAIN
-
-    @property
-    def finds_needles(self) -> bool:
-        """Whether tasks measure the caches, and not the model itself."""
-        return self.full.needle_aware is not None and self.full.needle_aware.value >= LEAST_NEEDLE
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; an interval is [value, low, high]."""
-        return asdict(self)
 
 
 def evaluate_kv(
@@ -173,36 +142,43 @@ def evaluate_kv(
     kv_dtype: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
     tokens: int | None = None,
-    **effort: int | None,
+    sequences: int | None = None,
 ) -> KVStudy:
     """Reads a text, continues it and does tasks through the full cache and through compressed ones.
 
     Args:
-      quick: start from `QUICK` instead of `FULL`.
+      quick: read `QUICK` instead of `FULL`.
       ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows.
       methods: names of `METHODS`; None: all for which something was measured.
       kv_calibration: the file of the measured signals; None: the run's own.
       kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
       progress: called with a line before every stretch of work.
       tokens: of a sequence, at most the context; the first half is the prompt.
-      effort: fields of `Effort`.
+      sequences: how many are read.
 
     Raises:
       UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
     """
-    much = replace(QUICK if quick else FULL, **{name: value for name, value in effort.items() if value is not None})
+    usual, of_each_kind = QUICK if quick else FULL
+    sequences = usual if sequences is None else sequences
     directory, run = open_run(run_dir), load(run_dir)
-    length = run.model.config.max_context if tokens is None else min(tokens, run.model.config.max_context)
-    _check(much, length, ratios)
+    length = min(run.model.config.max_context, run.model.config.max_context if tokens is None else tokens)
+    if length < LEAST_TOKENS:
+        raise UserError(f"--tokens, and the model's context, must be at least {LEAST_TOKENS}, got {length}")
+    if sequences < LEAST_SEQUENCES:
+        raise UserError(f"--sequences must be at least {LEAST_SEQUENCES}, got {sequences}")
+    for ratio in ratios or ():
+        if not 0 < ratio < 1:
+            raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = chosen_caches(methods, measured, directory.path)
     caches, too_small = contenders(run, measured, names, ratios, length, kv_dtype)
     store = stored(run, directory, "validation text, which the caches are measured on")
-    text = draw_sequences(run.tokenizer, store, much.sequences, length)
-    tasks = draw_tasks(run.tokenizer, text, much.tasks) if spells_words(run.tokenizer) else None
+    text = draw_sequences(run.tokenizer, store, sequences, length)
+    tasks = draw_tasks(run.tokenizer, text, of_each_kind) if spells_words(run.tokenizer) else None
     bench = Bench(caches, progress)
     read, near = bench.read(text)
-    written = bench.write(run, text, much.continued)
+    written = bench.write(run, text, CONTINUED)
     right: list[dict[str, Any]] = [{}] * len(caches)
     if tasks is not None:
         right = [{name: mean_interval(100 * right_P) for name, right_P in one.items()} for one in bench.answer(tasks)]
@@ -224,31 +200,18 @@ def evaluate_kv(
         device=jax.devices()[0].device_kind,
         dtype=caches[-1].plan.dtype,
         tokens=length,
-        prompt=length // 2,
-        sequences=much.sequences,
-        tasks=None if tasks is None else much.tasks,
+        sequences=sequences,
+        tasks=None if tasks is None else of_each_kind,
         continued=0 if written[0] is None else len(written[0].ids),
         free_tokens=min(FREE_TOKENS, length - length // 2),
-        seeds=SEEDS,
         overlapping=text.overlapping,
         repeated=text.repeated,
-        near=NEAR,
         long_range_gain=mean_interval(near.loss_B - read[0].loss_B),
         left_out=left_out + too_small,
         full=found[0],
         ratios=by_ratio,
         default_signal=default_signal(by_ratio),
     )
-
-
-def _check(effort: Effort, length: int, ratios: Sequence[float] | None) -> None:
-    if length < LEAST_TOKENS:
-        raise UserError(f"--tokens, and the model's context, must be at least {LEAST_TOKENS}, got {length}")
-    if effort.sequences < LEAST_SEQUENCES:
-        raise UserError(f"--sequences must be at least {LEAST_SEQUENCES}, got {effort.sequences}")
-    for ratio in ratios or ():
-        if not 0 < ratio < 1:
-            raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
 
 
 def _size(cache: Contender) -> dict[str, Any]:
@@ -281,7 +244,6 @@ def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
     until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
     return {
         "same": mean_interval(100 * same_PT.mean(axis=1)),
-        "same_by_position": (100 * same_PT.mean(axis=0)).tolist(),
         "diverges": float(np.median(until_P)),
         "tok_per_s": own.rate,
     }

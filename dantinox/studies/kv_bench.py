@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +12,8 @@ from flax import nnx
 
 from dantinox.config import KVSection, UserError
 from dantinox.generation import Run
-from dantinox.generation.budgets import UNIT
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
+from dantinox.generation.decode import CHUNK
 from dantinox.generation.prepare import widen
 from dantinox.generation.session import Session
 from dantinox.measure.eviction import divergence, read_limited, rows_at_once
@@ -23,7 +22,7 @@ from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
-from dantinox.studies.continuations import NEUTRAL, decode
+from dantinox.studies.continuations import NEUTRAL
 from dantinox.studies.kv_tasks import Sequences, Tasks, shares
 from dantinox.studies.statistics import chosen
 
@@ -41,8 +40,6 @@ RATIOS = (0.5, 0.3, 0.2, 0.1)
 NEAR = 64  # keys a token is left with, to see what those before them are worth
 FREE_TOKENS, FREE_ROWS = 64, 8
 TIMED = 3  # batches at least, the fastest of which counts
-
-_compiled: Any = partial(nnx.jit, graph_updates=False)
 
 
 class Contender(NamedTuple):
@@ -79,13 +76,13 @@ class Contender(NamedTuple):
         return _best(logprobs, inputs[2] - start)
 
     @property
-    def _kept_LK(self) -> np.ndarray:
+    def _kept_LK(self) -> jax.Array:
         """The slots of every key head."""
         assert self.plan.compression is not None
-        return np.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
+        return jnp.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
 
 
-@partial(_compiled, static_argnames=("plan", "start"))
+@nnx.jit(static_argnames=("plan", "start"), graph_updates=False)
 def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int) -> jax.Array:
     """See `Contender.read`; tokens are right-padded, and what stands behind a row's length is not read."""
     model, B = widen(model), len(tokens_BT)
@@ -104,7 +101,7 @@ def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, pla
     return jax.nn.log_softmax(logits_BSV.astype(jnp.float32))
 
 
-@partial(_compiled, static_argnames=("plan",))
+@nnx.jit(static_argnames=("plan",), graph_updates=False)
 def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
     """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
 
@@ -189,23 +186,8 @@ def contenders(
                 raise
             left_out.append(f"ratio {ratio:g}: {error}")
             continue
-        check_equal(made)
         caches += made
     return caches, left_out
-
-
-def check_equal(caches: Sequence[Contender]) -> None:
-    """What goes by attention has keys and values of the same bytes, but for 1 % or a remainder of less than a unit of slots.
-
-    Positions and importances are not counted: a windowed layer that one method leaves whole has none.
-    """
-    sizes, slots = [], []
-    for cache in caches:
-        if cache.report is not None and cache.plan.compression is not None and cache.plan.compression.fixed is None:
-            sizes.append(cache.report["payload_bytes"])
-            slots.append(sum(heads * slots for layer in cache.report["slots"] for heads, slots in layer))
-    allowed = [max(0.01 * size, UNIT * size / count) for size, count in zip(sizes, slots, strict=True)]
-    assert not sizes or max(sizes) - min(sizes) <= min(allowed), f"caches of {sizes} bytes are compared"
 
 
 class Written(NamedTuple):
@@ -334,5 +316,5 @@ def _write(cache: Contender, prompts_BT: np.ndarray, params: SamplingParams, tok
     B, T = prompts_BT.shape
     limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
     session = Session(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
-    chunks, seconds = decode(session)
-    return Written(np.concatenate([chunk.tokens for chunk in chunks], axis=1), B * (tokens - 1) / seconds)
+    ids_BT = np.concatenate([chunk.tokens for chunk in session.run(CHUNK)], axis=1)
+    return Written(ids_BT, B * (tokens - 1) / max(session.times.decoding, 1e-9))

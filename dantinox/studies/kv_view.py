@@ -1,15 +1,16 @@
 """The comparison of compressed caches as text, Markdown, CSV and a picture."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dantinox.report.plots import as_png, new_figure, tidy
+from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
-from dantinox.studies.kv import LEAST_GAIN, LEAST_NEEDLE, BySeed, CacheFinding, KVStudy
+from dantinox.studies.kv import BySeed, CacheFinding, KVStudy
+from dantinox.studies.kv_bench import NEAR
+from dantinox.studies.kv_tasks import SEEDS
 from dantinox.studies.statistics import Interval, verdict
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes, and a shape each.
@@ -32,6 +33,7 @@ def _of_seed(cache: CacheFinding, name: str, seed: int) -> Interval:
     return found.seeds[seed]
 
 
+LEAST_GAIN, LEAST_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
 MEASURES = [
     DPPL := _measure("dppl.all", "ΔPPL %", ".2f"),
     KL := _measure("kl.all", "KL", ".4f"),
@@ -70,8 +72,7 @@ def kv_csv(study: KVStudy) -> str:
     """A row per ratio and method: numbers, and of measures the value, the lower and the upper end."""
 
     def by_seed(name: str) -> list[Column]:
-        seeds = range(study.seeds)
-        return [Column(f"{name}_seed{i}", "", partial(_of_seed, name=name, seed=i), interval=True) for i in seeds]
+        return [Column(f"{name}_seed{i}", "", partial(_of_seed, name=name, seed=i), interval=True) for i in range(SEEDS)]
 
     columns = [
         _number("ratio"),
@@ -93,7 +94,7 @@ def kv_markdown(study: KVStudy) -> str:
     every = [cache for ratio in study.ratios for cache in ratio.methods]
     name = Column("", "method", lambda cache: f"`{cache.name}`")
     measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in every))]
-    seeds = [Column("", f"seed {i}", partial(_of_seed, name="dppl", seed=i), ".2f", interval=True) for i in range(study.seeds)]
+    seeds = [Column("", f"seed {i}", partial(_of_seed, name="dppl", seed=i), ".2f", interval=True) for i in range(SEEDS)]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
         parts += [f"## Ratio {ratio.ratio:g}", markdown_table(measures, caches)]
@@ -103,29 +104,23 @@ def kv_markdown(study: KVStudy) -> str:
 
 
 def kv_files(study: KVStudy) -> dict[str, Callable[[], str | bytes]]:
-    """Name → what makes the file; the picture, which needs matplotlib, is the last."""
-    return {
-        "kv.csv": lambda: kv_csv(study),
-        "kv.md": lambda: kv_markdown(study),
-        "kv.json": lambda: json.dumps(study.to_dict(), indent=1, allow_nan=False) + "\n",
-        "kv.png": lambda: draw_kv(study),
-    }
+    return study_files("kv", study, kv_csv, kv_markdown, draw_kv)
 
 
 def preconditions(study: KVStudy) -> list[str]:
     """What there is to be lost: how much far tokens matter, and whether the model finds a needle with all it has read."""
     value, low, high = study.long_range_gain
     gain = (
-        f"Long-range gain: tokens that see the nearest {study.near} alone cost {value:+.3f} nats more "
+        f"Long-range gain: tokens that see the nearest {NEAR} alone cost {value:+.3f} nats more "
         f"(95 % interval {low:+.3f} to {high:+.3f})."
     )
-    if not study.far_tokens_matter:
+    if value < LEAST_GAIN:
         gain += f" Below {LEAST_GAIN} what stands further back hardly matters, and no cache can lose much."
     if study.full.needle_aware is None:
         return [gain]
     value, low, high = study.full.needle_aware
     needles = f"Needles found with the full cache: {value:.1f} % (95 % interval {low:.1f} to {high:.1f})."
-    if not study.finds_needles:
+    if value < LEAST_NEEDLE:
         needles += f" Below {LEAST_NEEDLE} % the model itself, and not its cache, is being measured."
     return [gain, needles]
 
@@ -140,7 +135,7 @@ def conclusions(study: KVStudy) -> list[str]:
             beat = {"better": "beat", "worse": "are worse than", "same": "do not beat"}[found.verdict]
             sentences.append(
                 f"Ratio {ratio.ratio:g}: {signal} budgets {beat} uniform ones ({value:+.4f} nats per token, 95 % interval "
-                f"{low:+.4f} to {high:+.4f}; outside it in {outside} of {study.seeds} seeds)."
+                f"{low:+.4f} to {high:+.4f}; outside it in {outside} of {SEEDS} seeds)."
             )
     if sentences:
         default = study.default_signal
@@ -206,7 +201,7 @@ def _done(study: KVStudy) -> str:
     tasks = "" if study.tasks is None else f"; {study.tasks} needles and as many records to copy"
     return (
         f"{study.run}: {study.sequences} sequences{places}, {study.tokens} tokens of validation text each, "
-        f"{study.prompt} of them as a prompt, drawn with {study.seeds} seeds; {study.continued} prompts continued"
+        f"{study.tokens // 2} of them as a prompt, drawn with {SEEDS} seeds; {study.continued} prompts continued"
         f"{tasks}. Of the text's word 4-grams {100 * study.repeated:.1f} % stood in it before. Cache in {study.dtype}, "
         f"{study.device}."
     )

@@ -12,8 +12,7 @@ Two rules, fixed before any text is written:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,33 +24,10 @@ from dantinox.generation import Run, load
 from dantinox.measure.reading import stored
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
-from dantinox.studies.sampling_methods import (
-    BASELINES,
-    CONTROL,
-    FULL,
-    METHODS,
-    PATTERN,
-    QUICK,
-    ROUTERS,
-    RULER,
-    Effort,
-    chosen_methods,
-)
-from dantinox.studies.statistics import (
-    Interval,
-    Outcome,
-    distinct,
-    diversity,
-    excess,
-    mean_interval,
-    percentiles,
-    repetition,
-    self_bleu,
-    verdict,
-)
+from dantinox.studies.sampling_methods import COMPARED, CONTROL, METHODS, PATTERN, QUICK, RULER, Effort, chosen_methods
+from dantinox.studies.statistics import OF_TEXT, Interval, Measured, excess, mean_interval, percentiles, self_bleu, verdict
 
-MEASURES = ("bits_per_byte", "diversity", "distinct_1", "distinct_2", "distinct_3", "rep_4", "self_bleu")
-Measured = dict[str, np.ndarray]  # measure → one number per prompt, [P]
+MEASURES = ("bits_per_byte", *OF_TEXT, "self_bleu")
 
 
 @dataclass(frozen=True)
@@ -124,10 +100,6 @@ class SamplingStudy:
     ruler: Sequence[RulerPoint]
     comparisons: Sequence[Difference]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; an interval is [value, low, high]."""
-        return asdict(self)
-
 
 def evaluate_sampling(
     run_dir: str | Path,
@@ -142,7 +114,7 @@ def evaluate_sampling(
 
     Args:
       reference: the run that judges quality; None: the run itself, which favours its own likeliest texts.
-      quick: start from `QUICK` instead of `FULL`.
+      quick: start from `QUICK` instead of `Effort()`.
       methods: names of `METHODS`; None: all.
       progress: called with a line before every stretch of work.
       effort: fields of `Effort`. Where `tokens` is not given, prompts keep at least a quarter of a small context.
@@ -152,7 +124,7 @@ def evaluate_sampling(
         calibrated.
     """
     names = chosen_methods(methods)
-    much = replace(QUICK if quick else FULL, **{name: value for name, value in effort.items() if value is not None})
+    much = replace(QUICK if quick else Effort(), **{name: value for name, value in effort.items() if value is not None})
     directory = open_run(run_dir)
     calibrated = [name for name in names if METHODS[name].settings.get("router_preset") == "calibrated"]
     if calibrated and not directory.router.is_file():
@@ -176,9 +148,8 @@ def evaluate_sampling(
     for name, rounds in written.items():
         progress(f"measuring {name}")
         measured[name] = bench.measure(test, [(one.texts, one.ids) for one in rounds])
-    outcomes = {name: Outcome(found["diversity"], found["bits_per_byte"]) for name, found in measured.items()}
-    ruler = {t: outcomes[_ruler_name(t)] for t in RULER}
-    above = {name: excess(outcomes[name], [*ruler.values()]) for name in ("human", *names)}
+    ruler = {t: measured[_ruler_name(t)] for t in RULER}
+    above = {name: excess(measured[name], [*ruler.values()]) for name in ("human", *names)}
     return SamplingStudy(
         run=str(directory.path),
         reference=None if reference is None else str(open_run(reference).path),
@@ -190,8 +161,8 @@ def evaluate_sampling(
         methods=[
             _finding(name, tuned.get(name, Tuned({})), measured[name], above[name], written.get(name, [])) for name in above
         ],
-        ruler=[RulerPoint(t, float(one.diversity.mean()), float(one.bits.mean())) for t, one in ruler.items()],
-        comparisons=[_difference(a, b, above, measured) for a in ROUTERS for b in BASELINES if {a, b} <= set(names)],
+        ruler=[RulerPoint(t, float(one["diversity"].mean()), float(one["bits_per_byte"].mean())) for t, one in ruler.items()],
+        comparisons=[_difference(a, b, above, measured) for a, b in COMPARED if {a, b} <= set(names)],
     )
 
 
@@ -222,13 +193,8 @@ class Bench:
     def measure(self, windows: Windows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> Measured:
         """Every measure per prompt, the mean over its samples (texts, tokens `[P, T]`). Self-BLEU takes several."""
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
-        of_text: dict[str, Callable[[list[int]], float]] = {
-            "diversity": diversity,
-            **{f"distinct_{n}": partial(distinct, n=n) for n in (1, 2, 3)},
-            "rep_4": partial(repetition, n=4),
-        }
         found: dict[str, Any] = {"bits_per_byte": [self.judge.bits_per_byte(windows.prompts, texts) for texts, _ in samples]}
-        found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in of_text.items()}
+        found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in OF_TEXT.items()}
         means = {name: np.mean(values, axis=0) for name, values in found.items()}
         if len(samples) > 1:
             means["self_bleu"] = np.array([self_bleu(of_prompt) for of_prompt in zip(*ids_SP, strict=True)])
@@ -284,7 +250,7 @@ def _tune(bench: Bench, name: str, tuning: Windows, shares: Mapping[str, float] 
 
 
 def _mean_diversity(ids_PT: np.ndarray) -> float:
-    return float(np.mean([diversity(ids) for ids in ids_PT.tolist()]))
+    return float(np.mean([OF_TEXT["diversity"](ids) for ids in ids_PT.tolist()]))
 
 
 def spelt(values: Mapping[str, float]) -> str:

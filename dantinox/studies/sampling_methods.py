@@ -60,7 +60,7 @@ METHODS = {
     "router_random": Method(CALIBRATED, FEWER_CANDIDATES),
 }
 CONTROL, PATTERN = "router_random", "router_calibrated"  # the control draws strategies as often as its pattern takes them
-ROUTERS, BASELINES = ("router_guide", "router_calibrated", "router_no_attention"), ("min_p", CONTROL)
+COMPARED = [(router, other) for router in ("router_guide", PATTERN, "router_no_attention") for other in ("min_p", CONTROL)]
 RULER = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)  # temperatures, close enough for straight lines between them
 
 
@@ -79,7 +79,7 @@ class Effort:
                 raise UserError(f"--{name} must be in [{least}, {most}], got {getattr(self, name)}")
 
 
-FULL, QUICK = Effort(), Effort(prompts=40, seeds=3, tokens=128, trials=3)
+QUICK = Effort(prompts=40, seeds=3, tokens=128, trials=3)
 
 
 def chosen_methods(names: Sequence[str] | None) -> list[str]:

@@ -1,37 +1,29 @@
 """The comparison of sampling methods as text, Markdown, CSV and a picture."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.report.plots import as_png, new_figure, tidy
+from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import NOTHING, Column, bullets, csv_table, markdown_table, text_table, wrapped
 from dantinox.studies.sampling import Difference, MethodFinding, SamplingStudy, spelt
 
 HEADINGS = {
-    "excess": "excess",
-    "bits_per_byte": "bits/byte",
-    "diversity": "diversity",
-    "distinct_1": "distinct-1",
-    "distinct_2": "distinct-2",
-    "distinct_3": "distinct-3",
-    "rep_4": "rep-4",
-    "self_bleu": "self-BLEU",
-}
+    "excess": "excess", "bits_per_byte": "bits/byte", "diversity": "diversity", "distinct_1": "distinct-1",
+    "distinct_2": "distinct-2", "distinct_3": "distinct-3", "rep_4": "rep-4", "self_bleu": "self-BLEU",
+}  # fmt: skip
 
 
-def _measure(name: str, heading: str) -> Column:
-    return Column(name, heading, lambda method: method.measures.get(name), interval=True)
+def _measure(name: str) -> Column:
+    return Column(name, HEADINGS[name], lambda method: method.measures.get(name), interval=True)
 
 
-def _difference(name: str, heading: str) -> Column:
-    return Column(name, heading, lambda pair: pair.differences.get(name), "+.3f", interval=True)
+def _difference(name: str) -> Column:
+    return Column(name, HEADINGS[name], lambda pair: pair.differences.get(name), "+.3f", interval=True)
 
 
+MEASURES, DIFFERENCES = [*map(_measure, HEADINGS)], [*map(_difference, HEADINGS)]
 SPEED = Column("tok_per_s", "tok/s", lambda method: method.tok_per_s, ".0f", interval=True, spread=False)
-MEASURES = [_measure(*names) for names in HEADINGS.items()]
-DIFFERENCES = [_difference(*names) for names in HEADINGS.items()]
 # Okabe and Ito's colours, which stay apart for colour-blind eyes, and a shape each: what is not in the list is black.
 MARKS = {
     "human": ("*", "#000000"), "greedy": ("x", "#000000"), "temperature": ("o", "#999999"), "top_p": ("v", "#56b4e9"),
@@ -70,13 +62,7 @@ def sampling_markdown(study: SamplingStudy) -> str:
 
 
 def sampling_files(study: SamplingStudy) -> dict[str, Callable[[], str | bytes]]:
-    """Name → what makes the file; the picture, which needs matplotlib, is the last."""
-    return {
-        "sampling.csv": lambda: sampling_csv(study),
-        "sampling.md": lambda: sampling_markdown(study),
-        "sampling.json": lambda: json.dumps(study.to_dict(), indent=1, allow_nan=False) + "\n",
-        "sampling.png": lambda: draw_sampling(study),
-    }
+    return study_files("sampling", study, sampling_csv, sampling_markdown, draw_sampling)
 
 
 def conclusions(study: SamplingStudy) -> list[str]:

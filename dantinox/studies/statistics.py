@@ -7,7 +7,9 @@ its length: compare texts of equal length.
 import difflib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +18,10 @@ from dantinox.config import UserError
 
 RESAMPLINGS = 2000
 CONFIDENCE = 0.95
-BLEU_ORDERS = (1, 2, 3, 4)
 SMOOTHING = 0.1  # what counts as matched where nothing of an order did
 
 Tokens = Sequence[int]
+Measured = Mapping[str, np.ndarray]  # measure → one number per prompt `[P]`, each the mean over the prompt's samples
 
 
 def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:
@@ -58,6 +60,13 @@ def diversity(tokens: Tokens) -> float:
     return math.prod(distinct(tokens, n) for n in (2, 3, 4))
 
 
+OF_TEXT: dict[str, Callable[[Tokens], float]] = {
+    "diversity": diversity,
+    **{f"distinct_{n}": partial(distinct, n=n) for n in (1, 2, 3)},
+    "rep_4": partial(repetition, n=4),
+}
+
+
 def self_bleu(samples: Sequence[Tokens]) -> float:
     """The mean BLEU-4 of every sample with all the others as its references; 1 where all are the same (Zhu et al. 2018).
 
@@ -67,28 +76,19 @@ def self_bleu(samples: Sequence[Tokens]) -> float:
     Args:
       samples: at least two texts of the same prompt.
     """
-    counts = [[Counter(ngrams(sample, n)) for n in BLEU_ORDERS] for sample in samples]
-    lengths = [len(sample) for sample in samples]
-    scores = []
-    for i, own in enumerate(counts):
-        others, other_lengths = counts[:i] + counts[i + 1 :], lengths[:i] + lengths[i + 1 :]
-        scores.append(_bleu(own, others) * _brevity(lengths[i], other_lengths))
-    return sum(scores) / len(scores)
+    return sum(_bleu(own, [*samples[:i], *samples[i + 1 :]]) for i, own in enumerate(samples)) / len(samples)
 
 
-def _bleu(own: Sequence[Counter], others: Sequence[Sequence[Counter]]) -> float:
+def _bleu(own: Tokens, others: Sequence[Tokens]) -> float:
     logs = []
-    for order, grams in enumerate(own):
-        matched = sum(min(count, max(other[order][gram] for other in others)) for gram, count in grams.items())
-        if order == 0 and matched == 0:
+    for n in (1, 2, 3, 4):
+        grams, largest = Counter(ngrams(own, n)), reduce(or_, (Counter(ngrams(other, n)) for other in others))
+        matched = (grams & largest).total()
+        if n == 1 and matched == 0:
             return 0.0
         logs.append(math.log((matched or SMOOTHING) / max(1, grams.total())))
-    return math.exp(sum(logs) / len(logs))
-
-
-def _brevity(length: int, others: Sequence[int]) -> float:
-    nearest = min(others, key=lambda other: (abs(other - length), other))
-    return 1.0 if length >= nearest else math.exp(1 - nearest / length) if length else 0.0
+    nearest = min(map(len, others), key=lambda length: (abs(length - len(own)), length))
+    return math.exp(sum(logs) / len(logs) + min(0.0, 1 - nearest / len(own)))
 
 
 class Interval(NamedTuple):
@@ -97,13 +97,6 @@ class Interval(NamedTuple):
     value: float
     low: float
     high: float
-
-
-class Outcome(NamedTuple):
-    """What a method is judged by, one number per prompt `[P]`, each the mean over the prompt's samples."""
-
-    diversity: np.ndarray
-    bits: np.ndarray
 
 
 def resamples(prompts: int) -> Iterator[np.ndarray]:
@@ -128,22 +121,25 @@ def mean_interval(values_P: np.ndarray) -> Interval:
     return percentiles([values_P[picked].mean() for picked in resamples(len(values_P))])
 
 
-def excess(method: Outcome, ruler: Sequence[Outcome]) -> np.ndarray | None:
-    """Bits per byte above the ruler's at the method's diversity, for every resample `[1 + R]`.
+def excess(method: Measured, ruler: Sequence[Measured]) -> np.ndarray | None:
+    """`bits_per_byte` above the ruler's at the method's `diversity`, for every resample `[1 + R]`.
 
     The ruler is one way of sampling at several settings. Between them its mean bits are interpolated by its mean diversity.
 
     Returns:
       None where the method is more or less diverse than every setting of the ruler.
     """
-    reached = [outcome.diversity.mean() for outcome in ruler]
-    if not min(reached) <= method.diversity.mean() <= max(reached):
+    reached = [point["diversity"].mean() for point in ruler]
+    if not min(reached) <= method["diversity"].mean() <= max(reached):
         return None
+
+    def place(one: Measured, picked: np.ndarray) -> list[float]:
+        return [one[name][picked].mean() for name in ("diversity", "bits_per_byte")]
+
     found = []
-    for picked in resamples(len(method.bits)):
-        points = sorted((outcome.diversity[picked].mean(), outcome.bits[picked].mean()) for outcome in ruler)
-        at, bits = zip(*points, strict=True)
-        found.append(method.bits[picked].mean() - np.interp(method.diversity[picked].mean(), at, bits))
+    for picked in resamples(len(method["diversity"])):
+        (at, bits), points = place(method, picked), np.transpose(sorted(place(point, picked) for point in ruler))
+        found.append(bits - np.interp(at, *points))
     return np.array(found)
 
 

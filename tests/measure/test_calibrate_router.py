@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def test_equal_input_gives_equal_bytes_that_come_back(run_path, record):
     run = open_run(run_path)
     assert calibrate_router(run_path) == record
     first = run.router.read_bytes()
-    assert json.loads(first) == {"version": 1, **record.to_dict()}
+    assert json.loads(first) == {"version": 1, **asdict(record)}
     assert load_router_calibration(run) == record.measured
     calibrate_router(run_path)
     assert run.router.read_bytes() == first

@@ -3,7 +3,7 @@
 import json
 import struct
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -176,7 +176,7 @@ def test_a_removed_token_is_marked_once(long_record):
 
 
 def test_settings_are_ready_for_json(long_record):
-    told = json.loads(json.dumps(long_record.to_dict(), allow_nan=False))
+    told = json.loads(json.dumps(asdict(long_record), allow_nan=False))
     settings = {step["name"]: step["settings"] for step in told["steps"]}
     assert settings["logit_bias"] == {"logit_bias": {"x": 3.0, "y": None}}
     assert settings["dry"]["dry_multiplier"] == 0.8 and settings["model"] == {}
@@ -230,7 +230,7 @@ def test_the_command_prints_json_and_draws(dantinox, run_dir, run, tmp_path):
     flags = ["--prompt", PROMPT, "--temperature", 3, "--top_p", 0.8, "--seed", 3, "--show", 4]
     code, out, err = dantinox("explain", "--run_dir", run_dir, *flags, "--json", "--plot", tmp_path / "a.png")
     assert (code, err) == (0, "")
-    assert json.loads(out) == explain(run, PROMPT, {"temperature": 3.0, "top_p": 0.8, "seed": 3}, count=4).to_dict()
+    assert json.loads(out) == asdict(explain(run, PROMPT, {"temperature": 3.0, "top_p": 0.8, "seed": 3}, count=4))
     assert png_size((tmp_path / "a.png").read_bytes())[0] == 1200
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import dantinox.report.metrics as metrics
 from dantinox.config import UserError
-from dantinox.report import COLUMNS, MetricsLog, read_csv, read_jsonl
+from dantinox.report import MetricsLog, read_csv, read_jsonl
+from dantinox.report.metrics import COLUMNS
 
 
 @pytest.fixture

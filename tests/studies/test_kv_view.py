@@ -5,7 +5,7 @@ import io
 import json
 import struct
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -28,7 +28,7 @@ def method(name, ratio, dppl, tasks=True, gap_closed=(57.2, 50.0, 61.0)):
     """A method whose measures follow from its change of perplexity."""
     oracle = name == "oracle"
     size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": (24, 96)}
-    like = {"same": Interval(80.0, 70.0, 90.0), "same_by_position": [100.0, 60.0], "diverges": 17.0, "tok_per_s": 1500.4}
+    like = {"same": Interval(80.0, 70.0, 90.0), "diverges": 17.0, "tok_per_s": 1500.4}
     right = {key: Interval(value, value - 3, min(100, value + 3)) for key, value in TASKS.items()} if tasks else {}
     return CacheFinding(
         name=name, ratio=ratio, **size, loss=2.5, dppl=scoped(dppl, 0.4), kl=scoped(0.0123, 0.001), top1=scoped(91.26, 0.8),
@@ -52,8 +52,8 @@ DPPL = {"streaming": 300.0, "uniform": 4.0, "entropy": 3.0, "oracle": -0.5}
 def record():
     return KVStudy(
         run="/somewhere/runs/recall", calibration="/somewhere/runs/recall/kv_entropy.json", device="cpu", dtype="float32",
-        tokens=512, prompt=256, sequences=200, tasks=198, continued=24, free_tokens=64, seeds=3, overlapping=False,
-        repeated=0.1234, near=64, long_range_gain=Interval(0.12, 0.1, 0.14),
+        tokens=512, sequences=200, tasks=198, continued=24, free_tokens=64, overlapping=False,
+        repeated=0.1234, long_range_gain=Interval(0.12, 0.1, 0.14),
         left_out=["loss: the calibration kv_entropy.json holds no loss"], full=full(),
         ratios=[
             RatioFinding(
@@ -196,7 +196,7 @@ def test_the_files(record, tmp_path):
     pytest.importorskip("matplotlib")
     save_files(tmp_path / "new" / "folder", kv_files(record))
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
-    assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == json.loads(json.dumps(record.to_dict()))
+    assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == json.loads(json.dumps(asdict(record)))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^cannot write .*file"):
         save_files(tmp_path / "file" / "below", kv_files(record))

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import jax
@@ -23,10 +23,9 @@ from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.studies import continuations, statistics
 from dantinox.studies.continuations import Judge, Windows, Written, draw_strategies, draw_windows, prompt_tokens, write
 from dantinox.studies.sampling import MEASURES, _difference, _tune_all, bisection, evaluate_sampling
-from dantinox.studies.sampling_methods import FULL, METHODS, QUICK, Effort, Knob, chosen_methods
+from dantinox.studies.sampling_methods import METHODS, QUICK, Effort, Knob, chosen_methods
 from dantinox.studies.statistics import (
     Interval,
-    Outcome,
     distinct,
     diversity,
     excess,
@@ -134,11 +133,15 @@ def test_equal_values_have_no_interval_and_the_same_values_the_same_one():
     assert percentiles([3.0, *range(1001)]) == pytest.approx((3, 25, 975))
 
 
+def outcome(diversity, bits):
+    return {"diversity": diversity, "bits_per_byte": bits}
+
+
 def line(diversities, P, noise=0.0, above=0.0):
     """Outcomes on bits = 1 + 4 · diversity + above, prompts scattered along that line."""
     random = np.random.default_rng(8)
     at = [d + random.normal(0, noise, P) for d in diversities]
-    return [Outcome(d_P, 1 + 4 * d_P + above) for d_P in at]
+    return [outcome(d_P, 1 + 4 * d_P + above) for d_P in at]
 
 
 def test_excess_is_the_distance_from_the_ruler_at_equal_diversity():
@@ -152,11 +155,11 @@ def test_excess_is_the_distance_from_the_ruler_at_equal_diversity():
 
 
 def test_excess_is_read_between_the_rulers_points():
-    flat = [Outcome(np.full(4, d), np.full(4, b)) for d, b in ((0.6, 3.0), (0.2, 1.0), (0.4, 1.5))]  # in any order
-    assert excess(Outcome(np.full(4, 0.5), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 2.25)
-    assert excess(Outcome(np.full(4, 0.3), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 1.25)
+    flat = [outcome(np.full(4, d), np.full(4, b)) for d, b in ((0.6, 3.0), (0.2, 1.0), (0.4, 1.5))]  # in any order
+    assert excess(outcome(np.full(4, 0.5), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 2.25)
+    assert excess(outcome(np.full(4, 0.3), np.full(4, 2.0)), flat)[0] == pytest.approx(2.0 - 1.25)
     for outside in (0.19, 0.61):
-        assert excess(Outcome(np.full(4, outside), np.full(4, 2.0)), flat) is None
+        assert excess(outcome(np.full(4, outside), np.full(4, 2.0)), flat) is None
 
 
 def test_a_verdict_needs_an_interval_without_zero():
@@ -221,7 +224,7 @@ def test_methods_are_chosen_by_name():
 def test_too_little_effort_is_told(wrong, told):
     with pytest.raises(UserError, match=told):
         Effort(**wrong)
-    assert QUICK.prompts < FULL.prompts and QUICK.trials < FULL.trials
+    assert QUICK.prompts < Effort().prompts and QUICK.trials < Effort().trials
 
 
 # --- the control --------------------------------------------------------------------------------------------------------
@@ -436,7 +439,7 @@ def test_every_method_is_accepted_all_along_its_scale(toy, name):
 def evaluation(toy):
     said = []
     names = ["greedy", "temperature", "router_no_attention"]  # each further one is some seconds of compiling
-    return evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE).to_dict(), said
+    return asdict(evaluate_sampling(toy, quick=True, methods=names, progress=said.append, **LITTLE)), said
 
 
 def test_the_record_of_an_evaluation(toy, evaluation):
@@ -542,7 +545,7 @@ def test_the_control_has_the_shares_that_its_pattern_showed():
 
 @pytest.mark.slow
 def test_all_methods_together(toy):
-    record = evaluate_sampling(toy, **LITTLE).to_dict()
+    record = asdict(evaluate_sampling(toy, **LITTLE))
     assert [method["name"] for method in record["methods"]] == ["human", *METHODS]
     assert sum(record["shares"].values()) == pytest.approx(1) and list(record["shares"]) == list(STRATEGIES)
     assert len(record["comparisons"]) == 6

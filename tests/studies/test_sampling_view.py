@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -157,7 +157,7 @@ def test_the_files(record, tmp_path):
     pytest.importorskip("matplotlib")
     save_files(tmp_path / "new" / "folder", sampling_files(record))
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
-    assert json.loads((tmp_path / "new" / "folder" / "sampling.json").read_text()) == json.loads(json.dumps(record.to_dict()))
+    assert json.loads((tmp_path / "new" / "folder" / "sampling.json").read_text()) == json.loads(json.dumps(asdict(record)))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^cannot write .*file"):
         save_files(tmp_path / "file" / "below", sampling_files(record))
