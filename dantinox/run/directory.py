@@ -1,10 +1,9 @@
 """The run directory: its paths, its settings and its lock."""
 
 import contextlib
+import fcntl
 import time
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from dantinox.config import Config, dump_config, load_config
@@ -14,31 +13,21 @@ RUNS = Path("runs")
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
 
 
-class _Inside:
-    """A path in a run directory."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __get__(self, run: "RunDirectory", owner: type) -> Path:
-        return run.path / self.name
-
-
-@dataclass(frozen=True)
 class RunDirectory:
     """Where everything of one run lies. `path` is absolute; nothing inside refers to it, so a run can be copied."""
 
-    path: Path
-    config = _Inside("config.yaml")
-    tokenizer = _Inside("tokenizer.json")
-    weights = _Inside("model_weights.msgpack")
-    data = _Inside("data")  # the tokens
-    checkpoints = _Inside("checkpoints")
-    metrics = _Inside("metrics.jsonl")
-    samples = _Inside("samples")
-    plots = _Inside("plots")
-    router = _Inside("router.json")  # thresholds of the entropy router, measured
-    kv = _Inside("kv_entropy.json")  # what was measured of the attention heads, for compressed caches
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.config = self.path / "config.yaml"
+        self.tokenizer = self.path / "tokenizer.json"
+        self.weights = self.path / "model_weights.msgpack"
+        self.data = self.path / "data"  # the tokens
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples"
+        self.plots = self.path / "plots"
+        self.router = self.path / "router.json"  # thresholds of the entropy router, measured
+        self.kv = self.path / "kv_entropy.json"  # what was measured of the attention heads, for compressed caches
 
     def log(self, config: Config) -> Path:
         return self.path / config.logging.log_file
@@ -53,18 +42,9 @@ class RunDirectory:
         Raises:
           UserError: another process holds it.
         """
-        try:
-            import fcntl
-        except ImportError:
-            warnings.warn("this system has no file locks: nothing keeps a second process off this run", stacklevel=3)
-            yield
-            return
-        try:
-            file = open(self.path / ".lock", "ab")  # noqa: SIM115 - closed below, and unlike 'w' this changes nothing
-        except OSError as error:
-            raise UserError(f"cannot lock {self.path}: {error.strerror}") from None
-        with file:
+        with contextlib.ExitStack() as held:
             try:
+                file = held.enter_context(open(self.path / ".lock", "ab"))  # unlike "w", this changes nothing
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"another process is working on {self.path}: wait, or use another run directory") from None
@@ -75,54 +55,50 @@ class RunDirectory:
 
     def _remove_leftovers(self) -> None:
         """Removes what a killed `atomic_write` left; only the holder of the lock may."""
-        for pattern in (".*.tmp", "*/.*.tmp"):
-            for left in self.path.glob(pattern):
-                with contextlib.suppress(OSError):
-                    left.unlink()
-
-
-def new_run_directory(root: str | Path = RUNS) -> RunDirectory:
-    """Makes `runs/run_YYYYMMDD_HHMMSS`, with a counter behind it where two runs start in the same second."""
-    name = time.strftime("run_%Y%m%d_%H%M%S")
-    count = 1
-    while True:
-        path = Path(root).absolute() / (name if count == 1 else f"{name}_{count}")
-        try:
-            path.mkdir(parents=True)
-            return RunDirectory(path)
-        except FileExistsError:
-            if not path.is_dir():
-                raise UserError(f"cannot make the run directory {path}: a file is in its way") from None
-            count += 1
-        except OSError as error:
-            raise UserError(f"cannot make the run directory {path}: {error.strerror}") from None
+        for left in (*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp")):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
 
 def create_run(path: str | Path | None = None) -> RunDirectory:
-    """The directory for a new run: `path`, or one under `runs/`.
+    """The directory for a new run: `path`, or `runs/run_YYYYMMDD_HHMMSS`, numbered where runs start in the same second.
 
     Raises:
       UserError: there is something in `path`, or it cannot be made.
     """
-    if path is None:
-        return new_run_directory()
-    path = Path(path).absolute()
+    run = RunDirectory(RUNS if path is None else path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir(parents=True, exist_ok=True)
+        if path is None:
+            return RunDirectory(_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
         # A run that was killed before it wrote anything leaves its lock file alone.
-        occupied = any(child.name != ".lock" for child in path.iterdir())
+        occupied = any(child.name != ".lock" for child in run.path.iterdir())
     except OSError as error:
         reason = "a file is in its way" if isinstance(error, FileExistsError) else error.strerror
-        raise UserError(f"cannot make the run directory {path}: {reason}") from None
+        raise UserError(f"cannot make the run directory {run.path}: {reason}") from None
     if occupied:
-        raise UserError(f"the run directory {path} is not empty: add --resume to go on with it, or choose another --run_dir")
-    return RunDirectory(path)
+        raise UserError(
+            f"the run directory {run.path} is not empty: add --resume to go on with it, or choose another --run_dir"
+        )
+    return run
 
 
-def newest_run(root: str | Path = RUNS) -> Path | None:
-    """The run under `root` that was started last, or None."""
+def _numbered(first: Path) -> Path:
+    """Makes the directory `first`, or the first of `first_2`, `first_3` … that is not there yet."""
+    path, number = first, 1
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+            path = first.with_name(f"{first.name}_{number}")
+
+
+def newest_run() -> Path | None:
+    """The run under `runs/` that was started last, or None."""
     try:
-        configs = [(config.stat().st_mtime, config.parent) for config in Path(root).glob("*/config.yaml")]
+        configs = [(config.stat().st_mtime, config.parent) for config in RUNS.glob("*/config.yaml")]
     except OSError:
         return None
     return max(configs)[1] if configs else None
@@ -134,7 +110,7 @@ def open_run(path: str | Path) -> RunDirectory:
     Raises:
       UserError: the directory, its config.yaml or its weights are not there.
     """
-    run = RunDirectory(Path(path).absolute())
+    run = RunDirectory(path)
     newest = newest_run()
     hint = f" (the newest run is {newest})" if newest and newest.absolute() != run.path else ""
     if not run.path.is_dir():

@@ -104,7 +104,7 @@ def _stages(console: Console) -> Progress:
 def _existing(run_dir: str | Path | None) -> RunDirectory:
     if run_dir is None:
         raise UserError("resuming needs the run directory to go on with")
-    run = RunDirectory(Path(run_dir).absolute())
+    run = RunDirectory(run_dir)
     if not run.config.is_file():
         raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
     return run
