@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,20 +28,14 @@ Progress = Callable[[str, int, int], None]  # (what is being done, characters do
 
 
 class Chunk(NamedTuple):
-    """A stretch of text of part 0 (training) or 1 (validation).
-
-    `counts`: the first stretch of a document in its part; `begins`/`ends`: a document does so here.
-    """
+    """A stretch of text of part 0 (training) or 1 (validation), inside one document: (corpus, document in it)."""
 
     part: int
-    counts: bool
-    begins: bool
-    ends: bool
+    document: tuple[int, int]
     text: str
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What to encode: the corpora, their contents, and the character of the first at which validation begins."""
 
     corpora: tuple[Corpus, ...]
@@ -54,17 +46,17 @@ class _Plan:
     def characters(self) -> int:
         return sum(extent.characters for extent in self.extents)
 
-    def parts(self) -> Iterator[tuple[int, tuple[int, int], str]]:
-        """(part, document, text) in order; documents are numbered per corpus."""
+    def stretches(self) -> Iterator[Chunk]:
+        """All the text, in order."""
         for number, (corpus, extent) in enumerate(zip(self.corpora, self.extents, strict=True)):
             position = 0
             for document, text in corpus.pieces(extent.digest):
                 split = min(max(self.cut - position, 0), len(text)) if number == 0 else 0
                 position += len(text)
                 if split:
-                    yield 0, (number, document), text[:split]
+                    yield Chunk(0, (number, document), text[:split])
                 if split < len(text):
-                    yield 1, (number, document), text[split:]
+                    yield Chunk(1, (number, document), text[split:])
 
 
 def prepare_data(
@@ -86,22 +78,17 @@ def prepare_data(
     Raises:
       UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
     """
-    data, corpora = config.data, _corpora(config)
-    extents: tuple[Extent, ...] | None = None
+    plan = _plan(config)
     if tokenizer is None:
-        extents = tuple(corpus.scan() for corpus in corpora)
-        tokenizer = _make_tokenizer(config, _plan(corpora, extents, data.val_fraction), progress)
+        tokenizer = _make_tokenizer(config, plan, progress)
     wanted = {
         "format": FORMAT,
-        "sources": [extent.digest for extent in extents] if extents else [corpus.digest() for corpus in corpora],
+        "sources": [extent.digest for extent in plan.extents],
         "tokenizer": tokenizer.fingerprint,
-        "options": {"text_field": data.text_field, "val_fraction": data.val_fraction},
+        "options": {"text_field": config.data.text_field, "val_fraction": config.data.val_fraction},
     }
     directory = Path(directory)
-    header = _read_header(directory, wanted)
-    if header is None:
-        plan = _plan(corpora, extents or tuple(corpus.scan() for corpus in corpora), data.val_fraction)
-        header = _build(plan, tokenizer, directory, wanted, progress)
+    header = _read_header(directory, wanted) or _build(plan, tokenizer, directory, wanted, progress)
     return tokenizer, _open(directory, header, config, tokenizer)
 
 
@@ -128,14 +115,13 @@ def _corpora(config: Config) -> tuple[Corpus, ...]:
     return tuple(Corpus.open(path, data.text_field) for path in (data.path, data.val_path) if path is not None)
 
 
-def _plan(corpora: tuple[Corpus, ...], extents: tuple[Extent, ...], val_fraction: float) -> _Plan:
+def _plan(config: Config) -> _Plan:
+    corpora = _corpora(config)
+    extents = tuple(corpus.scan() for corpus in corpora)
     ends, total = extents[0].ends, extents[0].characters
-    if len(corpora) > 1:
-        cut = total
-    elif len(ends) > 1:
-        cut = int(ends[np.abs(ends[:-1] - total * (1 - val_fraction)).argmin()])
-    else:
-        cut = int(total * (1 - val_fraction))
+    cut = total if len(corpora) > 1 else int(total * (1 - config.data.val_fraction))
+    if len(corpora) == 1 and len(ends) > 1:
+        cut = int(ends[np.abs(ends[:-1] - total * (1 - config.data.val_fraction)).argmin()])
     return _Plan(corpora, extents, cut)
 
 
@@ -144,7 +130,7 @@ def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> T
 
     def documents() -> Iterator[str]:
         done = 0
-        for text in (text for part, _, text in plan.parts() if part in parts):
+        for text in (stretch.text for stretch in plan.stretches() if stretch.part in parts):
             done += len(text)
             if progress:
                 progress("training the tokenizer", done, plan.characters)
@@ -154,14 +140,9 @@ def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> T
 
 
 def _chunks(plan: _Plan, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """The text in stretches to encode. Only our own BPE may be cut between lines without a change in its tokens."""
+    """The text in chunks to encode. Only our own BPE may be cut between lines without a change in its tokens."""
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
-    flat = ((part, document, text) for part, document, whole in plan.parts() for text in cut_up(whole, size))
-    before = (0, (-1, 0))
-    for (part, document, text), (_, following, _) in pairwise(chain(flat, [(0, (-1, 0), "")])):
-        begins = document != before[1]
-        yield Chunk(part, begins or part != before[0], begins, following != document, text)
-        before = part, document
+    return (Chunk(part, document, text) for part, document, whole in plan.stretches() for text in cut_up(whole, size))
 
 
 def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
@@ -193,71 +174,62 @@ def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
     for leftover in directory.glob(".tokens*"):  # of a build that was killed: we hold the lock
         leftover.unlink()
     partial = directory / ".tokens.tmp"
+    digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)
     try:
         with open(partial, "wb") as file:
-            digest, counts = hashlib.sha256(), [Counts(0, 0, 0, 0), Counts(0, 0, 0, 0)]
-            done = 0
-            for batch in _batches(_chunks(plan, tokenizer)):
-                for chunk, ids in zip(batch, _encode(tokenizer, batch, done), strict=True):
-                    data = ids.astype(dtype).tobytes()
-                    file.write(data)
-                    digest.update(data)
-                    counts[chunk.part] = _added(counts[chunk.part], chunk, len(ids))
-                    done += len(chunk.text)
-                if progress:
-                    progress("encoding the corpus", done, plan.characters)
+            for part, ids, added in _encoded(plan, tokenizer, progress):
+                data = ids.astype(dtype).tobytes()
+                file.write(data)
+                digest.update(data)
+                counts[part] += added
             file.flush()
             os.fsync(file.fileno())
-        header = wanted | {
-            "file": f"tokens-{digest.hexdigest()[:16]}.bin",
-            "dtype": dtype,
-            "train": counts[0]._asdict(),
-            "val": counts[1]._asdict(),
-        }
-        os.replace(partial, directory / header["file"])
+        train, val = (Counts(*numbers)._asdict() for numbers in counts.tolist())
+        name = f"tokens-{digest.hexdigest()[:16]}.bin"
+        os.replace(partial, directory / name)
     finally:
         partial.unlink(missing_ok=True)
+    header = wanted | {"file": name, "dtype": dtype, "train": train, "val": val}
     atomic_write(directory / HEADER, json.dumps(header, indent=1))
     for old in directory.glob("tokens-*.bin"):
-        if old.name != header["file"]:
+        if old.name != name:
             old.unlink()
     return header
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Chunk], before: int) -> Iterator[np.ndarray]:
-    try:
-        encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
-    except UnknownCharacter as error:  # its place in the corpus, not in the chunk
-        place = before + "".join(chunk.text for chunk in batch).index(error.character)
-        raise UnknownCharacter(error.character, place) from None
-    for chunk, ids in zip(batch, encoded, strict=True):
-        first = [tokenizer.bos_id] if chunk.begins and tokenizer.bos_id is not None else []
-        last = [tokenizer.eos_id] if chunk.ends and tokenizer.eos_id is not None else []
-        yield np.concatenate([np.array(first, np.int32), ids, np.array(last, np.int32)]) if first or last else ids
-
-
-def _added(counts: Counts, chunk: Chunk, tokens: int) -> Counts:
-    return Counts(
-        counts.tokens + tokens,
-        counts.documents + chunk.counts,
-        counts.characters + len(chunk.text),
-        counts.bytes + len(chunk.text.encode()),
-    )
+def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[tuple[int, np.ndarray, Counts]]:
+    """(part, its next token ids, what they add to its counts); begin and end tokens come by themselves."""
+    begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    part, document, done = 0, (-1, 0), 0
+    for batch in _batches(_chunks(plan, tokenizer)):
+        texts = [chunk.text for chunk in batch]
+        try:
+            encoded = tokenizer.encode_batch(texts)
+        except UnknownCharacter as error:  # its place in the corpus, not in the chunk
+            raise UnknownCharacter(error.character, done + "".join(texts).index(error.character)) from None
+        for chunk, ids in zip(batch, encoded, strict=True):
+            begins = chunk.document != document
+            if begins and done:
+                yield part, end, Counts(len(end), 0, 0, 0)
+            if begins:
+                yield chunk.part, begin, Counts(len(begin), 0, 0, 0)
+            starts = begins or chunk.part != part
+            yield chunk.part, ids, Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
+            part, document, done = chunk.part, chunk.document, done + len(chunk.text)
+        if progress:
+            progress("encoding the corpus", done, plan.characters)
+    yield part, end, Counts(len(end), 0, 0, 0)
 
 
 def _read_header(directory: Path, wanted: Header) -> Header | None:
     """The header in a directory, if it says what is wanted and its token file has the size it says."""
     try:
-        path = directory / HEADER
-        if path.stat().st_size > MAX_HEADER_BYTES:
-            return None
-        header = json.loads(path.read_bytes())
-        if {key: header[key] for key in wanted} != wanted:
-            return None
+        with open(directory / HEADER, "rb") as file:
+            header = json.loads(file.read(MAX_HEADER_BYTES))
         tokens = Counts(**header["train"]).tokens + Counts(**header["val"]).tokens
-        size = (directory / header["file"]).stat().st_size
-        sound = header["dtype"] in ("<u2", "<u4") and size == tokens * np.dtype(header["dtype"]).itemsize
-        return header if sound and Path(header["file"]).name == header["file"] else None
+        path = directory / Path(header["file"]).name
+        sound = header["dtype"] in ("<u2", "<u4") and path.stat().st_size == tokens * np.dtype(header["dtype"]).itemsize
+        return header if sound and header | wanted | {"file": path.name} == header else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -10,6 +10,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ class Corpus:
         """SHA-256 over the SHA-256 of each file's (unpacked) content, without looking at the text."""
         total = hashlib.sha256()
         for source in self.sources:
-            one = _Digest(source)
+            one = _hash(source)
             for _ in _blocks(source, one):
                 pass
             total.update(one.digest())
@@ -76,11 +77,10 @@ class Corpus:
         total = hashlib.sha256()
         document = -1
         for source in self.sources:
-            one = _Digest(source)
+            one = _hash(source)
             empty = True
             field = self.text_field if source.content is None else FIELD
-            texts = _records(source, field, one) if source.records else _text(source, one)
-            for starts, text in texts:
+            for starts, text in _records(source, field, one) if source.records else _text(source, one):
                 empty = False
                 document += starts
                 yield Piece(document, text)
@@ -109,19 +109,9 @@ class Corpus:
         return Extent(digest, np.cumsum(np.asarray(sizes)))
 
 
-class _Digest:
-    """SHA-256 of a file's content, and whether it is text or records: the same bytes make different documents."""
-
-    def __init__(self, source: Source) -> None:
-        self._hash = hashlib.sha256(b"records" if source.records else b"text")
-        self.size = 0
-
-    def add(self, data: bytes) -> None:
-        self._hash.update(data)
-        self.size += len(data)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
+def _hash(source: Source) -> Any:
+    """SHA-256 of a file, to be fed its content. Whether that is text or records counts: the same bytes make other documents."""
+    return hashlib.sha256(b"records" if source.records else b"text")
 
 
 def _open(source: Source) -> BinaryIO:
@@ -131,12 +121,12 @@ def _open(source: Source) -> BinaryIO:
     return gzip.open(source.path, "rb") if packed else open(source.path, "rb")  # type: ignore[return-value]
 
 
-def _blocks(source: Source, digest: _Digest, lines: bool = False) -> Iterator[bytes]:
-    """The content of a file by blocks or by lines; what the system or gzip has against it becomes a sentence."""
+def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
+    """A file by blocks or by lines, which `content` hashes; what the system or gzip has against it becomes a sentence."""
     try:
         with _open(source) as stream:
             while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
-                digest.add(data)
+                content.update(data)
                 yield data
     except EOFError:
         raise UserError(f"{source.path} ends too early: the gzip file is truncated") from None
@@ -146,44 +136,32 @@ def _blocks(source: Source, digest: _Digest, lines: bool = False) -> Iterator[by
         raise UserError(f"cannot read {source.path}: {error.strerror or error}") from None
 
 
-def _text(source: Source, digest: _Digest) -> Iterator[tuple[bool, str]]:
+def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
     """(does a document start here, text) of a text file, in pieces of less than two blocks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    starts, rest = True, ""
-    for block in _blocks(source, digest):
-        before = digest.size - len(block)
-        _refuse_binary(source, block, before)
-        text = rest + _decode(source, decoder, block, before)
-        if len(text) < max(2, BLOCK_BYTES):  # a short rest may hold no good place to cut
-            rest = text
+    starts, text, position = True, "", 0
+    for block in chain(_blocks(source, content), [b""]):
+        if position == 0 and block.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError(f"{source.path} is UTF-16 from byte 0 on, a corpus must be UTF-8: convert it")
+        if b"\0" in block:
+            raise UserError(f"{source.path} is not text: byte {position + block.index(0)} is NUL")
+        begun = len(decoder.getstate()[0])  # bytes of a character that the block before did not complete
+        try:
+            text += decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{source.path} is not UTF-8 text: byte {position - begun + error.start} is wrong") from None
+        position += len(block)
+        if block and len(text) < max(2, BLOCK_BYTES):  # so short a text may hold no good place to cut
             continue
-        cut = last_cut(text, 0, len(text) - 1)
-        yield starts, text[:cut]
-        starts, rest = False, text[cut:]
-    rest += _decode(source, decoder, b"", digest.size, final=True)
-    if rest:
-        yield starts, rest
+        cut = last_cut(text, 0, len(text) - 1) if block else len(text)
+        if cut:
+            yield starts, text[:cut]
+        starts, text = False, text[cut:]
 
 
-def _decode(source: Source, decoder: codecs.IncrementalDecoder, block: bytes, before: int, final: bool = False) -> str:
-    held = len(decoder.getstate()[0])
-    try:
-        return decoder.decode(block, final)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source.path} is not UTF-8 text: byte {before - held + error.start} is wrong") from None
-
-
-def _refuse_binary(source: Source, block: bytes, before: int) -> None:
-    if before == 0 and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"{source.path} is UTF-16 from byte 0 on, a corpus must be UTF-8: convert it")
-    zero = block.find(b"\0")
-    if zero >= 0:
-        raise UserError(f"{source.path} is not text: byte {before + zero} is NUL")
-
-
-def _records(source: Source, field: str, digest: _Digest) -> Iterator[tuple[bool, str]]:
+def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, str]]:
     """The texts of a JSON Lines file; blank lines hold no record."""
-    for number, line in enumerate(_blocks(source, digest, lines=True), 1):
+    for number, line in enumerate(_blocks(source, content, lines=True), 1):
         where = f"{source.path}, line {number}"
         if len(line) > RECORD_BYTES:
             raise UserError(f"a record longer than {RECORD_BYTES} bytes ({where})")
@@ -193,13 +171,18 @@ def _records(source: Source, field: str, digest: _Digest) -> Iterator[tuple[bool
         if not isinstance(record, dict):
             raise UserError(f"a record must be a JSON object, got {shown(record)} ({where})")
         if field not in record:
-            raise UserError(f"a record without the field {field!r} (data.text_field); it has {_fields(record)} ({where})")
+            names = shown(", ".join(record)) if record else "no field"
+            raise UserError(f"a record without the field {field!r} (data.text_field); it has {names} ({where})")
         text = record[field]
         if not isinstance(text, str):
             raise UserError(f"the field {field!r} must hold text, got {shown(text)} ({where})")
-        bad = next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), None) if _suspect(text) else None
-        if bad is not None:
-            raise UserError(f"the field {field!r} holds U+{ord(bad):04X} at character {text.index(bad)}, not text ({where})")
+        try:
+            text.encode()
+            bad = text.find("\0")
+        except UnicodeEncodeError as error:  # half of a character
+            bad = error.start
+        if bad >= 0:
+            raise UserError(f"the field {field!r} holds U+{ord(text[bad]):04X} at character {bad}, not text ({where})")
         if text:
             yield True, text
 
@@ -213,19 +196,6 @@ def _parse(line: bytes, where: str) -> Any:
         raise UserError(f"not JSON: {error.msg} at character {error.colno} ({where})") from None
     except (RecursionError, ValueError) as error:
         raise UserError(f"not JSON that can be read: {error} ({where})") from None
-
-
-def _suspect(text: str) -> bool:
-    """Is there a NUL or half a character? Cheap, for every record."""
-    try:
-        return b"\0" in text.encode()
-    except UnicodeEncodeError:
-        return True
-
-
-def _fields(record: dict[str, Any]) -> str:
-    names = [repr(name) for name in record]
-    return ", ".join(names[:8]) + ("" if len(names) <= 8 else ", …") if names else "no field"
 
 
 def cut_up(text: str, size: int) -> Iterator[str]:

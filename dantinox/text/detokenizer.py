@@ -2,8 +2,8 @@
 
 import codecs
 from collections.abc import Iterable
+from typing import Protocol
 
-import numpy as np
 from tokenizers import Tokenizer as Core
 
 from dantinox.text.pieces import Pieces
@@ -12,7 +12,7 @@ REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
     """Turns token ids into text as they come.
 
     Made by `Tokenizer.detokenizer`. Everything pushed and flushed is exactly `Tokenizer.decode` of all the ids. A character is
@@ -20,25 +20,20 @@ class Detokenizer:
     tokens spell nothing.
     """
 
-    def __init__(self, core: Core, pieces: Pieces | None, special_ids: frozenset[int]) -> None:
-        self._speller = _Joined(core, special_ids) if pieces is None else _Spelled(pieces.first, pieces.inner)
-
-    def push(self, ids: Iterable[int] | np.ndarray) -> str:
+    def push(self, ids: Iterable[int]) -> str:
         """The text that is certain once `ids` (a list or a 1-D array) have come; ids outside the vocabulary spell nothing."""
-        return self._speller.push(ids.tolist() if isinstance(ids, np.ndarray) else ids)
 
     def flush(self) -> str:
         """The rest, at the end of the text; a torn character becomes U+FFFD. The next push starts a new text."""
-        return self._speller.flush()
 
 
-class _Spelled:
+class Spelled:
     """For vocabularies whose every token spells fixed bytes."""
 
-    def __init__(self, first: list[bytes], inner: list[bytes]) -> None:
-        self._first, self._inner = first, inner
+    def __init__(self, pieces: Pieces) -> None:
+        self._first, self._inner = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._started = first is inner
+        self._started = self._first is self._inner
 
     def push(self, ids: Iterable[int]) -> str:
         known = [i for i in ids if 0 <= i < len(self._inner)]
@@ -54,7 +49,7 @@ class _Spelled:
         return self._utf8.decode(b"", final=True)
 
 
-class _Joined:
+class Joined:
     """For decoders that look at neighbours: decodes a short window twice, with and without the newest token.
 
     Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
@@ -62,9 +57,6 @@ class _Joined:
 
     def __init__(self, core: Core, special_ids: frozenset[int]) -> None:
         self._core, self._specials = core, special_ids
-        self._reset()
-
-    def _reset(self) -> None:
         self._window: list[int] = []
         self._kept = 0  # leading ids of the window whose text is out
         self._shown = ""
@@ -77,16 +69,12 @@ class _Joined:
         text = self._core.decode(self._window)
         if text.endswith(REPLACEMENT) and len(self._window) - self._kept < LONGEST_CHARACTER:
             return ""
-        return self._emit(text)
-
-    def _emit(self, text: str) -> str:
         piece = text[len(self._shown) :]
         self._window = self._window[self._kept :]
-        self._kept = len(self._window)
-        self._shown = self._core.decode(self._window)
+        self._kept, self._shown = len(self._window), self._core.decode(self._window)
         return piece
 
     def flush(self) -> str:
         piece = self._core.decode(self._window)[len(self._shown) :]
-        self._reset()
+        self._window, self._kept, self._shown = [], 0, ""
         return piece

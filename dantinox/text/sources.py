@@ -77,31 +77,23 @@ def _matches(pattern: str, name: str) -> list[Source]:
 
 
 def _folder(path: Path) -> list[Source]:
-    files = sorted(_walk(path, ()), key=lambda p: p.relative_to(path).as_posix())
+    """Files of text below a folder. Linked folders are followed, but not back into one that holds them."""
+
+    def fail(error: OSError) -> None:
+        raise UserError(f"cannot read the folder {error.filename}: {error.strerror}")
+
+    files: list[Path] = []
+    for name, folders, names in os.walk(path, onerror=fail, followlinks=True):
+        folder = Path(name)
+        if folder.is_symlink() and folder.resolve() in [parent.resolve() for parent in folder.absolute().parents]:
+            raise UserError(f"{folder} is a link back to a folder that holds it")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        visible = (folder / name for name in names if not name.startswith("."))
+        files += [file for file in visible if Path(file.name.removesuffix(".gz")).suffix.lower() in TEXT_SUFFIXES]
     if not files:
         raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz)")
+    files.sort(key=lambda file: file.relative_to(path).as_posix())
     return [_source(file, _kind(file), named=False) for file in files]
-
-
-def _walk(folder: Path, parents: tuple[tuple[int, int], ...]) -> list[Path]:
-    """Files of text below a folder. Linked folders are followed, but not back into one that holds them."""
-    found: list[Path] = []
-    try:
-        status = folder.stat()
-        if (status.st_dev, status.st_ino) in parents:
-            raise UserError(f"{folder} is a link back to a folder that holds it")
-        parents = (*parents, (status.st_dev, status.st_ino))
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    found += _walk(Path(entry.path), parents)
-                elif Path(entry.name.removesuffix(".gz")).suffix.lower() in TEXT_SUFFIXES:
-                    found.append(Path(entry.path))
-    except OSError as error:
-        raise UserError(f"cannot read the folder {folder}: {error.strerror}") from None
-    return found
 
 
 def _kind(path: Path) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer as Core
 
 from dantinox.files import UserError, first_line
-from dantinox.text.detokenizer import Detokenizer
+from dantinox.text.detokenizer import Detokenizer, Joined, Spelled
 from dantinox.text.pieces import Pieces, byte_letters, size_of, spell
 
 MAX_FILE_BYTES = 128 << 20
@@ -126,7 +126,7 @@ class Tokenizer:
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: special tokens are skipped, bytes that are not UTF-8 become U+FFFD.
 
         Vocabularies that spell single bytes replace what is not UTF-8 byte by byte as Python does, so that a text streamed in
@@ -137,7 +137,7 @@ class Tokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """Decodes the ids of a text as they come."""
-        return Detokenizer(self.core, self.pieces, self.special_ids)
+        return Joined(self.core, self.special_ids) if self.pieces is None else Spelled(self.pieces)
 
     def _encode_characters(self, text: str) -> np.ndarray:
         codes = np.frombuffer(_bytes(text, "utf-32-le"), "<u4")
