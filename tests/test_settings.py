@@ -185,7 +185,8 @@ def corpora(tmp_path, monkeypatch):
     Path("a.txt").write_text("".join(lines))
     Path("b.txt").write_text("".join(lines)[::-1])
     Path("c.jsonl").write_text('{"text": "nel mezzo", "body": "di nostra vita"}\n' * 300)
-    prepare_data(build_config({}, {**SMALL, "data.path": "b.txt"}), tmp_path / "t")[0].save("t.json")
+    tokenizer, _ = prepare_data(build_config({}, {**SMALL, "data.path": "b.txt"}), tmp_path / "t")
+    Path("t.json").write_text(tokenizer.to_json())
     return tmp_path
 
 
