@@ -73,11 +73,7 @@ def _sentences(found: HeadCalibration) -> Iterator[str]:
 
 
 def draw_kv_calibration(found: HeadCalibration) -> bytes:
-    """The entropy of every head, layer by layer, how many heads are of each type, and what eviction costs each.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """The entropy of every head, layer by layer, how many heads are of each type, and what eviction costs each."""
     sizes = (found.loss_slots or [])[:1]
     figure = new_figure(13 if sizes else 9, 4.2)
     heat, bars, *more = figure.subplots(1, 2 + len(sizes), width_ratios=(3, 2.5, 3)[: 2 + len(sizes)])

@@ -46,11 +46,7 @@ def meaning(found: RouterCalibration) -> str:
 
 
 def draw_calibration(found: RouterCalibration) -> bytes:
-    """Where the positions lie by H and V, and where the strategies of each preset do.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Where the positions lie by H and V, and where the strategies of each preset do."""
     figure = new_figure(9, 4.6)
     panels = figure.subplots(1, len(PRESETS), sharex=True, sharey=True)
     for axes, preset in zip(panels, PRESETS, strict=True):

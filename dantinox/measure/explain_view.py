@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,12 +70,7 @@ def _probabilities(found: Explanation) -> Iterator[list[str]]:
 
 def _heading(step: Step) -> str:
     """The words of a step's name in lines that fit a column, and its number where it has just one."""
-    lines: list[str] = []
-    for word in step.name.split("_"):
-        if lines and len(lines[-1]) + 1 + len(word) <= COLUMN:
-            lines[-1] += "_" + word
-        else:
-            lines.append(word)
+    lines = [line.replace(" ", "_") for line in textwrap.wrap(step.name.replace("_", " "), COLUMN)]
     values = list(_given(step).values())
     if len(values) == 1 and not isinstance(values[0], str):
         lines.append(f"({len(values[0])})" if isinstance(values[0], list | dict) else f"{values[0]:g}")
@@ -118,18 +114,14 @@ def _clipped(text: str, cells: int) -> str:
 
 
 def draw_explanation(found: Explanation) -> bytes:
-    """One panel per step that changes something: light before it, dark behind it, crosses for removed tokens.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """One panel per step that changes something: light before it, dark behind it, crosses for removed tokens."""
     shown = [s for s, step in enumerate(found.steps) if step.changed]
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     figure = new_figure(8, 0.9 + 1.7 * len(pairs))
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
     labels = [_clipped(token.shown, 12) for token in found.tokens]
     for axes, pair in zip(panels, pairs, strict=True):
-        draw_step(axes, labels, *([token.probabilities[s] for token in found.tokens] for s in pair))
+        _draw_step(axes, labels, *([token.probabilities[s] for token in found.tokens] for s in pair))
         step, V = found.steps[pair[1]], found.vocab_size
         left = f"{step.survivors} of {V} left" if step.survivors < V else f"all {V} left"
         title = ", ".join(part for part in (step.name if step.name not in step.settings else "", _settings(step)) if part)
@@ -141,22 +133,18 @@ def draw_explanation(found: Explanation) -> bytes:
     return as_png(figure)
 
 
-def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float] | None = None) -> None:
-    """One step over some tokens: light bars before it, dark ones after it, the places of removed tokens crossed out."""
+def _draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float]) -> None:
+    """Light bars before a step, dark ones after it, the places of removed tokens crossed out."""
     places = range(len(labels))
-    kept = before if after is None else after
-    gone = [i for i in places if before[i] > 0 and kept[i] == 0]
-    axes.bar(
-        places, before, width=0.86, color=[BEFORE if kept[i] else REMOVED for i in places], edgecolor=BEFORE, linewidth=0.5
-    )
-    if after is not None:
-        axes.bar(places, after, width=0.5, color=AFTER)
+    gone = [i for i in places if before[i] > 0 and after[i] == 0]
+    colours = [BEFORE if left else REMOVED for left in after]
+    axes.bar(places, before, width=0.86, color=colours, edgecolor=BEFORE, linewidth=0.5)
+    axes.bar(places, after, width=0.5, color=AFTER)
     if gone:  # an empty curve that is not clipped upsets the layout
         axes.plot(gone, [0] * len(gone), "x", color=ACCENT, markersize=3, markeredgewidth=0.9, clip_on=False, zorder=5)
     upright = max(map(len, labels), default=0) <= 2
     axes.set_xticks(places, labels, rotation=0 if upright else 90, fontsize=7, fontfamily="DejaVu Sans Mono", parse_math=False)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.7, len(labels) - 0.3)
-    axes.set_ylim(bottom=0)
+    axes.set(xlim=(-0.7, len(labels) - 0.3), ylim=(0, None))
     axes.set_ylabel("probability", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

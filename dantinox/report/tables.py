@@ -147,9 +147,7 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 def human_time(seconds: float) -> str:
     """`41s`, `2m05s`, `3h07m`, `2d04h`."""
     whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    for size, big, small, part in ((3600, "m", "s", 60), (86400, "h", "m", 3600)):
-        if whole < size:
-            return f"{whole // part}{big}{whole % part // (part // 60):02d}{small}"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for large, small, units in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= large:
+            return f"{whole // large}{units[0]}{whole % large // small:02d}{units[1]}"
+    return f"{whole}s"

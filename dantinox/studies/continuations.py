@@ -1,5 +1,6 @@
 """Prompts with their real continuations, continuations by a model, and how likely a reference model finds them."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,7 @@ def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: in
     stream_S = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     ids_WT = stream_S[: len(stream_S) // length * length].reshape(-1, length)
     ids_WT = ids_WT[~np.isin(ids_WT, list(tokenizer.special_ids)).any(axis=1)]
-    found = list(_spelt(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt, 2 * count))
+    found = list(itertools.islice(_spelt(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt), 2 * count))
     if len(found) < 2 * count:
         raise UserError(
             f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
@@ -77,15 +78,12 @@ def _together(found: Sequence[tuple[str, str, np.ndarray]]) -> Windows:
     return Windows(list(prompts), list(texts), np.stack(ids))
 
 
-def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int, count: int) -> Iterator[tuple[str, str, np.ndarray]]:
+def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
     """(prompt, continuation, tokens of the continuation); a character cut by an edge goes to the text it ends in."""
     for ids_T in ids_WT:
-        if count == 0:
-            return
         spell = tokenizer.detokenizer()
         before = spell.push(ids_T[:prompt]).lstrip("\ufffd")
         if before and len(tokenizer.encode(before)) <= prompt:
-            count -= 1
             yield before, spell.push(ids_T[prompt:]), ids_T[prompt:]
 
 

@@ -49,6 +49,12 @@ class BySeed:
     all: Interval
     seeds: Sequence[Interval]
 
+    @property
+    def verdict(self) -> str:
+        """What a difference of losses says of the first of two methods, if it says so in all seeds, outside their intervals."""
+        verdicts = {verdict(interval) for interval in self.seeds}
+        return verdicts.pop() if len(verdicts) == 1 else "same"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFinding:
@@ -84,20 +90,12 @@ class CacheFinding:
 
 
 @dataclass(frozen=True)
-class AgainstUniform:
-    """The paired difference of loss to equal shares (nats per token); a verdict holds in all seeds, outside their intervals."""
-
-    difference: BySeed
-    verdict: str
-
-
-@dataclass(frozen=True)
 class RatioFinding:
-    """The caches of a ratio, and each signal against equal shares."""
+    """The caches of a ratio, and each signal against equal shares: the paired difference of loss in nats per token."""
 
     ratio: float
     methods: Sequence[CacheFinding]
-    against_uniform: Mapping[str, AgainstUniform]
+    against_uniform: Mapping[str, BySeed]
 
 
 @dataclass(frozen=True)
@@ -224,13 +222,13 @@ def _size(cache: Contender) -> dict[str, Any]:
 def _losses(own: Damage, full: Damage, seeds_S: np.ndarray) -> dict[str, Any]:
     return {
         "loss": float(own.loss_B.mean()),
-        "dppl": _by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
-        "kl": _by_seed(own.kl_B, seeds_S),
-        "top1": _by_seed(100 * own.top1_B, seeds_S),
+        "dppl": by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
+        "kl": by_seed(own.kl_B, seeds_S),
+        "top1": by_seed(100 * own.top1_B, seeds_S),
     }
 
 
-def _by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> BySeed:
+def by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> BySeed:
     """A growing function of the mean, of all values and of those of each seed."""
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
     whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
@@ -242,11 +240,7 @@ def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
         return {}
     same_PT = own.ids == full.ids
     until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
-    return {
-        "same": mean_interval(100 * same_PT.mean(axis=1)),
-        "diverges": float(np.median(until_P)),
-        "tok_per_s": own.rate,
-    }
+    return {"same": mean_interval(100 * same_PT.mean(axis=1)), "diverges": float(np.median(until_P)), "tok_per_s": own.rate}
 
 
 def _by_ratio(
@@ -259,7 +253,7 @@ def _by_ratio(
         loss = {name: losses[i] for name, i in own.items()}
         methods = [replace(found[i], gap_closed=gap_closed(loss, name)) for name, i in own.items()]
         signals = [name for name in SIGNALS if {name, UNIFORM} <= loss.keys()]
-        against = {name: against_uniform(loss[name], loss[UNIFORM], seeds_S) for name in signals}
+        against = {name: by_seed(loss[name] - loss[UNIFORM], seeds_S) for name in signals}
         ratios.append(RatioFinding(ratio, methods, against))
     return ratios
 
@@ -273,12 +267,6 @@ def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> Interval | None:
         return None
     gained_S, gap_S = streaming_S - own_S, streaming_S - oracle_S
     return percentiles([100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in resamples(len(own_S))])
-
-
-def against_uniform(loss_S: np.ndarray, uniform_S: np.ndarray, seeds_S: np.ndarray) -> AgainstUniform:
-    difference = _by_seed(loss_S - uniform_S, seeds_S)
-    verdicts = {verdict(interval) for interval in difference.seeds}
-    return AgainstUniform(difference, verdicts.pop() if len(verdicts) == 1 else "same")
 
 
 def default_signal(ratios: Sequence[RatioFinding]) -> str:

@@ -130,8 +130,8 @@ def conclusions(study: KVStudy) -> list[str]:
     sentences = []
     for ratio in study.ratios:
         for signal, found in ratio.against_uniform.items():
-            value, low, high = found.difference.all
-            outside = sum(verdict(interval) != "same" for interval in found.difference.seeds)
+            value, low, high = found.all
+            outside = sum(verdict(interval) != "same" for interval in found.seeds)
             beat = {"better": "beat", "worse": "are worse than", "same": "do not beat"}[found.verdict]
             sentences.append(
                 f"Ratio {ratio.ratio:g}: {signal} budgets {beat} uniform ones ({value:+.4f} nats per token, 95 % interval "
@@ -145,11 +145,7 @@ def conclusions(study: KVStudy) -> list[str]:
 
 
 def draw_kv(study: KVStudy) -> bytes:
-    """Perplexity over the ratio, and needles found, or where there are none equal likeliest tokens.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Perplexity over the ratio, and needles found, or where there are none equal likeliest tokens."""
     figure = new_figure(11, 4.8)
     losses, finds = figure.subplots(1, 2)
     _draw(losses, study, DPPL, "perplexity above the full cache's, %")

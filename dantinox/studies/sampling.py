@@ -25,7 +25,7 @@ from dantinox.measure.reading import stored
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
 from dantinox.studies.sampling_methods import COMPARED, CONTROL, METHODS, PATTERN, QUICK, RULER, Effort, chosen_methods
-from dantinox.studies.statistics import OF_TEXT, Interval, Measured, excess, mean_interval, percentiles, self_bleu, verdict
+from dantinox.studies.statistics import OF_TEXT, Interval, Measured, excess, mean_interval, percentiles, self_bleu
 
 MEASURES = ("bits_per_byte", *OF_TEXT, "self_bleu")
 
@@ -68,11 +68,10 @@ class RulerPoint:
 
 @dataclass(frozen=True)
 class Difference:
-    """Paired differences a − b of the measures; the verdict on a is None where one of them has no excess."""
+    """Paired differences a − b of the measures; of `excess` where both have one, by which a is the better one or not."""
 
     a: str
     b: str
-    verdict: str | None
     differences: Mapping[str, Interval]
 
 
@@ -288,9 +287,6 @@ def _finding(
 
 
 def _difference(a: str, b: str, above: Mapping[str, np.ndarray | None], measured: Mapping[str, Measured]) -> Difference:
-    differences = {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES}
     first, second = above[a], above[b]
-    if first is None or second is None:
-        return Difference(a, b, None, differences)
-    found = percentiles(first - second)
-    return Difference(a, b, verdict(found), {"excess": found, **differences})
+    excesses = {} if first is None or second is None else {"excess": percentiles(first - second)}
+    return Difference(a, b, excesses | {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES})

@@ -7,6 +7,7 @@ from typing import Any
 from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import NOTHING, Column, bullets, csv_table, markdown_table, text_table, wrapped
 from dantinox.studies.sampling import Difference, MethodFinding, SamplingStudy, spelt
+from dantinox.studies.statistics import verdict
 
 HEADINGS = {
     "excess": "excess", "bits_per_byte": "bits/byte", "diversity": "diversity", "distinct_1": "distinct-1",
@@ -72,20 +73,17 @@ def conclusions(study: SamplingStudy) -> list[str]:
 
 
 def _conclusion(pair: Difference, judge: str) -> str:
-    if pair.verdict is None:
+    if "excess" not in pair.differences:
         return f"{pair.a} and {pair.b} cannot be compared: plain temperature never came to the diversity of one of them."
-    value, low, high = pair.differences["excess"]
+    excess = pair.differences["excess"]
+    value, low, high = excess
     numbers = f"{value:+.3f} bits per byte at equal diversity, 95 % interval {low:+.3f} to {high:+.3f}, judged by {judge}"
-    found = {"same": "is not distinguishable from", "better": "is better than", "worse": "is worse than"}[pair.verdict]
+    found = {"same": "is not distinguishable from", "better": "is better than", "worse": "is worse than"}[verdict(excess)]
     return f"{pair.a} {found} {pair.b} ({numbers})."
 
 
 def draw_sampling(study: SamplingStudy) -> bytes:
-    """Bits per byte against diversity, all of it and what lies close together once more.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """Bits per byte against diversity, all of it and what lies close together once more."""
     figure = new_figure(11, 5)
     panels = figure.subplots(1, 2)
     for axes in panels:

@@ -21,7 +21,7 @@ from dantinox.model.parameters import blueprint
 from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
 from dantinox.studies import kv, kv_bench, statistics
 from dantinox.studies.continuations import NEUTRAL
-from dantinox.studies.kv import _likeness, _losses, against_uniform, default_signal, evaluate_kv, gap_closed
+from dantinox.studies.kv import _likeness, _losses, by_seed, default_signal, evaluate_kv, gap_closed
 from dantinox.studies.kv_bench import (
     METHODS,
     NEAR,
@@ -108,11 +108,11 @@ def test_a_signal_wins_or_loses_only_in_all_three_seeds():
     uniform = random.normal(2, 0.5, 60)
     noise = random.normal(0, 0.01, 60)
     better, worse = uniform - 0.1 + noise, uniform + 0.1 + noise
-    assert against_uniform(better, uniform, SEEDS_S).verdict == "better"
-    assert against_uniform(worse, uniform, SEEDS_S).verdict == "worse"
-    assert against_uniform(np.where(SEEDS_S < 2, better, uniform), uniform, SEEDS_S).verdict == "same"
-    assert against_uniform(np.where(SEEDS_S < 2, better, worse), uniform, SEEDS_S).verdict == "same"
-    found = against_uniform(better, uniform, SEEDS_S).difference
+    assert by_seed(better - uniform, SEEDS_S).verdict == "better"
+    assert by_seed(worse - uniform, SEEDS_S).verdict == "worse"
+    assert by_seed(np.where(SEEDS_S < 2, better, uniform) - uniform, SEEDS_S).verdict == "same"
+    assert by_seed(np.where(SEEDS_S < 2, better, worse) - uniform, SEEDS_S).verdict == "same"
+    found = by_seed(better - uniform, SEEDS_S)
     assert found.all == mean_interval(better - uniform) and found.all[0] == pytest.approx((better - uniform).mean())
     assert found.seeds[1] == mean_interval((better - uniform)[20:40])
 

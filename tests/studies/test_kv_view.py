@@ -11,7 +11,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.report.plots import save_files
-from dantinox.studies.kv import AgainstUniform, BySeed, CacheFinding, KVStudy, RatioFinding
+from dantinox.studies.kv import BySeed, CacheFinding, KVStudy, RatioFinding
 from dantinox.studies.kv_view import conclusions, draw_kv, kv_csv, kv_files, kv_lines, kv_markdown, preconditions
 from dantinox.studies.statistics import Interval
 
@@ -42,7 +42,8 @@ def full(tasks=True):
 
 def against(verdict, value, seeds):
     found = BySeed(Interval(value, value - 0.002, value + 0.002), [Interval(s, s - 0.001, s + 0.001) for s in seeds])
-    return AgainstUniform(found, verdict)
+    assert found.verdict == verdict
+    return found
 
 
 DPPL = {"streaming": 300.0, "uniform": 4.0, "entropy": 3.0, "oracle": -0.5}

@@ -35,9 +35,9 @@ def method(name, at, tuned=None, at_edge=False, speed=None, self_bleu=True, exce
     return MethodFinding(name, tuned or {}, at_edge, [], measures, speed and Interval(speed, speed - 10.5, speed + 20.25))
 
 
-def pair(a, b, verdict, difference):
+def pair(a, b, difference):
     differences = {"bits_per_byte": Interval(0.1, 0.0, 0.2), "diversity": Interval(-0.01, -0.02, 0.0)}
-    return Difference(a, b, verdict, differences | ({"excess": Interval(*difference)} if difference else {}))
+    return Difference(a, b, differences | ({"excess": Interval(*difference)} if difference else {}))
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def record():
         ],
         ruler=[RulerPoint(temperature=t, diversity=0.2 + t / 4, bits_per_byte=0.1 + t / 3) for t in (0.3, 0.8, 1.3)],
         comparisons=[
-            pair("router_calibrated", "min_p", "worse", [0.1234, 0.05, 0.2]),
-            pair("router_calibrated", "router_random", "same", [-0.004, -0.05, 0.04]),
+            pair("router_calibrated", "min_p", [0.1234, 0.05, 0.2]),
+            pair("router_calibrated", "router_random", [-0.004, -0.05, 0.04]),
         ],
     )
 
@@ -78,7 +78,7 @@ def test_every_comparison_is_a_sentence_with_its_numbers(record):
     record = replace(
         record,
         reference="/somewhere/runs/large",
-        comparisons=[pair("a", "b", "better", [-0.2, -0.3, -0.1]), pair("a", "c", None, None)],
+        comparisons=[pair("a", "b", [-0.2, -0.3, -0.1]), pair("a", "c", None)],
     )
     better, unknown = conclusions(record)
     assert better.startswith("a is better than b (-0.200 bits") and better.endswith("judged by large).")
