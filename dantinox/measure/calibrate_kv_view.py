@@ -108,9 +108,6 @@ def _draw_types(axes: Any, counts: Mapping[str, int]) -> None:
 
 def _bits_of(name: str) -> str:
     """`< 0.5`, `0.5–1.5` … `≥ 4`."""
-    bounds = [0.0, *HEAD_TYPES.values()]
-    number = list(HEAD_TYPES).index(name)
-    least, below = bounds[number : number + 2]
-    if least == 0:
-        return f"< {below:g}"
-    return f"{least:g}–{below:g}" if below < math.inf else f"≥ {least:g}"
+    below = HEAD_TYPES[name]
+    least = max((bound for bound in HEAD_TYPES.values() if bound < below), default=0)
+    return f"< {below:g}" if least == 0 else f"≥ {least:g}" if below == math.inf else f"{least:g}–{below:g}"

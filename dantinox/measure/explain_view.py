@@ -121,7 +121,7 @@ def draw_explanation(found: Explanation) -> bytes:
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
     labels = [_clipped(token.shown, 12) for token in found.tokens]
     for axes, pair in zip(panels, pairs, strict=True):
-        _draw_step(axes, labels, *([token.probabilities[s] for token in found.tokens] for s in pair))
+        draw_step(axes, labels, *([token.probabilities[s] for token in found.tokens] for s in pair))
         step, V = found.steps[pair[1]], found.vocab_size
         left = f"{step.survivors} of {V} left" if step.survivors < V else f"all {V} left"
         title = ", ".join(part for part in (step.name if step.name not in step.settings else "", _settings(step)) if part)
@@ -133,13 +133,15 @@ def draw_explanation(found: Explanation) -> bytes:
     return as_png(figure)
 
 
-def _draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float]) -> None:
+def draw_step(axes: Any, labels: Sequence[str], before: Sequence[float], after: Sequence[float] | None = None) -> None:
     """Light bars before a step, dark ones after it, the places of removed tokens crossed out."""
     places = range(len(labels))
-    gone = [i for i in places if before[i] > 0 and after[i] == 0]
-    colours = [BEFORE if left else REMOVED for left in after]
+    kept = before if after is None else after
+    gone = [i for i in places if before[i] > 0 and kept[i] == 0]
+    colours = [BEFORE if left else REMOVED for left in kept]
     axes.bar(places, before, width=0.86, color=colours, edgecolor=BEFORE, linewidth=0.5)
-    axes.bar(places, after, width=0.5, color=AFTER)
+    if after is not None:
+        axes.bar(places, after, width=0.5, color=AFTER)
     if gone:  # an empty curve that is not clipped upsets the layout
         axes.plot(gone, [0] * len(gone), "x", color=ACCENT, markersize=3, markeredgewidth=0.9, clip_on=False, zorder=5)
     upright = max(map(len, labels), default=0) <= 2

@@ -1,5 +1,6 @@
 """Caches side by side: which are compared, and what each makes of the same text, prompts and tasks."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,13 +181,11 @@ def contenders(
     for ratio in sorted(set(ratios or RATIOS), reverse=True):
         settings = {name: {"budget": ratio, "dtype": dtype, **METHODS[name]} for name in names}
         try:
-            made = [contender(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
+            caches += [contender(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
         except UserError as error:
             if ratios is not None or ratio == max(RATIOS):
                 raise
             left_out.append(f"ratio {ratio:g}: {error}")
-            continue
-        caches += made
     return caches, left_out
 
 
@@ -205,20 +204,17 @@ class Damage(NamedTuple):
     top1_B: np.ndarray
 
 
-def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> Damage:
+def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, start: int) -> Damage:
     """What `Contender.read` gives beside the full cache's, over the tokens behind the prompt."""
-    ours, full = (x[:, : tokens_BT.shape[1] - start] for x in (logprobs_BSV, full_BSV))
-    counted_BS = np.arange(start, tokens_BT.shape[1]) < lengths_B[:, None]
-    logp_B, same_B = _means(ours, full, jnp.asarray(tokens_BT[:, start:]), counted_BS)
-    found = -logp_B, divergence(ours, full, counted_BS), same_B
+    found = _damage(logprobs_BSV[:, :-1], full_BSV[:, :-1], jnp.asarray(tokens_BT[:, start:]))
     return Damage(*(np.asarray(x_B, np.float64) for x_B in found))
 
 
 @jax.jit
-def _means(ours, full, next_BS, counted_BS):
-    logp_BS = jnp.take_along_axis(ours, next_BS[:, :, None], axis=2)[..., 0]
-    same_BS = jnp.argmax(ours, axis=2) == jnp.argmax(full, axis=2)
-    return tuple(jnp.mean(x_BS, axis=1, where=counted_BS) for x_BS in (logp_BS, same_BS))
+def _damage(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) -> tuple[jax.Array, ...]:
+    logp_BS = jnp.take_along_axis(ours_BSV, next_BS[:, :, None], axis=2)[..., 0]
+    same_BS = jnp.argmax(ours_BSV, axis=2) == jnp.argmax(full_BSV, axis=2)
+    return -logp_BS.mean(1), divergence(ours_BSV, full_BSV, jnp.ones_like(same_BS)), same_BS.mean(1)
 
 
 @dataclass(frozen=True)
@@ -240,9 +236,8 @@ class Bench:
         for rows in self._batches("reading sequences", S):
             ids_BT, lengths_B = text.ids[rows], np.full(len(rows), T)
             full = everyone[0].read(ids_BT, lengths_B, T // 2)
-            parts.append([damage(full, full, ids_BT, lengths_B, T // 2)])
-            for cache in everyone[1:]:
-                parts[-1].append(damage(cache.read(ids_BT, lengths_B, T // 2), full, ids_BT, lengths_B, T // 2))
+            others = (cache.read(ids_BT, lengths_B, T // 2) for cache in everyone[1:])  # one at a time: they are large
+            parts.append([damage(logprobs, full, ids_BT, T // 2) for logprobs in itertools.chain([full], others)])
         found = [Damage(*(np.concatenate(x)[:S] for x in zip(*own, strict=True))) for own in zip(*parts, strict=True)]
         return found[:-1], found[-1]
 
@@ -259,15 +254,11 @@ class Bench:
         P = len(tasks.tokens)
         found: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
         for asked, answer in (("aware", Contender.answer), ("agnostic", agnostic)):
-            right_BC = [
-                [
-                    np.asarray(answer(cache, tasks.tokens[rows], tasks.lengths[rows])) == tasks.answers[rows]
-                    for cache in self.caches
-                ]
-                for rows in self._batches(f"tasks, {asked} of the question,", P)
-            ]
-            for one, parts in zip(found, zip(*right_BC, strict=True), strict=True):
-                right_P = np.concatenate(parts)[:P]
+            parts = []
+            for rows in self._batches(f"tasks, {asked} of the question,", P):
+                said_CB = np.stack([answer(cache, tasks.tokens[rows], tasks.lengths[rows]) for cache in self.caches])
+                parts.append(said_CB == tasks.answers[rows])
+            for one, right_P in zip(found, np.concatenate(parts, axis=1)[:, :P], strict=True):
                 one |= {f"needle_{asked}": right_P[tasks.needles], f"copy_{asked}": right_P[~tasks.needles]}
         return found
 

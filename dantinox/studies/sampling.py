@@ -147,8 +147,8 @@ def evaluate_sampling(
     for name, rounds in written.items():
         progress(f"measuring {name}")
         measured[name] = bench.measure(test, [(one.texts, one.ids) for one in rounds])
-    ruler = {t: measured[_ruler_name(t)] for t in RULER}
-    above = {name: excess(measured[name], [*ruler.values()]) for name in ("human", *names)}
+    ruler = [measured[name] for name in RULER]
+    above = {name: excess(measured[name], ruler) for name in ("human", *names)}
     return SamplingStudy(
         run=str(directory.path),
         reference=None if reference is None else str(open_run(reference).path),
@@ -160,7 +160,10 @@ def evaluate_sampling(
         methods=[
             _finding(name, tuned.get(name, Tuned({})), measured[name], above[name], written.get(name, [])) for name in above
         ],
-        ruler=[RulerPoint(t, float(one["diversity"].mean()), float(one["bits_per_byte"].mean())) for t, one in ruler.items()],
+        ruler=[
+            RulerPoint(t, float(one["diversity"].mean()), float(one["bits_per_byte"].mean()))
+            for t, one in zip(RULER.values(), ruler, strict=True)
+        ],
         comparisons=[_difference(a, b, above, measured) for a, b in COMPARED if {a, b} <= set(names)],
     )
 
@@ -257,16 +260,12 @@ def spelt(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
-def _ruler_name(temperature: float) -> str:
-    return f"temperature {temperature:g}"
-
-
 def _test_all(bench: Bench, tuned: Mapping[str, Tuned], test: Windows) -> dict[str, list[Written]]:
     """One continuation of every prompt by every method in a round, the ruler's among them.
 
     Each round goes through them in another order: what slows the machine down for a while meets all alike.
     """
-    every = {**tuned, **{_ruler_name(t): Tuned({"temperature": t}) for t in RULER}}
+    every = {**tuned, **{name: Tuned({"temperature": t}) for name, t in RULER.items()}}
     names, written = list(every), {name: list[Written]() for name in every}
     for seed in range(1, bench.effort.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:

@@ -61,7 +61,7 @@ METHODS = {
 }
 CONTROL, PATTERN = "router_random", "router_calibrated"  # the control draws strategies as often as its pattern takes them
 COMPARED = [(router, other) for router in ("router_guide", PATTERN, "router_no_attention") for other in ("min_p", CONTROL)]
-RULER = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)  # temperatures, close enough for straight lines between them
+RULER = {f"temperature {t:g}": t for t in (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)}  # close enough for straight lines between them
 
 
 @dataclass(frozen=True)
