@@ -1,17 +1,18 @@
 """The comparison of compressed caches as text, Markdown, CSV and a picture."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
-from dantinox.studies.kv import BySeed, CacheFinding, KVStudy
+from dantinox.studies.kv import KVStudy
 from dantinox.studies.kv_bench import NEAR
 from dantinox.studies.kv_tasks import SEEDS
-from dantinox.studies.statistics import Interval, verdict
+from dantinox.studies.statistics import verdict
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes, and a shape each.
 MARKS = {
@@ -28,9 +29,8 @@ def _number(name: str, heading: str = "") -> Column:
     return Column(name, heading, attrgetter(name), ",.0f")
 
 
-def _of_seed(cache: CacheFinding, name: str, seed: int) -> Interval:
-    found: BySeed = getattr(cache, name)
-    return found.seeds[seed]
+def _of_seed(name: str, seed: int) -> Column:
+    return Column(f"{name}_seed{seed}", f"seed {seed}", lambda cache: getattr(cache, name).seeds[seed], ".2f", interval=True)
 
 
 LEAST_GAIN, LEAST_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
@@ -70,17 +70,13 @@ def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
 
 def kv_csv(study: KVStudy) -> str:
     """A row per ratio and method: numbers, and of measures the value, the lower and the upper end."""
-
-    def by_seed(name: str) -> list[Column]:
-        return [Column(f"{name}_seed{i}", "", partial(_of_seed, name=name, seed=i), interval=True) for i in range(SEEDS)]
-
     columns = [
         _number("ratio"),
         Column("method", "", attrgetter("name")),
         Column("slots_least", "", lambda cache: cache.slots and cache.slots[0]),
         Column("slots_most", "", lambda cache: cache.slots and cache.slots[1]),
         *map(_number, ("bytes", "share", "tok_per_s", "loss", "diverges")),
-        *(c for column in (DPPL, KL, TOP1) for c in (column, *by_seed(column.name))),
+        *(c for column in (DPPL, KL, TOP1) for c in (column, *(_of_seed(column.name, i) for i in range(SEEDS)))),
         GAP,
         *(column for column in MEASURES[4:] if column.interval),
     ]
@@ -94,7 +90,7 @@ def kv_markdown(study: KVStudy) -> str:
     every = [cache for ratio in study.ratios for cache in ratio.methods]
     name = Column("", "method", lambda cache: f"`{cache.name}`")
     measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in every))]
-    seeds = [Column("", f"seed {i}", partial(_of_seed, name="dppl", seed=i), ".2f", interval=True) for i in range(SEEDS)]
+    seeds = [_of_seed("dppl", i) for i in range(SEEDS)]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
         parts += [f"## Ratio {ratio.ratio:g}", markdown_table(measures, caches)]
@@ -156,7 +152,7 @@ def draw_kv(study: KVStudy) -> bytes:
         finds.axhline(study.full.needle_aware.value, color="#bbbbbb", linewidth=1.2, zorder=1)
         finds.set_ylim(-3, 103)
     losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)
-    # Linear about zero, where small losses are to be told apart, and logarithmic where some methods are far off.
+    # Linear about zero, where losses are small, and logarithmic where some methods are far off.
     ends = [end for ratio in study.ratios for cache in ratio.methods for end in cache.dppl.all]
     low, high = min(-1.0, *ends), max(1.0, *ends)
     ticks = [sign * tick * 10**power for sign in (-1, 1) for power in range(7) for tick in (1, 2, 5)]
@@ -173,15 +169,13 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
     """A line per method."""
     every = [cache for ratio in study.ratios for cache in ratio.methods]
     for name in dict.fromkeys(cache.name for cache in every):
-        own: list[CacheFinding] = [cache for cache in every if cache.name == name]
-        found: list[Interval] = [column.value(cache) for cache in own]
-        y = [interval.value for interval in found]
-        bars = [[interval.value - interval.low for interval in found], [interval.high - interval.value for interval in found]]
+        own = [cache for cache in every if cache.name == name]
+        y, low, high = np.transpose([column.value(cache) for cache in own])
         shape, colour = MARKS.get(name, (".", "#000000"))
         axes.errorbar(
-            [cache.ratio for cache in own], y, yerr=bars, marker=shape, color=colour, markersize=6, linewidth=1.2,
-            elinewidth=0.8, label="oracle (upper bound)" if name == "oracle" else name,
-            linestyle="--" if name == "oracle" else "-",
+            [cache.ratio for cache in own], y, yerr=[y - low, high - y], marker=shape, color=colour, markersize=6,
+            linewidth=1.2, elinewidth=0.8, linestyle="--" if name == "oracle" else "-",
+            label="oracle (upper bound)" if name == "oracle" else name,
         )  # fmt: skip
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xscale("log")
