@@ -188,7 +188,7 @@ def test_one_output_that_fails_keeps_no_other_away(generate, tmp_path, monkeypat
                 raise UserError(f"cannot write {path}: No space left on device")
             write(path, data)
 
-        monkeypatch.setattr(files, "atomic_write", fails)
+        monkeypatch.setattr(generating, "atomic_write", fails)
         code, out, err = generate(*flags)
         assert (code, out) == (2, "aè\ufffd\n")
         assert f"error: cannot write {broken}: No space left on device\n" in err and re.search(SUMMARY, err)

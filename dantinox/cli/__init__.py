@@ -7,10 +7,9 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import flags, measure
-from dantinox.cli.common import use_compilation_cache
+from dantinox.cli import generate, measure, train
 from dantinox.config import UserError
-from dantinox.config.flags import Parser, overrides
+from dantinox.config.flags import Parser
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -76,66 +75,18 @@ def _parser() -> Parser:
     return parser
 
 
-def _train(options: argparse.Namespace) -> int:
-    from dantinox.config import dump_config, load_config
-    from dantinox.config.start import DEFAULT, find_config
-    from dantinox.run import newest_run
-
-    if options.resume and options.run_dir is None:
-        newest = newest_run()
-        hint = f": the newest is {newest}" if newest else ", and there is none in runs/"
-        raise UserError(f"--resume needs --run_dir to say which run to go on with{hint}")
-    path = options.config
-    if path is None:
-        saved = None if options.run_dir is None else options.run_dir / "config.yaml"
-        path = saved if options.resume and saved is not None and saved.is_file() else DEFAULT
-    config = load_config(find_config(path), overrides(options))
-    if options.print_config:
-        print(dump_config(config), end="")
-        return 0
-    use_compilation_cache()
-    from dantinox.training import dry_run, launch
-
-    if options.dry_run:
-        for line in dry_run(config):
-            print(line, flush=True)
-        return 0
-    launch(config, run_dir=options.run_dir, resume=options.resume)
-    return 0
-
-
-def _init(options: argparse.Namespace) -> int:
-    from dantinox.config.start import starting_config
-    from dantinox.files import atomic_write
-
-    if options.file.exists():
-        raise UserError(f"{options.file} is there already: choose another name")
-    atomic_write(options.file, starting_config(options.file))
-    return 0
-
-
-def _generate(options: argparse.Namespace) -> int:
-    from dantinox.cli.generate import generate
-
-    return generate(options)
-
-
 # Name → what it runs, what adds its flags, and what it is for.
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
-    "train": (_train, flags.train, "Train a model from a YAML file into a run directory."),
-    "init": (_init, flags.init, "Write a commented YAML file to start from."),
-    "generate": (_generate, flags.generate, "Continue a prompt with a trained model."),
+    "train": (train.train, train.train_flags, "Train a model from a YAML file into a run directory."),
+    "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
+    "generate": (generate.generate, generate.generate_flags, "Continue a prompt with a trained model."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),
     "calibrate": (
         measure.calibrate,
         measure.calibrate_flags,
-        "Measure on a text what a preset of this model needs, and save it in the run.",
+        "Measure what a model's presets need, and save it in its run.",
     ),
-    "eval": (
-        measure.evaluate,
-        measure.evaluate_flags,
-        "Compare samplers, or compressed caches, on a run's own validation text.",
-    ),
+    "eval": (measure.evaluate, measure.evaluate_flags, "Compare samplers, or compressed caches, on a run's validation text."),
     "info": (measure.info, measure.info_flags, "Describe a run: settings, size, training, and what narrow weights cost."),
     "doctor": (measure.doctor, lambda _: None, "Show versions, devices and speed of this machine."),
 }

@@ -1,16 +1,38 @@
-"""`dantinox generate`: what may be asked for together, the decoding, and where its outcome goes."""
+"""`dantinox generate`: its flags, what may be asked for together, the decoding, and where its outcome goes."""
 
 import argparse
 import contextlib
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import given_prompt, given_settings, use_compilation_cache
+from dantinox.cli.common import DEFAULT_PROMPT, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import Config, UserError, overlay
+from dantinox.config.flags import add_config_flags
+from dantinox.files import atomic_write, check_writable
 
 ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
+
+
+def generate_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    command.add_argument("--prompt", help=f"text to continue; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    command.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
+    command.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
+    command.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
+    command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
+    command.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    command.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
+    command.add_argument(
+        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: the router's candidates too"
+    )
+    command.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
+    command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
+    command.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
+    command.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
+    add_config_flags(command, ("generation", "router", "kv"))
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -88,12 +110,10 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
     if options.report is not None and options.report.suffix != ".html":
         raise UserError(f"--report must name a .html file, got {options.report}")
-    outputs = [(flag, path) for flag, path in (("--trace", options.trace), ("--report", options.report)) if path is not None]
-    from dantinox.files import check_writable
-
-    for flag, path in outputs:
-        check_writable(path, flag)
-    if len({path.resolve() for _, path in outputs}) < len(outputs):
+    for flag, path in (("--trace", options.trace), ("--report", options.report)):
+        if path is not None:
+            check_writable(path, flag)
+    if options.trace and options.report and options.trace.resolve() == options.report.resolve():
         raise UserError(f"--trace and --report both write {options.report}: give each a file of its own")
 
 
@@ -107,7 +127,6 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """The reported samples as lines and as a page, whatever was asked for; both, even if one fails."""
-    from dantinox.files import atomic_write
     from dantinox.report.page import page
     from dantinox.report.trace import trace_lines
 

@@ -12,7 +12,7 @@ from typing import Any
 from dantinox.cli.common import DEFAULT_PROMPT, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import add_config_flags
-from dantinox.files import check_folder, check_writable
+from dantinox.files import atomic_write, check_folder, check_writable
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
@@ -147,8 +147,6 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
     else:
         _print(lines)
     if options.plot is not None:
-        from dantinox.files import atomic_write
-
         atomic_write(options.plot, draw())
     return 0
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,7 +45,7 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
       UserError: the file cannot be read, or does not hold exactly these numbers.
     """
     run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
-    again = f"run `dantinox calibrate --run_dir {path.parent} --what router` again"
+    again = _again(path, "router")
     if run is not None and not path.exists():
         return None
     found = _read(path, _RouterFile, MAX_ROUTER_BYTES, again)
@@ -137,20 +137,20 @@ class KVCalibration:
         Raises:
           UserError: it was not measured.
         """
-        found = self._signals[name]
+        found = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LKC}[name]
         if found is None:
-            raise UserError(self.lacks(name))
+            raise UserError(
+                f"the calibration {self.path} holds no {name}: {_again(self.path, 'kv')}, or choose another kv.signal"
+            )
         return found
 
     def lacks(self, name: str) -> str:
-        """A sentence where a signal was not measured, else nothing."""
-        if self._signals[name] is not None:
-            return ""
-        return f"the calibration {self.path} holds no {name}: {_kv_again(self.path)}, or choose another kv.signal"
-
-    @property
-    def _signals(self) -> dict[str, np.ndarray | None]:
-        return {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LKC}
+        """The sentence where a signal was not measured, else nothing."""
+        try:
+            self.signal(name)
+        except UserError as error:
+            return str(error)
+        return ""
 
 
 def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ def read_kv_calibration(
       UserError: the file cannot be read, holds something else, or is of another model or other weights.
     """
     path = Path(path)
-    again = _kv_again(path)
+    again = _again(path, "kv")
     file = _read(path, HeadFile, MAX_KV_BYTES, again)
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
     if theirs != ours:
@@ -196,10 +196,15 @@ def read_kv_calibration(
         if None not in (own, other) and own != other:
             raise UserError(f"the calibration {path} was measured on {what}: {again}")
     found: dict[str, Any] = file.model_dump(exclude_none=True)
-    for name, letter in PER_HEAD.items():
-        if name in found:
-            names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
-            found[name] = _in_order(path, name, found[name], names)
+    for key, letter in PER_HEAD.items():
+        if key in found:
+            names, values = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter), found[key]
+            if missing := [name for name in names if name not in values]:
+                raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, which this model has: {again}")
+            if surplus := values.keys() - set(names):
+                name = on_one_line(min(surplus))
+                raise UserError(f"the calibration {path} holds {name} in {key}, which this model has not: {again}")
+            found[key] = {name: values[name] for name in names}
     for name, by in (("length_entropies", "lengths"), ("loss", "loss_slots")):
         count = len(found.get(by, []))
         for head, values in found.get(name, {}).items():
@@ -216,18 +221,7 @@ def head_names(layers: int, heads: int, letter: str) -> list[str]:
     return [f"L{layer}_{letter}{head}" for layer in range(layers) for head in range(heads)]
 
 
-def _in_order(path: Path, key: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The numbers of exactly these heads."""
-    for name in names:
-        if name not in values:
-            raise UserError(f"the calibration {path} lacks {name} in {key}, which this model has: {_kv_again(path)}")
-    if len(values) > len(names):
-        known = set(names)
-        name = on_one_line(next(name for name in values if name not in known))
-        raise UserError(f"the calibration {path} holds {name} in {key}, which this model has not: {_kv_again(path)}")
-    return {name: values[name] for name in names}
-
-
-def _kv_again(path: Path) -> str:
-    run = path.parent if path.name == RunDirectory(path.parent).kv.name else "RUN"
-    return f"run `dantinox calibrate --run_dir {run} --what kv` again"
+def _again(path: Path, what: str) -> str:
+    """How to make a calibration anew; the file may lie in its run or anywhere."""
+    run = path.parent if path.absolute() in (RunDirectory(path.parent).kv, RunDirectory(path.parent).router) else "RUN"
+    return f"run `dantinox calibrate --run_dir {run} --what {what}` again"

@@ -44,6 +44,7 @@ class TokenStore:
 
     Attributes:
       train, val: `Counts` of the two parts.
+      training_ids, validation_ids: their tokens in order, mapped from the disk.
       windows_per_epoch: distinct windows in one pass; one step takes `batch_size` of them.
     """
 
@@ -71,11 +72,9 @@ class TokenStore:
                 f"{batch_size} × model.max_context {sequence_length} + 1): lower one of them, or give more text in data.path"
             )
         if len(val) < 2:
-            raise UserError(
-                f"the validation text has {len(val)} tokens, fewer than 2: raise data.val_fraction "
-                "or give more text in data.path"
-            )
-        self._train, self._val = train.view(np.ndarray), val.view(np.ndarray)
+            short = f"the validation text has {len(val)} tokens, fewer than 2"
+            raise UserError(f"{short}: raise data.val_fraction or give more text in data.path")
+        self.training_ids, self.validation_ids = train.view(np.ndarray), val.view(np.ndarray)
         self._eos, self._pad = eos_id, 0 if pad_id is None else pad_id
         self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
@@ -86,18 +85,8 @@ class TokenStore:
     @property
     def val_bytes_per_token(self) -> float:
         """Bytes of validation text per counted target; bits per byte are a loss in nats / ln 2 / this number."""
-        crossings = 0 if self._eos is None else np.count_nonzero(self._val[:-1] == self._eos)
-        return float(self.val.bytes / (len(self._val) - 1 - crossings))
-
-    @property
-    def training_ids(self) -> np.ndarray:
-        """The training tokens in order, mapped from the disk."""
-        return self._train
-
-    @property
-    def validation_ids(self) -> np.ndarray:
-        """The validation tokens in order, mapped from the disk."""
-        return self._val
+        crossings = 0 if self._eos is None else np.count_nonzero(self.validation_ids[:-1] == self._eos)
+        return float(self.val.bytes / (len(self.validation_ids) - 1 - crossings))
 
     def batch(self, step: int) -> Batch:
         """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length]."""
@@ -107,7 +96,7 @@ class TokenStore:
         while len(starts) < self.batch_size:
             epoch += 1
             starts = np.concatenate([starts, self._starts(epoch)[: self.batch_size - len(starts)]])
-        windows = self._train[starts[:, None] + self._offsets_T1].astype(np.int32)
+        windows = self.training_ids[starts[:, None] + self._offsets_T1].astype(np.int32)
         return self._batch(np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:]))
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
@@ -117,12 +106,12 @@ class TokenStore:
           tokens: take only the first so many targets.
         """
         length = self.sequence_length
-        targets = min(len(self._val) - 1, len(self._val) if tokens is None else tokens)
+        targets = min(len(self.validation_ids) - 1, len(self.validation_ids) if tokens is None else tokens)
         size = batch_size * length
         for start in range(0, targets, size):
             count = min(size, targets - start)
             ids = np.full(size + 1, self._pad, np.int32)
-            ids[: count + 1] = self._val[start : start + count + 1]
+            ids[: count + 1] = self.validation_ids[start : start + count + 1]
             inputs, outputs = ids[:-1].copy(), ids[1:].copy()
             inputs[count:] = self._pad
             valid = np.arange(size) < count
@@ -144,7 +133,7 @@ class TokenStore:
             return known
         # Raw Philox words, and no np.random.Generator on top: only the words are promised to be the same in every NumPy.
         words = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.windows_per_epoch + 1)
-        slack = len(self._train) - 1 - self.windows_per_epoch * self.sequence_length
+        slack = len(self.training_ids) - 1 - self.windows_per_epoch * self.sequence_length
         starts = np.argsort(words[1:], kind="stable") * self.sequence_length + int(words[0]) % (slack + 1)
         # A new dict each time: another thread may be reading the old one.
         recent = dict(list(self._epochs.items())[1 - KEPT_EPOCHS :])

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,8 +33,7 @@ class Progress:
         return Progress(self.best_loss, self.best_step, self.evaluations_since_best + 1)
 
 
-@dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
     """A checkpoint in memory. `skipped` says for every newer step why it could not be read."""
 
     step: int
@@ -72,10 +71,8 @@ class Checkpoints:
 
     def save(self, step: int, state: State, progress: Progress, facts: dict[str, Any], val_loss: float | None) -> None:
         """Copies the state and returns; the writing goes on in the background. `val_loss` is that of this very step."""
-        arguments = self._orbax.args.Composite(
-            state=self._orbax.args.StandardSave(state._asdict()),
-            facts=self._orbax.args.JsonSave({**facts, "progress": asdict(progress)}),
-        )
+        args, record = self._orbax.args, facts | {"progress": asdict(progress)}
+        arguments = args.Composite(state=args.StandardSave(state._asdict()), facts=args.JsonSave(record))
         metrics = None if val_loss is None else {"val_loss": val_loss}
         self._guarded(lambda: self._manager.save(step, args=arguments, metrics=metrics, force=True))
 
@@ -113,9 +110,10 @@ class Checkpoints:
         self._manager.close()
 
     def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
-        arguments = self._orbax.args.Composite(
-            state=self._orbax.args.StandardRestore(_placed(abstract)._asdict()), facts=self._orbax.args.JsonRestore()
-        )
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where the arrays are restored to
+        placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
+        args = self._orbax.args
+        arguments = args.Composite(state=args.StandardRestore(placed._asdict()), facts=args.JsonRestore())
         restored = self._manager.restore(step, args=arguments)
         return State(**restored.state), dict(restored.facts)
 
@@ -129,9 +127,3 @@ class Checkpoints:
 def _val_loss(metrics: Any) -> float:
     value = float(metrics["val_loss"])
     return value if math.isfinite(value) else math.inf
-
-
-def _placed(abstract: State) -> State:
-    """The shapes with the device that they are restored to."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)

@@ -260,7 +260,9 @@ class _Trainer:
             self.console.sample(text, self.step)
 
     def _save(self) -> None:
-        """Sends this step to the disk; never one whose weights are NaN."""
+        """Sends this step to the disk, if it is not there; never one whose weights are NaN."""
+        if self.saved_step == self.step:
+            return
         with self.clock.paused():
             self._check_numbers(float(self.state.since_row[0]))
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
@@ -269,8 +271,7 @@ class _Trainer:
     def _stop_if_asked(self) -> None:
         if self.stop.signal is None:
             return
-        if self.saved_step != self.step:
-            self._save()
+        self._save()
         self.checkpoints.wait()
         self.console.note(f"stopped by a signal; step {self.step} is saved, --resume goes on from it")
         raise SystemExit(self.stop.exit_code)
@@ -283,12 +284,10 @@ class _Trainer:
                 plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png")
             except UserError as error:
                 self.console.note(f"no plot: {error}")
-        if self.saved_step != self.step:
-            self._save()
+        self._save()
         self.checkpoints.wait()
-        self.console.note(
-            f"finished at step {self.step}: best val_loss {self.progress.best_loss:.4f} at {self.progress.best_step}"
-        )
+        best = f"best val_loss {self.progress.best_loss:.4f} at {self.progress.best_step}"
+        self.console.note(f"finished at step {self.step}: {best}")
 
     def _summary(self) -> dict[str, Any]:
         sizes = {name: p.size for name, p in self.state.parameters.items()}
@@ -312,6 +311,6 @@ class _Trainer:
         notes = [f"{reason}: stepping back" for reason in restored.skipped] + check_facts(restored.facts, self.facts)
         for note in [*notes, f"resumed from step {restored.step}"]:
             self.console.note(note)
-        self.state, self.step, self.progress = restored.state, restored.step, restored.progress
-        self.saved_step = restored.step
+        self.state, self.progress = restored.state, restored.progress
+        self.step = self.saved_step = restored.step
         return True

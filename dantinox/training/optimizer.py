@@ -45,11 +45,6 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def is_matrix(shape: tuple[int, ...]) -> bool:
-    """Whether weight decay acts on a parameter: on all but the scales and biases of normalisations."""
-    return len(shape) >= 2
-
-
 def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
     """A hidden matrix as Muon sees it, (fan in, fan out), or None for what AdamW trains.
 
@@ -70,15 +65,11 @@ def optimizer(training: TrainingSection, steps: int) -> optax.GradientTransforma
         b1=training.beta1,
         b2=training.beta2,
         weight_decay=training.weight_decay,
-        mask=lambda parameters: {name: is_matrix(p.shape) for name, p in parameters.items()},
+        mask=lambda parameters: {name: p.ndim >= 2 for name, p in parameters.items()},  # no scales, no biases
     )
-    rule = adamw
-    if training.optimizer == "muon":
-        matrices = muon(lambda step: training.muon_lr * factor(step), training.weight_decay)
-        rule = _split(matrices, adamw)
-    if training.grad_clip == 0:
-        return rule
-    return optax.chain(optax.clip_by_global_norm(training.grad_clip), rule)
+    matrices = muon(lambda step: training.muon_lr * factor(step), training.weight_decay)
+    rule = _split(matrices, adamw) if training.optimizer == "muon" else adamw
+    return optax.chain(optax.clip_by_global_norm(training.grad_clip), rule) if training.grad_clip else rule
 
 
 def _split(matrices: optax.GradientTransformation, others: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -13,16 +13,7 @@ from dantinox.model.parameters import Parameters, blueprint
 from dantinox.run import load_weights, open_run
 
 # None of these has a part in what a step computes, but for `steps` and `epochs`, which stretch the schedule.
-FREE = {
-    "training.steps",
-    "training.epochs",
-    "training.eval_every",
-    "training.checkpoint_every",
-    "training.sample_every",
-    "training.sample_prompt",
-    "training.keep_last",
-    "training.patience",
-}
+FREE = ["steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience"]
 
 
 def resumed_config(saved: Config, given: Config) -> Config:
@@ -32,7 +23,7 @@ def resumed_config(saved: Config, given: Config) -> Config:
       UserError: another setting differs; the sentence names it with both values.
     """
     for key, (old, new) in differences(saved, given).items():
-        if key not in FREE and not key.startswith("logging."):
+        if not key.startswith("logging.") and key.removeprefix("training.") not in FREE:
             raise UserError(
                 f"{key} cannot change when a run is resumed: the run has {shown(old)}, got {shown(new)} "
                 "(only steps, intervals, the sample prompt and logging may differ)"
@@ -48,11 +39,10 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
 
 def run_facts(config: Config, fingerprint: str) -> dict[str, Any]:
     """What a checkpoint records about its origin."""
-    packages = ("jax", "flax", "optax", "orbax-checkpoint")
     return {
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
 
 

@@ -136,7 +136,7 @@ class Programs:
         self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train)
         self.memory: MemoryPlan = plan_memory(self.train, self.abstract)
 
-    def evaluate(self, parameters: Parameters, batch: Any) -> Sums:
+    def evaluate(self, parameters: Parameters, batch: Batch) -> Sums:
         """The summed losses of a validation batch of `eval_rows` rows."""
         return self._evaluate.result()(parameters, batch)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.cli import flags, measure
+from dantinox.cli import generate, measure
 from dantinox.cli.common import given_settings
 from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
 from dantinox.config.flags import Parser, add_config_flags, overrides
@@ -271,7 +271,7 @@ def test_wrong_flags(argv, sentence):
 
 
 def test_generate_has_the_flags_and_explain_which_keeps_no_cache_has_not():
-    options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=flags.generate)
+    options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=generate.generate_flags)
     assert given_settings(options) == {"kv_budget": 0.2}
     with pytest.raises(UserError, match="unknown flag --kv_budget"):
         given_flags("--run_dir", "r", "--kv_budget", "0.2", command=measure.explain_flags)

@@ -29,7 +29,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def parts(store: TokenStore) -> tuple[list[int], list[int]]:
-    return store._train.tolist(), store._val.tolist()
+    return store.training_ids.tolist(), store.validation_ids.tolist()
 
 
 BPE = train_tokenizer(TokenizerSection(tokenizer_type="bpe"), lambda: iter([TEXT]))
