@@ -90,8 +90,6 @@ def check_folder(path: str | Path, flag: str = "") -> None:
 
 def _sync_directory(path: Path) -> None:
     """Makes a rename inside `path` survive a power cut."""
-    if os.name != "posix":  # elsewhere a directory cannot be opened
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

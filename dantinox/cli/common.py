@@ -21,10 +21,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def given_prompt(options: argparse.Namespace) -> str:
     """The text of --prompt, or of standard input where that is -."""
     prompt: str = DEFAULT_PROMPT if options.prompt is None else options.prompt
-    return _stdin() if prompt == "-" else prompt
-
-
-def _stdin() -> str:
+    if prompt != "-":
+        return prompt
     if sys.stdin is None:
         raise UserError("--prompt - reads standard input, which is closed")
     try:

@@ -26,10 +26,8 @@ def train(options: argparse.Namespace) -> int:
         newest = newest_run()
         hint = f": the newest is {newest}" if newest else ", and there is none in runs/"
         raise UserError(f"--resume needs --run_dir to say which run to go on with{hint}")
-    path = options.config
-    if path is None:
-        saved = None if options.run_dir is None else options.run_dir / "config.yaml"
-        path = saved if options.resume and saved is not None and saved.is_file() else DEFAULT
+    saved = options.run_dir / "config.yaml" if options.resume else None
+    path = options.config or (saved if saved and saved.is_file() else DEFAULT)
     config = load_config(find_config(path), overrides(options))
     if options.print_config:
         print(dump_config(config), end="")

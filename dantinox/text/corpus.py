@@ -74,11 +74,9 @@ class Corpus:
         Raises:
           UserError: something that is not text, or content that no longer has the digest `expected`.
         """
-        total = hashlib.sha256()
-        document = -1
+        total, document = hashlib.sha256(), -1
         for source in self.sources:
-            one = _hash(source)
-            empty = True
+            one, empty = _hash(source), True
             field = self.text_field if source.content is None else FIELD
             for starts, text in _records(source, field, one) if source.records else _text(source, one):
                 empty = False
@@ -96,9 +94,7 @@ class Corpus:
         Raises:
           UserError: something that is not text, or no text but white space.
         """
-        digest = self.digest()
-        sizes = array("q")
-        blank = True
+        digest, sizes, blank = self.digest(), array("q"), True
         for document, text in self.pieces(digest):
             blank = blank and text.isspace()
             if document == len(sizes):

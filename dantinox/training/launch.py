@@ -77,9 +77,9 @@ def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
     config = resumed_config(saved, config)
     tokenizer = Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
-    if store is None and run.data.exists():
-        raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
     if store is None:
+        if run.data.exists():
+            raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
         _, store = prepare_data(config, run.data, tokenizer, _stages(console))
     elif has_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
