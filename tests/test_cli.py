@@ -349,7 +349,7 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--training.lr", "1"], ["unknown flag --training.lr"]),
         (["--low_entropy", "1"], ["router.low_entropy has no effect", "generation.strategy"]),
         (["--strategy", "entropy", "--typical", "0.5"], ["generation.typical cannot be used with generation.strategy entropy"]),
-        (["--strategy", "entropy", "--greedy"], ["generation.greedy", "nothing to choose"]),
+        (["--strategy", "entropy", "--greedy"], ["generation.strategy has no effect", "generation.greedy"]),
         (["--strategy", "entropy", "--router_preset", "calibrated"], ["measured on this model", "dantinox calibrate"]),
         (["--strategy", "entropy", "--clarify_token", "ab"], ["router.clarify_token", "one token", "2 tokens"]),
         (["--strategy", "entropy", "--clarify_token", "999"], ["router.clarify_token", "[0, 259)", "999"]),

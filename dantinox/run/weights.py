@@ -56,7 +56,7 @@ def load_weights(
         found = dict(_flat(_unpack(path, keep=fits)))
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
-    _compare(path, {name: (array.shape, array.dtype) for name, array in found.items()}, shapes)
+    _compare(path, found, shapes)
     if not fits:
         raise UserError(f"the weights {path} are damaged: {size} bytes, expected {total} and at most {overhead} around them")
     return {name: place(name, found.pop(name)) for name in shapes}
@@ -77,18 +77,19 @@ def _digest(path: Path, *state: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _compare(path: Path, found: dict[str, tuple[tuple[int, ...], np.dtype]], shapes: dict[str, tuple[int, ...]]) -> None:
+def _compare(path: Path, found: Mapping[str, np.ndarray], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises on the first parameter that is missing, too many, of another shape or not float32."""
     for name, shape in shapes.items():
         if name not in found:
             raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model has")
-        if found[name][0] != shape:
-            raise UserError(f"the weights {path} hold {name} with shape {found[name][0]}, this model has {shape}")
-        if found[name][1] != np.float32:
-            raise UserError(f"the weights {path} hold {name} as {found[name][1]}, expected float32")
-    for name in found:
+        array = found[name]
+        if array.shape != shape:
+            raise UserError(f"the weights {path} hold {name} with shape {array.shape}, this model has {shape}")
+        if array.dtype != np.float32:
+            raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected float32")
+    for name, array in found.items():
         if name not in shapes:
-            raise UserError(f"the weights {path} hold {on_one_line(name)} of shape {found[name][0]}, which this model has not")
+            raise UserError(f"the weights {path} hold {on_one_line(name)} of shape {array.shape}, which this model has not")
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,18 +146,17 @@ def _unpack(path: Path, keep: bool) -> dict[str, Any]:
         values = np.frombuffer(content, dtype=kind).reshape(shape)
         return values if keep else np.broadcast_to(np.zeros((), kind), values.shape)
 
-    with open(path, "rb") as file:
-        try:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                # The limits keep a forged header from asking for memory.
-                tree = msgpack.unpackb(content, ext_hook=array, raw=False, strict_map_key=True, max_array_len=0)
-            if not isinstance(tree, dict):
-                raise ValueError("no tree of parameters")
-            return _joined(tree)
-        except OSError:
-            raise
-        except Exception as error:  # whatever bytes from outside can cause
-            raise UserError(f"the weights {path} are damaged or no weights at all: {first_line(error)}") from None
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            # The limits keep a forged header from asking for memory.
+            tree = msgpack.unpackb(content, ext_hook=array, raw=False, strict_map_key=True, max_array_len=0)
+        if not isinstance(tree, dict):
+            raise ValueError("no tree of parameters")
+        return _joined(tree)
+    except OSError:
+        raise
+    except Exception as error:  # whatever bytes from outside can cause
+        raise UserError(f"the weights {path} are damaged or no weights at all: {first_line(error)}") from None
 
 
 def _joined(tree: Any) -> Any:
