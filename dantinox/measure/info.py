@@ -79,9 +79,9 @@ def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) ->
       Mean −ln p per target of each model, the mean square of the difference of their logits (both with mean zero per
       position), and how many targets were counted.
     """
-    total = sum(np.asarray(_sums(model, other, jax.tree.map(jnp.asarray, batch)), np.float64) for batch in batches)
-    *sums, targets = np.asarray(total).tolist()
-    return [*(number / targets for number in sums), targets]
+    sums = [np.asarray(_sums(model, other, jax.tree.map(jnp.asarray, batch)), np.float64) for batch in batches]
+    *found, targets = np.sum(sums, axis=0)
+    return [*(number / targets for number in found), targets]
 
 
 @nnx.jit(graph_updates=False)
