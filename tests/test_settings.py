@@ -178,20 +178,21 @@ def started(config):
     return [leaf.tolist() for leaf in jax.tree.leaves(initial_state(config, config.architecture(17), 3))]
 
 
-@pytest.fixture
-def corpora(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """A folder with corpora and a tokenizer."""
+    folder = tmp_path_factory.mktemp("corpora")
     lines = [f"nel mezzo del cammin {i} di nostra vita mi ritrovai {i * i} per una selva oscura\n" for i in range(400)]
-    Path("a.txt").write_text("".join(lines))
-    Path("b.txt").write_text("".join(lines)[::-1])
-    Path("c.jsonl").write_text('{"text": "nel mezzo", "body": "di nostra vita"}\n' * 300)
-    tokenizer, _ = prepare_data(build_config({}, {**SMALL, "data.path": "b.txt"}), tmp_path / "t")
-    Path("t.json").write_text(tokenizer.to_json())
-    return tmp_path
+    (folder / "a.txt").write_text("".join(lines))
+    (folder / "b.txt").write_text("".join(lines)[::-1])
+    (folder / "c.jsonl").write_text('{"text": "nel mezzo", "body": "di nostra vita"}\n' * 300)
+    tokenizer, _ = prepare_data(build_config({}, {**SMALL, "data.path": str(folder / "b.txt")}), folder / "t")
+    (folder / "t.json").write_text(tokenizer.to_json())
+    return folder
 
 
 @pytest.mark.parametrize("key", [key for key in FIELDS if key not in NOT_HERE])
-def test_a_setting_changes_something(key, corpora):
+def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
     if section in ("kv", "logging") or name in (*LOOP, *REQUEST):
@@ -206,7 +207,8 @@ def test_a_setting_changes_something(key, corpora):
     if section in ("model", "moe", "attention"):
         assert before.architecture(17) != after.architecture(17)
     elif section in ("tokenizer", "data"):
-        assert written(before, corpora / "before") != written(after, corpora / "after")
+        monkeypatch.chdir(corpora)
+        assert written(before, tmp_path / "before") != written(after, tmp_path / "after")
     elif section == "training":
         if key == "training.seed":
             assert started(before) != started(after)
