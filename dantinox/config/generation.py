@@ -1,6 +1,6 @@
 """How a token is chosen: the keys of the `generation` section, the orders steps may run in, and what contradicts itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
@@ -157,35 +157,30 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
     return tuple(step for name in names for step in (STEERED if name == "mirostat" else (str(name),)))
 
 
-def generation_conflicts(g: GenerationSection) -> list[tuple[bool, str]]:
-    """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
-    on = steps_on(g)
+def generation_conflicts(g: GenerationSection) -> Iterator[str]:
+    """A sentence for each rule across keys of the section that is broken."""
+    on, greedy = steps_on(g), g.greedy or g.temperature < GREEDY_BELOW
+    for key in ("stop", "dry_breakers"):
+        if "" in getattr(g, key):
+            yield f"generation.{key} must not hold an empty string"
     try:
-        order, wrong_order = order_of(g), ""
+        order = order_of(g)
     except ValueError as error:
-        order, wrong_order = PRESETS["default"], str(error)
-    greedy = g.greedy or g.temperature < GREEDY_BELOW
+        yield str(error)
+        return
     off = on - {*EDITS, *order} - ({"temperature"} if greedy else set())
     lacking = sorted({f"generation.{key}" for name in off for key, on_for in STEPS[name].on.items() if on_for(getattr(g, key))})
-    whose = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
-    whose = "generation.strategy entropy" if g.strategy == "entropy" else whose
-    them = "it" if len(lacking) == 1 else "them"
-    return [
-        ("" in g.stop, "generation.stop must not hold an empty string"),
-        ("" in g.dry_breakers, "generation.dry_breakers must not hold an empty string"),
-        (bool(wrong_order), wrong_order),
-        (
-            bool(lacking),
-            f"{' and '.join(lacking)} cannot be used with {whose}, which has no such step: "
-            f"leave {them} out or switch {them} off",
-        ),
-        (
-            g.dynatemp_low > g.dynatemp_high,
-            f"generation.dynatemp_low must be at most generation.dynatemp_high, got {g.dynatemp_low:g} and {g.dynatemp_high:g}",
-        ),
-        (
-            {"temperature", "dynamic_temperature"} <= on and not greedy,
+    if lacking:
+        whose = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
+        whose = "generation.strategy entropy" if g.strategy == "entropy" else whose
+        them = "it" if len(lacking) == 1 else "them"
+        keys = " and ".join(lacking)
+        yield f"{keys} cannot be used with {whose}, which has no such step: leave {them} out or switch {them} off"
+    low, high = g.dynatemp_low, g.dynatemp_high
+    if low > high:
+        yield f"generation.dynatemp_low must be at most generation.dynatemp_high, got {low:g} and {high:g}"
+    if {"temperature", "dynamic_temperature"} <= on and not greedy:
+        yield (
             "generation.temperature and generation.dynatemp_high both set the temperature: leave temperature at 1, "
-            f"got {g.temperature:g}",
-        ),
-    ]
+            f"got {g.temperature:g}"
+        )

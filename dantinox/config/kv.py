@@ -3,6 +3,7 @@
 As flags and as keyword arguments the keys are called `kv_budget`, `kv_policy` and so on.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -78,13 +79,12 @@ class KVSection(Section):
         return self.has_budget and (self.signal != "uniform" or self.decays_by_entropy)
 
 
-def kv_conflicts(kv: KVSection) -> list[tuple[bool, str]]:
-    """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
-    return [
-        (
-            kv.budget is not None and kv.budget_tokens is not None,
+def kv_conflicts(kv: KVSection) -> Iterator[str]:
+    """A sentence for each rule across keys of the section that is broken."""
+    if kv.budget is not None and kv.budget_tokens is not None:
+        yield (
             "kv.budget and kv.budget_tokens both say how many slots are kept: give one of them, "
-            f"got {kv.budget} and {kv.budget_tokens}",
-        ),
-        (kv.pool % 2 == 0, f"kv.pool must be odd, got {kv.pool}"),
-    ]
+            f"got {kv.budget} and {kv.budget_tokens}"
+        )
+    if kv.pool % 2 == 0:
+        yield f"kv.pool must be odd, got {kv.pool}"

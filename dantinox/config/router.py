@@ -5,7 +5,7 @@ top_k and min_p that the router starts from. The formulas stand in `dantinox.sam
 entropix guide.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from math import inf
 from typing import Annotated, Any, Literal
@@ -208,14 +208,10 @@ def forcing(strategy: str) -> dict[str, float]:
     raise ValueError(f"no strategy is called {strategy}: they are {', '.join(STRATEGIES)}")
 
 
-def router_conflicts(r: RouterSection) -> list[tuple[bool, str]]:
-    """Every rule that spans keys of the section: (is it broken, the sentence that says so)."""
+def router_conflicts(r: RouterSection) -> Iterator[str]:
+    """A sentence for each rule across keys of the section that is broken."""
     numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
-    pairs = [(f"{name}_min", f"{name}_max") for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p")]
-    return [
-        (
-            numbers[low] > numbers[high],
-            f"router.{low} must be at most router.{high}, got {numbers[low]:g} and {numbers[high]:g}",
-        )
-        for low, high in pairs
-    ]
+    for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p"):
+        low, high = numbers[f"{name}_min"], numbers[f"{name}_max"]
+        if low > high:
+            yield f"router.{name}_min must be at most router.{name}_max, got {low:g} and {high:g}"

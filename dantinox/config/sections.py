@@ -245,70 +245,46 @@ class Config(Section):
 
     def conflicts(self) -> Iterator[str]:
         """A sentence for each rule across settings that is broken."""
-        return (sentence for broken, sentence in self._conflicts() if broken)
-
-    def _conflicts(self) -> list[tuple[bool, str]]:
-        """Every rule that spans settings: (is it broken, the sentence that says so)."""
-        m, a, t, d, k = self.model, self.attention, self.training, self.data, self.tokenizer
+        m, a, t, d, k, log = self.model, self.attention, self.training, self.data, self.tokenizer, self.logging
         kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
         positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
-        return [
-            (
-                self.moe.use_moe or d.streaming or d.dataset_source != "local",
+        if self.moe.use_moe or d.streaming or d.dataset_source != "local":
+            yield (
                 "this version has no experts and no remote data sets: moe.use_moe must be false, data.dataset_source local and "
-                "data.streaming false, with the corpus on disk at data.path",
-            ),
-            (
-                m.head_size is None and m.dim % m.n_heads != 0,
-                f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}",
-            ),
-            (
-                m.n_heads % kv_heads != 0,
-                f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}",
-            ),
-            (
-                a.use_rotary_pos and head_size % 2 == 1,
-                f"model.head_size must be even with attention.use_rotary_pos, got {head_size}",
-            ),
-            (
-                a.absolute_pos and m.dim % 2 == 1,
-                f"model.dim must be even with attention.absolute_pos, got {m.dim}",
-            ),
-            (
-                m.hidden_dim is not None and self.moe.expansion is not None,
-                "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them",
-            ),
-            (
-                len(positions) > 1,
-                f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false",
-            ),
-            (
-                a.sliding_window and a.context_window is None,
-                "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null",
-            ),
-            (len(a.layer_types) == 0, "attention.layer_types must name at least one of sliding, full, got []"),
-            (
-                t.batch_size % t.grad_accum != 0,
-                f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}",
-            ),
-            (
-                t.steps is not None and t.warmup_steps > t.steps,
-                f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}",
-            ),
-            (
-                k.tokenizer_type == "file" and k.tokenizer_path is None,
-                "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file",
-            ),
-            (d.path == (), "data.path must name at least one file, got []"),
-            (
-                len({self.logging.log_file, self.logging.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2,
+                "data.streaming false, with the corpus on disk at data.path"
+            )
+        if m.head_size is None and m.dim % m.n_heads:
+            yield f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
+        if m.n_heads % kv_heads:
+            yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
+        if a.use_rotary_pos and head_size % 2:
+            yield f"model.head_size must be even with attention.use_rotary_pos, got {head_size}"
+        if a.absolute_pos and m.dim % 2:
+            yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
+        if m.hidden_dim is not None and self.moe.expansion is not None:
+            yield "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them"
+        if len(positions) > 1:
+            yield f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false"
+        if a.sliding_window and a.context_window is None:
+            yield "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null"
+        if not a.layer_types:
+            yield "attention.layer_types must name at least one of sliding, full, got []"
+        if t.batch_size % t.grad_accum:
+            yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
+        if t.steps is not None and t.warmup_steps > t.steps:
+            yield f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}"
+        if k.tokenizer_type == "file" and k.tokenizer_path is None:
+            yield "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file"
+        if d.path == ():
+            yield "data.path must name at least one file, got []"
+        if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:
+            yield (
                 "logging.log_file and logging.summary_file must differ from each other and from "
-                f"{', '.join(RUN_FILES)}, got {self.logging.log_file} and {self.logging.summary_file}",
-            ),
-            *generation_conflicts(self.generation),
-            *router_conflicts(self.router),
-            *kv_conflicts(self.kv),
-        ]
+                f"{', '.join(RUN_FILES)}, got {log.log_file} and {log.summary_file}"
+            )
+        yield from generation_conflicts(self.generation)
+        yield from router_conflicts(self.router)
+        yield from kv_conflicts(self.kv)
 
     def architecture(self, vocab_size: int) -> ModelConfig:
         """The resolved architecture for a vocabulary of `vocab_size` tokens."""
