@@ -1,5 +1,6 @@
 """What tests of several rooms use: a run directory to generate from."""
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ OPTIMISED = {}
 if sys.version_info < (3, 12):  # the jax of newer Pythons knows one way to emit fusions
     CHEAP["xla_cpu_use_fusion_emitters"], OPTIMISED["xla_cpu_use_fusion_emitters"] = "false", True
 os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in CHEAP.items()), os.environ.get("XLA_FLAGS", "")])
+
+gc.set_threshold(100_000, 50, 50)  # tracing makes objects by the million: an eighth of the time went into looking through them
 
 CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per character
 
