@@ -1,6 +1,10 @@
 """What a person sees: the console, the metric files, the plots. It decides nothing."""
 
-from dantinox.report.console import Console, open_console
+import os
+import sys
+from typing import TextIO
+
+from dantinox.report.console import Console
 from dantinox.report.metrics import MetricsLog, read_csv, read_jsonl
 from dantinox.report.plots import plot_loss
 from dantinox.report.tables import human_bytes, human_count, table
@@ -8,3 +12,13 @@ from dantinox.report.tables import human_bytes, human_count, table
 __all__ = [
     "Console", "MetricsLog", "human_bytes", "human_count", "open_console", "plot_loss", "read_csv", "read_jsonl", "table",
 ]  # fmt: skip
+
+
+def open_console(stream: TextIO | None = None) -> Console:
+    """A live display where `stream` (default: stderr) is a terminal that can move its cursor, plain lines where not."""
+    stream = stream or sys.stderr
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        from dantinox.report.live import LiveConsole  # rich takes 60 ms to import
+
+        return LiveConsole(stream)
+    return Console(stream)

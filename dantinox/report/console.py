@@ -1,7 +1,6 @@
 """What a person sees while a run trains: a live display at a terminal, plain lines everywhere else. All of it on stderr."""
 
 import os
-import sys
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -9,16 +8,6 @@ from typing import Any, TextIO
 from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
-
-
-def open_console(stream: TextIO | None = None) -> "Console":
-    """A live display where `stream` (default: stderr) is a terminal that can move its cursor, plain lines where not."""
-    stream = stream or sys.stderr
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
-        from dantinox.report.live import LiveConsole  # rich takes 60 ms to import
-
-        return LiveConsole(stream)
-    return Console(stream)
 
 
 class Console:

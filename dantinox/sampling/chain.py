@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import dantinox.sampling.history as history
+import dantinox.sampling.steps as steps
 from dantinox.config.generation import GREEDY_BELOW, ROUTED
 from dantinox.config.steps import EDITS, PENALTIES, STEERED, STEPS
-from dantinox.sampling import history, steps
 from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n, draws_behind, guide_score
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.params import SamplingParams

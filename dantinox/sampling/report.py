@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.sampling import steps
 from dantinox.sampling.candidates import Candidates
 from dantinox.sampling.router import AttentionMetrics, Route, logit_metrics
+from dantinox.sampling.steps import finite_max
 
 
 class Routed(NamedTuple):
@@ -76,6 +76,6 @@ def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Ar
 
 def _logprobs(logits_V: Array, some: Array) -> Array:
     """ln softmax of some of the logits; -inf in an empty row."""
-    largest = steps.finite_max(logits_V)
+    largest = finite_max(logits_V)
     mass = jnp.sum(jnp.exp(logits_V - largest))
     return jnp.where(mass > 0, some - largest - jnp.log(mass), -jnp.inf)

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.config.steps import STEPS
-from dantinox.sampling import steps
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.steps import Rest
+from dantinox.sampling.steps import FARTHEST, Rest, entropy, finite_max, log_mass
 
 WINDOW = 256
 SMALL_VOCABULARY = 4096  # up to here the whole row is as fast
@@ -121,8 +120,8 @@ def in_window(run: Runner, names: Sequence[str], logits_BV: Array, context: Cont
             # `lax.top_k` tells 0 from -0: a window that ends in zeros may not hold the first of them.
             closed_B = (y_BK[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
             if STEPS[name].cuts == "typical":  # this order is the logits' one only where tokens surprise more than the mean
-                surprise_B = jax.vmap(steps.log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
-                closed_B &= surprise_B >= jax.vmap(steps.entropy)(x_BK, rest)
+                surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
+                closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
             failed_B |= touched_B & ~closed_B
             open_B &= ~(touched_B & closed_B)
             rest = Rest(*(jnp.where(open_B, part_B, 0) for part_B in rest))
@@ -138,11 +137,11 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
     # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
     values_BK, ids_BK = lax.optimization_barrier(lax.top_k(logits_BV, WINDOW))
     ids_BK, values_BK = lax.sort((ids_BK, values_BK), dimension=1, num_keys=1)
-    M_B1 = jax.vmap(steps.finite_max)(logits_BV)[:, None]
+    M_B1 = jax.vmap(finite_max)(logits_BV)[:, None]
 
     def sums(x_BN: Array) -> Rest:
         alive_BN = x_BN > -jnp.inf
-        d_BN = jnp.where(alive_BN, jnp.maximum(x_BN - M_B1, steps.FARTHEST), 0)
+        d_BN = jnp.where(alive_BN, jnp.maximum(x_BN - M_B1, FARTHEST), 0)
         weights_BN = jnp.where(alive_BN, jnp.exp(d_BN), 0)
         parts = weights_BN, weights_BN * d_BN, alive_BN.astype(jnp.float32), d_BN, d_BN**2
         return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))

@@ -7,7 +7,8 @@ import sys
 import pytest
 from rich.console import Console as Screen
 
-from dantinox.report.console import Console, headline, open_console, printable
+from dantinox.report import open_console
+from dantinox.report.console import Console, headline, printable
 from dantinox.report.live import LiveConsole
 from dantinox.report.tables import human_bytes, human_count, human_time, table
 
