@@ -544,15 +544,23 @@ def test_the_control_has_the_shares_that_its_pattern_showed():
 
 
 @pytest.mark.slow
+def test_random_strategies_have_the_routers_shares(toy):
+    record = asdict(evaluate_sampling(toy, methods=["router_calibrated", "router_random"], **LITTLE))
+    assert [method["name"] for method in record["methods"]] == ["human", "router_calibrated", "router_random"]
+    assert sum(record["shares"].values()) == pytest.approx(1) and list(record["shares"]) == list(STRATEGIES)
+    assert len(record["comparisons"]) == 1
+    run, forced = load(toy), {name: float(name == "explore") for name in STRATEGIES}
+    prompts = ["ab cd ef gh"] * 3
+    assert write(run, prompts, METHODS["router_random"].settings, 16, seed=1, shares=forced, report=True).shares == forced
+
+
+@pytest.mark.exhaustive
 def test_all_methods_together(toy):
     record = asdict(evaluate_sampling(toy, **LITTLE))
     assert [method["name"] for method in record["methods"]] == ["human", *METHODS]
     assert sum(record["shares"].values()) == pytest.approx(1) and list(record["shares"]) == list(STRATEGIES)
     assert len(record["comparisons"]) == 6
     assert {method["name"] for method in record["methods"] if method["tok_per_s"] is None} == {"human", "router_random"}
-    run, forced = load(toy), {name: float(name == "explore") for name in STRATEGIES}
-    prompts = ["ab cd ef gh"] * 3
-    assert write(run, prompts, METHODS["router_random"].settings, 16, seed=1, shares=forced, report=True).shares == forced
 
 
 def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
