@@ -8,7 +8,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 .PHONY: help demo test test-all test-browser lint schema clean
 
 help:
-	@echo "make demo          train a small model on this machine's own Python sources, then write with it (about 3 minutes)"
+	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
 	@echo "make test          the tests (about 8 minutes on two cores)"
 	@echo "make test-all      the same, and what takes minutes"
 	@echo "make test-browser  the trace page in chromium"
@@ -18,7 +18,7 @@ help:
 
 demo: $(VENV)/.plot
 	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
-	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "def "
+	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, " --n 2
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile

@@ -44,8 +44,8 @@ def main() -> None:
 
     from dantinox.config import ModelConfig
     from dantinox.generation import prepare
-    from dantinox.generation.prepare import weight_bytes
-    from dantinox.generation.session import Session
+    from dantinox.generation.loop import Session
+    from dantinox.generation.weights import weight_bytes
     from dantinox.model import Transformer
     from dantinox.sampling import SamplingParams
 

@@ -35,7 +35,7 @@ from dantinox.config.kv import KVSection
 from dantinox.generation import prepare
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.session import Session, bucket
+from dantinox.generation.loop import Session, bucket
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed, Group
 from dantinox.run import KVCalibration

@@ -98,7 +98,7 @@ def length(o: argparse.Namespace) -> int:
 
 
 def session(o: argparse.Namespace, model: Any, batch: int, case: str, report: int | None = None) -> Any:
-    from dantinox.generation.session import Session
+    from dantinox.generation.loop import Session
     from dantinox.sampling import SamplingParams
 
     ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
@@ -152,7 +152,7 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
     import jax.numpy as jnp
 
     from dantinox.generation.decode import _generate_toks
-    from dantinox.generation.session import bucket
+    from dantinox.generation.loop import bucket
     from dantinox.model import make_cache
     from dantinox.sampling import SamplingParams
 

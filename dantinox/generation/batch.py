@@ -9,8 +9,8 @@ import numpy as np
 from dantinox.config import Config, GenerationSection, KVSection
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import CHUNK
+from dantinox.generation.loop import Chunk, Session, clamp_to_context, slots_needed
 from dantinox.generation.result import Result
-from dantinox.generation.session import Chunk, Session, clamp_to_context, slots_needed
 from dantinox.generation.stopping import StopFinder
 from dantinox.generation.trace import changed_settings, columns, router_numbers
 from dantinox.generation.words import stop_token_ids

@@ -1,4 +1,4 @@
-"""The compiled core of decoding, `_generate_toks`; `session.Session` calls it chunk by chunk.
+"""The compiled core of decoding, `_generate_toks`; `loop.Session` calls it chunk by chunk.
 
 Everything a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling numbers. So rows
 of different length and different settings share one compiled program.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.prepare import NARROW_ROWS, widen
+from dantinox.generation.weights import NARROW_ROWS, widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.router import AttentionMetrics, combine, layer_attention

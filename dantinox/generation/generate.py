@@ -11,8 +11,8 @@ import numpy as np
 
 from dantinox.config import Config, KVSection, UserError, overlay
 from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
-from dantinox.generation.prepare import with_head_order
-from dantinox.generation.session import Session, clamp_to_context, slots_needed
+from dantinox.generation.loop import Session, clamp_to_context, slots_needed
+from dantinox.generation.weights import with_head_order
 from dantinox.model import Transformer
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration
 from dantinox.sampling import SamplingParams

@@ -11,8 +11,8 @@ import jax
 from dantinox.config import Config, KVSection, UserError, overlay
 from dantinox.generation.batch import Batch, Request
 from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
-from dantinox.generation.prepare import HeadOrder, prepare, with_head_order
 from dantinox.generation.result import Result
+from dantinox.generation.weights import HeadOrder, prepare, with_head_order
 from dantinox.generation.words import sampling_params, seeded
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint

@@ -13,7 +13,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.config.router import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
-from dantinox.generation.prepare import widen
+from dantinox.generation.weights import widen
 from dantinox.measure.reading import batches, read_text, stored
 from dantinox.model import Transformer
 from dantinox.run import open_run, save_router_calibration, weights_digest

@@ -12,7 +12,7 @@ from flax import nnx
 
 from dantinox.config import ModelConfig
 from dantinox.generation.budgets import UNIT
-from dantinox.generation.prepare import widen
+from dantinox.generation.weights import widen
 from dantinox.measure.reading import batches, positions_of
 from dantinox.model import KVCache, Transformer
 from dantinox.model.attention import attention, visible

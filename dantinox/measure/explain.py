@@ -16,8 +16,8 @@ from dantinox.config.router import EVERY, STRATEGIES
 from dantinox.config.steps import NUMBERS, STEPS
 from dantinox.generation import Run
 from dantinox.generation.decode import attention_of, probe_of
-from dantinox.generation.prepare import widen
-from dantinox.generation.session import bucket, clamp_to_context
+from dantinox.generation.loop import bucket, clamp_to_context
+from dantinox.generation.weights import widen
 from dantinox.generation.words import seeded
 from dantinox.measure.reading import positions_of
 from dantinox.model import Transformer

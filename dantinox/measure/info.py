@@ -12,7 +12,7 @@ from flax import nnx
 
 from dantinox.config import Config
 from dantinox.generation import Run, load, prepare
-from dantinox.generation.prepare import WEIGHTS, weight_bytes, widen
+from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv

@@ -15,8 +15,8 @@ from dantinox.config import Config, UserError, settings_of
 from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import Run
 from dantinox.generation.decode import CHUNK
+from dantinox.generation.loop import Chunk, Session
 from dantinox.generation.run import load_model
-from dantinox.generation.session import Chunk, Session
 from dantinox.measure.reading import batches, padded, positions_of
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run

@@ -15,8 +15,8 @@ from dantinox.config import KVSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.prepare import widen
-from dantinox.generation.session import Session
+from dantinox.generation.loop import Session
+from dantinox.generation.weights import widen
 from dantinox.measure.eviction import divergence, read_limited, rows_at_once
 from dantinox.measure.reading import batches, positions_of
 from dantinox.model import KVCache, Transformer, make_cache

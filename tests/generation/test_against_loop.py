@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.session import Session
+from dantinox.generation.loop import Session
 from dantinox.sampling import SamplingParams
 
 from . import builder

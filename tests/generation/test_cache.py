@@ -106,7 +106,7 @@ def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
 
 
 def test_the_cache_is_as_long_as_the_request_not_as_the_context():
-    from dantinox.generation.session import Session
+    from dantinox.generation.loop import Session
     from dantinox.sampling import SamplingParams
 
     model = builder.model(builder.config(max_context=4096, windows=(None, 8)))

@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.generation import decode, generate
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.session import Session, bucket
+from dantinox.generation.loop import Session, bucket
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams
 

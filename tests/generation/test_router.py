@@ -14,7 +14,7 @@ from dantinox.config import UserError
 from dantinox.config.generation import ROUTED
 from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.session import Session
+from dantinox.generation.loop import Session
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
 from dantinox.sampling.candidates import best_of_n, guide_score

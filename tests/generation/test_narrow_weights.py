@@ -9,8 +9,8 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.generation import generate, prepare
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.prepare import weight_bytes
-from dantinox.generation.session import Session
+from dantinox.generation.loop import Session
+from dantinox.generation.weights import weight_bytes
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
 from dantinox.sampling import SamplingParams
