@@ -142,6 +142,6 @@ def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Confi
     config = overlay(base, settings, "command line")
     if options.prompt_file is None:
         return [(given_prompt(options), config)]
-    from dantinox.generation.requests import read_requests
+    from dantinox.generation.prompt_file import read_prompts
 
-    return read_requests(options.prompt_file, settings, base)
+    return read_prompts(options.prompt_file, settings, base)

@@ -191,8 +191,9 @@ def merge(
     except ValidationError as error:
         raise UserError(_sentence(error, where, source)) from None
     unused = idle(config)
-    for key in unused.keys() & changes.keys():
-        raise UserError(f"{key} has no effect {unused[key]}{_place(key, where, source)}")
+    for key, reason in unused.items():
+        if key in changes:
+            raise UserError(f"{key} has no effect {reason}{_place(key, where, source)}")
     for problem in without(config, unused).conflicts():
         named = [key for key in re.findall(r"[a-z]+\.[a-z_]+", problem) if key in FIELDS]
         place = next((where[key] for key in named if key in where), source)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from dantinox.config.base import CountOrZero, Needs, Section, Seed, Strings, field
+from dantinox.config.base import CountOrZero, Section, Seed, Strings, field
+from dantinox.config.needs import Needs
 from dantinox.config.steps import CHAIN, EDITS, PENALTIES, SETTINGS, STEERED, STEPS, Tokens, declared, is_digits
 
 GREEDY_BELOW = 1e-5  # a temperature

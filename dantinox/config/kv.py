@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, Needs, Section, field, given
+from dantinox.config.base import Count, CountOrZero, Fraction, Section, field
+from dantinox.config.needs import Needs, given
 
 Policy = Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
 Signal = Literal["uniform", "entropy", "coverage", "loss"]

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, Needs, NonNegative, Section, field, given
+from dantinox.config.base import Count, CountOrZero, Fraction, NonNegative, Section, field
+from dantinox.config.needs import Needs, given
 from dantinox.files import UserError
 
 Threshold = NonNegative | None

@@ -18,19 +18,17 @@ from dantinox.config.base import (
     CountOrZero,
     FileName,
     Fraction,
-    Needs,
     NonNegative,
     Positive,
     Section,
     Seed,
     as_tuple,
     field,
-    given,
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
 from dantinox.config.kv import KVSection, kv_conflicts
+from dantinox.config.needs import Needs, given, idle_among
 from dantinox.config.router import RouterSection, router_conflicts
-from dantinox.files import shown
 
 # Names in a run directory that its own files bear.
 RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json")
@@ -326,45 +324,22 @@ SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in 
 FIELDS: dict[str, FieldInfo] = {
     f"{section}.{name}": field for section, kind in SECTIONS.items() for name, field in kind.model_fields.items()
 }
+DEFAULTS = {key: field.default for key, field in FIELDS.items()}
+NEEDS = {
+    key: (*SECTIONS[key.partition(".")[0]].needs, *(mark for mark in field.metadata if isinstance(mark, Needs)))
+    for key, field in FIELDS.items()
+}
 
 
 def flat(config: Config, changed: bool = False) -> dict[str, Any]:
     """Dotted path → value of every setting, or of those that are `changed` from their default."""
     values = {key: getattr(getattr(config, section), name) for key in FIELDS for section, _, name in [key.partition(".")]}
-    return {key: value for key, value in values.items() if not changed or value != FIELDS[key].default}
+    return {key: value for key, value in values.items() if not changed or value != DEFAULTS[key]}
 
 
 def idle(config: Config) -> dict[str, str]:
-    """The settings, other than their default, that change nothing beside the others: dotted path → while what is so.
-
-    What has no effect itself counts as its default for those that need it.
-    """
-    values = flat(config)
-    reasons: dict[str, str] = {}
-
-    def value_of(key: str) -> Any:
-        return FIELDS[key].default if reason(key) else values[key]
-
-    def reason(key: str) -> str:
-        if key not in reasons:
-            needs = (
-                *SECTIONS[key.partition(".")[0]].needs,
-                *(mark for mark in FIELDS[key].metadata if isinstance(mark, Needs)),
-            )
-            missing = next((need for need in needs if not need.met(value_of)), None)
-            reasons[key] = "" if missing is None else because(missing)
-        return reasons[key]
-
-    def because(need: Needs) -> str:
-        others = dict.fromkeys(key for key, _ in need.others)
-        root = next((reason(key) for key in others if reason(key) and values[key] != FIELDS[key].default), "")
-        return root or "while " + " and ".join(f"{key} is {worded(values[key])}" for key in others)
-
-    return {key: reason(key) for key in flat(config, changed=True) if reason(key)}
-
-
-def worded(value: Any) -> str:
-    return value if isinstance(value, str) and value else shown(value)
+    """The settings that were set and have no effect: dotted path → while what is so."""
+    return idle_among(flat(config), DEFAULTS, NEEDS)
 
 
 def without(config: Config, keys: Iterable[str]) -> Config:
@@ -372,7 +347,7 @@ def without(config: Config, keys: Iterable[str]) -> Config:
     defaults: dict[str, dict[str, Any]] = {}
     for key in keys:
         section, _, name = key.partition(".")
-        defaults.setdefault(section, {})[name] = FIELDS[key].default
+        defaults.setdefault(section, {})[name] = DEFAULTS[key]
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in defaults.items()}
     )

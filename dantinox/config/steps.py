@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from dantinox.config.base import Count, CountOrZero, Finite, Fraction, Needs, NonNegative, Positive, as_tuple
+from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, as_tuple
+from dantinox.config.needs import Needs
 
 TINY = 1.1754943508222875e-38  # the smallest normal float32
 

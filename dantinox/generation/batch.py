@@ -1,4 +1,4 @@
-"""Requests decoded together: prompts become rows, tokens become text, and each row ends where it should."""
+"""Requests decoded together: token ids become the rows of a batch, new tokens text, and each row ends where it should."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

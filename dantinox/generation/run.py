@@ -1,4 +1,4 @@
-"""Text in, text out: `load` a run directory, `generate` or `stream` from it."""
+"""Text in, text out: `load` a run directory; `generate` or `stream` makes token ids of a prompt and text of what follows."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
-# The same for all rows of a batch, with router.use_attention and all of kv.
 PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
+# The same for all rows of a batch, with router.use_attention and all of kv.
 SHARED = ("use_cache", "weights", "n", *sampling.SHARED)
 
 
@@ -72,7 +72,7 @@ class Run:
           logprobs: report log-probabilities and this many alternatives per token.
           echo: with `logprobs`, report the prompt's tokens too.
           score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`: the entropy router's candidates are really drawn, and
-            the one that scores highest is taken (`dantinox.sampling.candidates.guide_score` is the guide's own score).
+            the one that scores highest is taken (`dantinox.sampling.best_of_n.guide_score` is the guide's own score).
           show_candidates: with `logprobs`, report the candidates of the entropy router too; the text stays the same.
           settings: keys of the sections `generation`, `router` and `kv` (`kv_budget` and so on); they win over the run's own.
 

@@ -13,7 +13,7 @@ import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
 from dantinox.config.generation import GREEDY_BELOW, ROUTED
 from dantinox.config.steps import EDITS, PENALTIES, STEERED, STEPS
-from dantinox.sampling.candidates import Candidates, best_candidate, best_of_n, draws_behind, guide_score
+from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, draws_behind, guide_score
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import Routed, StepInfo, step_info
@@ -24,6 +24,12 @@ from dantinox.sampling.window import Context, run_cuts
 
 ON_GREEDY = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    name: function
+    for room in (steps, history)
+    for name, function in vars(room).items()
+    if getattr(function, "__module__", None) == room.__name__
+}
 
 
 class SampleInfo(NamedTuple):
@@ -219,8 +225,7 @@ def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
         parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
     read = {parameter: READS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
-    function = step.function or name
-    changed_N = getattr(history if hasattr(history, function) else steps, function)(x_N, **arguments, **read, **known)
+    changed_N = FUNCTIONS[step.function or name](x_N, **arguments, **read, **known)
     return jnp.where(row.params.on[name], changed_N, x_N)
 
 

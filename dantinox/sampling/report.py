@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.sampling.candidates import Candidates
+from dantinox.sampling.best_of_n import Candidates
 from dantinox.sampling.router import AttentionMetrics, Route, logit_metrics
 from dantinox.sampling.steps import finite_max
 

@@ -1,4 +1,6 @@
-"""The steps that scale a row of logits or cut it down: pure functions `f(logits_V, numbers…) -> logits_V`, float32.
+"""The functions of the steps that scale a row of logits or cut it down: pure, `f(logits_V, numbers…) -> logits_V`, float32.
+
+The table of all steps is `dantinox.config.steps.STEPS`; those that read the text so far are in `dantinox.sampling.history`.
 
 A removed token is -inf, a kept logit comes back bit for bit. A mask never empties a row: the first token in canonical order
 (logit descending, ties by ascending id) survives. A disabled number returns the row unchanged by an explicit branch.

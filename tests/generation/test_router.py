@@ -17,7 +17,7 @@ from dantinox.generation.decode import _generate_toks
 from dantinox.generation.loop import Session
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
-from dantinox.sampling.candidates import best_of_n, guide_score
+from dantinox.sampling.best_of_n import best_of_n, guide_score
 from dantinox.sampling.router import (
     CLARIFY,
     STRATEGIES,

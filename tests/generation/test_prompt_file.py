@@ -7,7 +7,7 @@ import pytest
 
 from dantinox.config import Config, UserError
 from dantinox.generation import run
-from dantinox.generation.requests import read_requests
+from dantinox.generation.prompt_file import read_prompts
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_lines_of_a_file_set_keys_of_kv_over_the_flags_and_the_run(tmp_path):
     ]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps({"prompt": "b", **x}) for x in lines))
-    requests = read_requests(path, {"kv_budget": 0.2}, base)
+    requests = read_prompts(path, {"kv_budget": 0.2}, base)
     own = [config.kv.model_dump(exclude_defaults=True) for _, config in requests]
     assert own == [
         {"budget": 0.2, "policy": "tova"}, {"budget_tokens": 64, "policy": "tova"}, {}, {}, {"budget": 0.2, "pool": 5},
@@ -57,5 +57,5 @@ def test_a_wrong_key_of_kv_is_named_with_its_line(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('a\n{"prompt": "b", "kv_budgets": 0.2}\n')
     with pytest.raises(UserError) as error:
-        read_requests(path, {}, Config())
+        read_prompts(path, {}, Config())
     assert str(error.value) == f"unknown key kv_budgets, did you mean kv_budget? ({path}, line 2)"

@@ -6,10 +6,10 @@ from typing import Any
 
 from dantinox.config import Config, UserError, overlay
 
-Requests = list[tuple[str, Config]]  # (prompt, settings), as `Run.start` takes them
+Prompts = list[tuple[str, Config]]  # (prompt, settings), as `Run.start` takes them
 
 
-def read_requests(path: Path, settings: dict[str, Any], base: Config) -> Requests:
+def read_prompts(path: Path, settings: dict[str, Any], base: Config) -> Prompts:
     """The requests of a file's lines; empty lines are none. What a JSON object has under `prompt` is the text.
 
     Args:

@@ -1,0 +1,58 @@
+"""What a setting needs of the others, and which settings are idle: set, and without effect beside the others.
+
+The marks stand on the types of the settings. An idle flag or argument is refused, one in a file is named in a line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dantinox.files import shown
+
+Wanted = Any  # a value, or a test of one
+
+
+class Needs:
+    """Without what a setting has no effect, as a mark on its type: one of these others must have such a value.
+
+    Of several marks on one setting each must hold.
+    """
+
+    def __init__(self, *others: tuple[str, Wanted]):
+        """`others`: dotted path and the value that it must have, or a test of its value."""
+        self.others = others
+
+    def met(self, value_of: Callable[[str], Any]) -> bool:
+        return any(want(value_of(key)) if callable(want) else value_of(key) == want for key, want in self.others)
+
+
+def given(value: Any) -> bool:
+    """A test for `Needs`: the setting is not null."""
+    return value is not None
+
+
+def idle_among(values: Mapping[str, Any], defaults: Mapping[str, Any], needs: Mapping[str, Sequence[Needs]]) -> dict[str, str]:
+    """The settings, other than their default, that change nothing beside the others: dotted path → while what is so.
+
+    What has no effect itself counts as its default for those that need it.
+    """
+    reasons: dict[str, str] = {}
+
+    def value_of(key: str) -> Any:
+        return defaults[key] if reason(key) else values[key]
+
+    def reason(key: str) -> str:
+        if key not in reasons:
+            missing = next((need for need in needs[key] if not need.met(value_of)), None)
+            reasons[key] = "" if missing is None else because(missing)
+        return reasons[key]
+
+    def because(need: Needs) -> str:
+        others = dict.fromkeys(key for key, _ in need.others)
+        root = next((reason(key) for key in others if reason(key) and values[key] != defaults[key]), "")
+        return root or "while " + " and ".join(f"{key} is {worded(values[key])}" for key in others)
+
+    return {key: reason(key) for key, value in values.items() if value != defaults[key] and reason(key)}
+
+
+def worded(value: Any) -> str:
+    return value if isinstance(value, str) and value else shown(value)
