@@ -195,7 +195,8 @@ UNCHECKED = "unchecked"  # the validation context of a caller that looks for wha
 class ModelConfig:
     """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
 
-    `windows` holds for each layer the number of keys a query sees, its own included, or None for all.
+    `windows` holds for each layer the number of keys a query sees, its own included, or None for all. `platform` is what it is
+    compiled for; `auto`: the machine at hand.
     """
 
     vocab_size: int
@@ -218,6 +219,7 @@ class ModelConfig:
     dropout_rate: float = 0.0
     remat: Literal["none", "full", "dots"] = "none"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
 
 
 class Config(Section):
@@ -284,8 +286,8 @@ class Config(Section):
         yield from router_conflicts(self.router)
         yield from kv_conflicts(self.kv)
 
-    def architecture(self, vocab_size: int) -> ModelConfig:
-        """The resolved architecture for a vocabulary of `vocab_size` tokens."""
+    def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
+        """The resolved architecture for a vocabulary of `vocab_size` tokens, on a platform of `dantinox.platform`."""
         m, a = self.model, self.attention
         gated = m.activation in ("swiglu", "geglu")
         default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
@@ -317,6 +319,7 @@ class Config(Section):
             dropout_rate=m.dropout_rate,
             remat=m.remat_policy if m.gradient_checkpointing else "none",
             dtype=m.dtype,
+            platform=platform,
         )
 
 

@@ -35,7 +35,7 @@ def plan_cache(config: ModelConfig, kv: KVSection, slots: int, calibration: KVCa
     Raises:
       UserError: the budget is less than every head must have, or what it is divided by was not measured.
     """
-    dtype = jnp.dtype(compute_dtype(config.dtype)).name if kv.dtype == "auto" else kv.dtype
+    dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration) if kv.compresses else None)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.weights import NARROW_ROWS, widen
+from dantinox.generation.weights import NARROW_ROWS, Split, widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
@@ -58,17 +58,19 @@ class Emitted(NamedTuple):
 
 
 # `graph_updates=False`: else the model is an output of the program, that is, all weights are copied on every call.
+# `graph=False`: arguments are trees, which nnx then walks through once instead of several times.
 _compiled: Any = partial(
     nnx.jit,
     static_argnames=("use_cache", "report", "echo", "chunk", "plan", "samples"),
     donate_argnames=("cache",),
     graph_updates=False,
+    graph=False,
 )
 
 
 @_compiled
 def _generate_toks(
-    model: Transformer,
+    model: Transformer | Split,
     cache: KVCache | None,
     state: DecodeState,
     params: SamplingParams,
@@ -85,6 +87,7 @@ def _generate_toks(
     """Generates up to `chunk` tokens per row: the first one from `prompt` where that is given, else `steps` more.
 
     Args:
+      model: taken apart, a call costs the host a fraction of the time.
       cache: keys and values up to `state`; donated. None with a prompt, which makes it, and without `use_cache`.
       steps: tokens to decode, at most `chunk`; traced, so that a short chunk is no other program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`) with `P · samples` rows in all.
@@ -96,6 +99,7 @@ def _generate_toks(
       Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]` of the
       prompt's own tokens, the first one's 0.
     """
+    model = model.merge(model.leaves) if isinstance(model, Split) else model
     rows = state.token_B.shape[0]
     if prompt is not None:
         model = widen(model)

@@ -13,6 +13,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import CHUNK, DecodeState, Emitted, _generate_toks
+from dantinox.generation.weights import split
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 
@@ -135,7 +136,7 @@ class Session:
             sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
             text_BS=None if use_cache else jnp.asarray(text_BS),
         )
-        self._model, self._prompt = model, (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
+        self._model, self._prompt = split(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
         self._first: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         self._left = int(np.max(limits_B, initial=0))

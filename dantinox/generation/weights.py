@@ -1,7 +1,11 @@
-"""What decoding wants and training does not: narrow weights, a copy of a tied table that is fast to multiply by, and the key
-heads in the order of a compressed cache."""
+"""What decoding wants and training does not: narrow weights, a copy of a tied table that is fast to multiply by, the key heads
+in the order of a compressed cache, and the whole of it in a form that is quick to call with."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +56,30 @@ class NarrowLinear(nnx.Module):
             weights_OI = weights_OI * self.scale[...][:, None]
         kernel = jax.lax.optimization_barrier(weights_OI.T).reshape(*self.shape_in, *self.shape_out)
         return _with_kernel(self, kernel)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
+@dataclass(frozen=True)
+class Split:
+    """A model taken apart: a call passes its arrays on without walking through its modules.
+
+    `merge(leaves)` is the model. Models of the same structure have the same `merge`, and so share their programs.
+    """
+
+    leaves: tuple[jax.Array, ...]
+    merge: Callable[[tuple[jax.Array, ...]], Transformer]
+
+
+def split(model: Transformer) -> Split:
+    """Takes a model apart; the arrays are shared with it."""
+    graph, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    return Split(tuple(leaves), _merge(graph, structure))
+
+
+@lru_cache(maxsize=64)
+def _merge(graph: Any, structure: Any) -> Callable[[tuple[jax.Array, ...]], Transformer]:
+    return lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
 def prepare(model: Transformer, weights: str = "auto") -> Transformer:

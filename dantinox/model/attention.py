@@ -4,6 +4,7 @@ Shapes: B batch, T query time, S key time, D model, K key/value heads, G query h
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -82,14 +83,27 @@ def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array) -> Attend
 
 def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     """x · w for every row and head, w in whatever it is stored in."""
-    if w_BKIO.dtype != x_BKMI.dtype and jax.default_backend() == "cpu":
-        # Head by head, the conversion stays in the cores' caches: at once, it would make a wide copy of the whole layer. The
-        # barrier keeps XLA from moving it out of the loop to the same end.
-        B, K = w_BKIO.shape[:2]
-        flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
-        out = jax.lax.map(lambda pair: pair[0].astype(jnp.float32) @ _wide(jax.lax.optimization_barrier(pair[1])), flat)
-        return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
+    if w_BKIO.dtype == x_BKMI.dtype:
+        return _at_once(x_BKMI, w_BKIO, out_dtype)
+    if w_BKIO.dtype == BITS:
+        return _head_by_head(x_BKMI, w_BKIO, out_dtype)
+    ways = {"cpu": partial(_head_by_head, out_dtype=out_dtype), "default": partial(_at_once, out_dtype=out_dtype)}
+    return jax.lax.platform_dependent(x_BKMI, w_BKIO, **ways)
+
+
+def _at_once(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     return jnp.einsum("BKMI,BKIO->BKMO", x_BKMI, w_BKIO.astype(x_BKMI.dtype), preferred_element_type=out_dtype)
+
+
+def _head_by_head(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """On a CPU the conversion then stays in the cores' caches: at once, it would make a wide copy of the whole layer.
+
+    The barrier keeps XLA from moving it out of the loop to the same end.
+    """
+    B, K = w_BKIO.shape[:2]
+    flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
+    out = jax.lax.map(lambda pair: pair[0].astype(jnp.float32) @ _wide(jax.lax.optimization_barrier(pair[1])), flat)
+    return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
 
 
 def _wide(w: jax.Array) -> jax.Array:

@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import attention, probed, visible
 from dantinox.model.compressed import Compressed, Compression
-from dantinox.model.store import Store
+from dantinox.model.store import BITS, Store
+from dantinox.platform import platform_of
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["segments_BT"], meta_fields=[])
@@ -118,7 +119,7 @@ class KVCache:
         B, _, _, H = stores[0].v_BKSH.shape
         slots = [[list(store.v_BKSH.shape[1:3]) for store in _stores(layer)] for layer in self.layers]
         places = B * sum(span * sum(heads for heads, _ in groups) for span, groups in zip(self.spans, slots, strict=True))
-        dtype = stores[0].dtype
+        dtype = jnp.dtype(jnp.bfloat16) if stores[0].dtype == BITS else stores[0].dtype
         full = places * 2 * (H * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
         return {
             "bytes": total,
@@ -153,12 +154,13 @@ def make_cache(
     """
     B, K, H = batch, config.kv_heads, config.head_size
     all_spans = spans(config, slots)
+    kept = BITS if jnp.dtype(dtype) == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits else jnp.dtype(dtype)
 
     def layer(index: int) -> Full | Ring | Compressed:
         span = all_spans[index]
-        if compression is not None and any(kept < span for _, kept in compression.groups[index]):
-            return Compressed.empty(B, H, compression, index, jnp.dtype(dtype))
-        return (Ring if span < slots else Full)(Store.empty(B, K, H, span, jnp.dtype(dtype)))
+        if compression is not None and any(held < span for _, held in compression.groups[index]):
+            return Compressed.empty(B, H, compression, index, kept)
+        return (Ring if span < slots else Full)(Store.empty(B, K, H, span, kept))
 
     return KVCache(
         tuple(layer(index) for index in range(config.num_blocks)), all_spans, 1.0 if compression is None else compression.ratio

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-BITS = jnp.dtype(jnp.uint16)
+BITS = jnp.dtype(jnp.uint16)  # of bfloat16, where a platform likes it so
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
@@ -18,8 +18,7 @@ class Store:
 
     Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than
     two thirds of the time of q · kᵀ. In int8 every key and every value has a scale of its own (its largest magnitude is 127),
-    which is folded into the products. On a CPU bfloat16 is kept as the integers of its bits: XLA would widen the whole store to
-    write one number into it, and again to read it.
+    which is folded into the products. With dtype `BITS` they are bfloat16, kept as the integers of their bits.
     """
 
     k_BKHS: jax.Array
@@ -29,8 +28,7 @@ class Store:
 
     @classmethod
     def empty(cls, batch: int, heads: int, head_size: int, slots: int, dtype: DTypeLike) -> "Store":
-        kind = _kept_as(dtype)
-        k, v = jnp.zeros((batch, heads, head_size, slots), kind), jnp.zeros((batch, heads, slots, head_size), kind)
+        k, v = jnp.zeros((batch, heads, head_size, slots), dtype), jnp.zeros((batch, heads, slots, head_size), dtype)
         if dtype != jnp.int8:
             return cls(k, v)
         return cls(k, v, jnp.zeros((batch, heads, slots), jnp.float32), jnp.zeros((batch, heads, slots), jnp.float32))
@@ -49,8 +47,8 @@ class Store:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16 or int8."""
-        return jnp.dtype(jnp.bfloat16) if self.v_BKSH.dtype == BITS else self.v_BKSH.dtype
+        """float32, bfloat16, int8 or `BITS`."""
+        return self.v_BKSH.dtype
 
     def heads(self, first: int, count: int) -> "Store":
         """The store of some of the key heads."""
@@ -100,15 +98,10 @@ class Store:
         return jax.tree.map(function, axes, self, *others)
 
 
-def _kept_as(dtype: DTypeLike) -> DTypeLike:
-    return BITS if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
-
-
 def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
     """Vectors `[..., H]` as they are kept, and in int8 their scales `[...]`."""
     if dtype != jnp.int8:
-        narrow = x.astype(dtype)
-        return narrow if _kept_as(dtype) == dtype else narrow.view(BITS), None
+        return x.astype(jnp.bfloat16).view(BITS) if dtype == BITS else x.astype(dtype), None
     return rounded(x.astype(jnp.float32))
 
 

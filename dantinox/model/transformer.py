@@ -16,16 +16,15 @@ from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
 from dantinox.model.layers import NORMS, Linear, dropout, feed_forward
 from dantinox.model.positions import rotary_angles, sinusoidal
+from dantinox.platform import platform_of
 
 Constrain = Callable[[jax.Array], jax.Array]
 REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
-def compute_dtype(name: str) -> DTypeLike:
-    """The dtype of activations: `auto` is float32 on a CPU, whose bfloat16 products are slow, and bfloat16 elsewhere."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+def compute_dtype(config: ModelConfig) -> DTypeLike:
+    """The dtype of activations: `auto` is what the platform likes."""
+    return jnp.dtype(platform_of(config.platform).compute if config.dtype == "auto" else config.dtype)
 
 
 class Block(nnx.Module):
@@ -61,7 +60,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, V = config.dim, config.vocab_size
-        self.config, self.dtype = config, compute_dtype(config.dtype)
+        self.config, self.dtype = config, compute_dtype(config)
         self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
         learned = config.position == "learned"
         self.position_embed = (

@@ -21,6 +21,7 @@ import numpy as np
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, first_line
 from dantinox.model.parameters import blueprint
+from dantinox.platform import platform_of
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
@@ -91,7 +92,7 @@ def train(
       UserError: not enough memory or disk, a damaged checkpoint, a loss that is no number.
       SystemExit: after SIGTERM (code 143) or SIGINT (130), when the checkpoint is on the disk.
     """
-    if jax.default_backend() == "cpu":
+    if platform_of().name == "cpu":
         keep_freed_memory()
     with stop_request() as stop:
         trainer = _Trainer(config, run, tokenizer, store, console, sample, stop)

@@ -13,14 +13,13 @@ from flax import nnx
 
 from dantinox.config import Config, ModelConfig
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
+from dantinox.platform import platform_of
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums, sums
 from dantinox.training.optimizer import optimizer, schedule
 
 EVAL_TOKENS_PER_CALL = 8192
-# YNNPACK for matrix products alone: its reductions make a small step a tenth slower than XLA's own.
-CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
 
 
 class State(NamedTuple):
@@ -107,11 +106,10 @@ def _accumulated(
     return total
 
 
-def compiled(lowered: Any) -> Any:
-    """Compiles a training or evaluation step with what is fastest for it on this backend."""
-    if jax.default_backend() == "cpu":
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib that does not know the option
-            return lowered.compile(compiler_options=CPU_OPTIONS)
+def compiled(lowered: Any, on: str = "auto") -> Any:
+    """Compiles a training or evaluation step with what is fastest for it on a platform."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib that does not know an option
+        return lowered.compile(compiler_options=dict(platform_of(on).options))
     return lowered.compile()
 
 

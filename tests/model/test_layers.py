@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dantinox.config import ModelConfig
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import Fresh
 from dantinox.model.layers import dropout
 from dantinox.model.positions import rotary_angles
+from dantinox.platform import PLATFORMS
 
 from . import reference
 from .builder import PLACES, TOKENS, Built, build, config, loss_of, places, quick, texts
@@ -232,9 +234,15 @@ def test_bfloat16_logits_are_sums_in_float32(weight_tying):
 
 
 def test_compute_dtype():
-    assert compute_dtype("bfloat16") == jnp.bfloat16
-    assert compute_dtype("float32") == jnp.float32
-    assert compute_dtype("auto") == (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    computed = {
+        (dtype, on): compute_dtype(ModelConfig(9, 8, 1, 1, 8, 1, 8, 4, (None,), dtype=dtype, platform=on)).name
+        for dtype in ("auto", "float32", "bfloat16")
+        for on in ("auto", "cpu", "gpu", "tpu")
+    }
+    assert {computed["float32", on] for on in PLATFORMS} == {"float32"}
+    assert {computed["bfloat16", on] for on in PLATFORMS} == {"bfloat16"}
+    assert [computed["auto", on] for on in ("cpu", "gpu", "tpu")] == ["float32", "bfloat16", "bfloat16"]
+    assert computed["auto", "auto"] == computed["auto", jax.default_backend()]
 
 
 # The residual stream and the logits
