@@ -54,7 +54,7 @@ def main() -> None:
     model = config.architecture(o.vocab)
     start = time.perf_counter()
     abstract = abstract_state(config, model, o.steps)
-    step = compiled(make_train_step(config, model, o.steps).lower(abstract, abstract_batch(o.batch, o.block)))
+    step = compiled(make_train_step(config, model, o.steps).lower(abstract, abstract_batch(o.batch, o.block)), model)
     compile_s = time.perf_counter() - start
     state = initial_state(config, model, o.steps)
     random = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def main() -> None:
     print(json.dumps({
         "peer": "dantinox", "params_m": round(sum(x.size for x in state.parameters.values()) / 1e6, 2),
         "ms_per_step": round(ms, 2), "tok_per_s": round(o.batch * o.block / ms * 1e3), "compile_s": round(compile_s, 2),
-        "optimizer": o.optimizer,
+        "optimizer": o.optimizer, "dtype": o.dtype, "temp_mb": round(step.memory_analysis().temp_size_in_bytes / 1e6),
     }), flush=True)  # fmt: skip
 
 

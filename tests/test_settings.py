@@ -39,7 +39,7 @@ OTHER: dict[str, tuple] = {
     "attention.sliding_window": (True, {"attention.context_window": 2}),
     "attention.context_window": (2, {"attention.sliding_window": True}),
     "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),
-    "attention.no_sink": (True,),
+    "attention.no_sink": (True,), "attention.kernel": ("chunked",),
     "tokenizer.tokenizer_type": ("byte",), "tokenizer.vocab_size": (270,),
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),

@@ -96,6 +96,10 @@ class AttentionSection(Section):
     layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
         ("sliding",), "with sliding_window: the kind of each layer, repeated over the depth"
     )
+    kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
+        "auto",
+        "how training computes it: xla makes all scores at once, chunked some at a time, cudnn is a GPU's, splash a TPU's",
+    )
     no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
 
 
@@ -215,6 +219,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     qk_norm: bool = False
     no_sink: bool = False
+    kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     weight_tying: bool = True
     dropout_rate: float = 0.0
     remat: Literal["none", "full", "dots"] = "none"
@@ -315,6 +320,7 @@ class Config(Section):
             norm_epsilon=m.norm_epsilon,
             qk_norm=m.qk_norm,
             no_sink=a.no_sink,
+            kernel=a.kernel,
             weight_tying=m.weight_tying,
             dropout_rate=m.dropout_rate,
             remat=m.remat_policy if m.gradient_checkpointing else "none",

@@ -11,7 +11,7 @@ import numpy as np
 UNIT = 8
 PRIOR = 3e-4  # nats per token each time a head's slots are cut in half, in `divided`
 PARTS = 4  # of a doubling
-STEPS = 4096  # that `divided` counts all slots in
+SHARES = 4096  # that `divided` counts all slots in
 
 GROUPINGS: dict[str, Callable[..., np.ndarray]] = {"max": np.max, "mean": np.mean, "min": np.min}
 
@@ -56,7 +56,7 @@ def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: 
     slots are cut in half `PRIOR` is added: heads that lose their slots together cost more than each alone, and other texts look
     further back. A dynamic programme over the layers (multiple-choice knapsack, Kellerer, Pferschy and Pisinger 2004, ch. 11)
     then finds the best of all pairs of sizes, `PARTS` to a doubling, and of heads that get the larger one. It counts slots in
-    `STEPS` parts of the whole, each layer's rounded up, so that a few may be left.
+    `SHARES` parts of the whole, each layer's rounded up, so that a few may be left.
 
     Args:
       rises_LKC: by how many nats per token the loss is higher if a head has C sizes alone.
@@ -70,20 +70,20 @@ def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: 
     # All ways to divide a layer: h heads have the larger size, those that gain most by it.
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
-    steps_X = np.ceil(slots_X * STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
-    least_W, taken = np.zeros(STEPS + 1), []  # the least rise of the layers so far for up to W steps, and by which way
+    steps_X = np.ceil(slots_X * SHARES / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
+    least_W, taken = np.zeros(SHARES + 1), []  # the least rise of the layers so far for up to W steps, and by which way
     for curve_KS in curves_LKS:
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
         gain_SSK = np.cumsum(np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1)
         rise_X = curve_KS.sum(axis=0)[small_X] - gain_SSK.ravel()
-        before_W, least_W, way_W = least_W, np.full(STEPS + 1, np.inf), np.full(STEPS + 1, -1)
+        before_W, least_W, way_W = least_W, np.full(SHARES + 1, np.inf), np.full(SHARES + 1, -1)
         for x in _undominated(steps_X, rise_X):
-            rise_W = before_W[: STEPS + 1 - steps_X[x]] + rise_X[x]
+            rise_W = before_W[: SHARES + 1 - steps_X[x]] + rise_X[x]
             better_W = rise_W < least_W[steps_X[x] :]
             least_W[steps_X[x] :][better_W] = rise_W[better_W]
             way_W[steps_X[x] :][better_W] = x
         taken.append(way_W)
-    slots_LK, left = np.zeros((L, K)), STEPS
+    slots_LK, left = np.zeros((L, K)), SHARES
     for layer in reversed(range(L)):
         x = taken[layer][left]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
@@ -104,11 +104,11 @@ def _curves(rises_LKC: np.ndarray, slots_C: Sequence[int], floor: int) -> tuple[
 
 
 def _undominated(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
-    """Those of which no other costs as little and has a lower value, within `STEPS`."""
+    """Those of which no other costs as little and has a lower value, within `SHARES`."""
     order_X = np.lexsort((value_X, cost_X))
     lowest_X = np.minimum.accumulate(value_X[order_X])
     better_X = np.concatenate([[True], lowest_X[1:] < lowest_X[:-1]])
-    return order_X[better_X & (cost_X[order_X] <= STEPS)]
+    return order_X[better_X & (cost_X[order_X] <= SHARES)]
 
 
 def least_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:

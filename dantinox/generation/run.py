@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,5 +218,6 @@ def load(run_dir: str | Path) -> Run:
 
 def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:
     """The transformer of a config with the weights of a file, each placed on the device as it is read."""
-    build, shapes = blueprint(config.architecture(vocab_size))
+    # The kernel is a matter of the machine that trained.
+    build, shapes = blueprint(replace(config.architecture(vocab_size), kernel="auto"))
     return build(load_weights(weights, shapes, place=lambda _, array: jax.device_put(array)))

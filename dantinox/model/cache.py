@@ -1,7 +1,8 @@
 """What attention reads: the keys and values of a sequence, fresh or remembered.
 
 Every kind answers one call, `attend(q, k, v, positions, window, probe) -> (out, next kind, probed)`: take in the new keys and
-values, let the queries see what they may, hand back the updated self. Attention has no branch per kind.
+values, let the queries see what they may, hand back the updated self. Attention has no branch per kind. A kind is a tree of
+arrays whose first axis is the batch, and `attend` keeps its shapes: it is repeated for samples and carried in loops.
 
 A position of −1 marks padding: it writes nothing and nobody attends to it. The valid positions of a row are consecutive
 and stand before its padding.
@@ -18,18 +19,27 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import attention, probed, visible
 from dantinox.model.compressed import Compressed, Compression
+from dantinox.model.kernels import kernel_for
 from dantinox.model.store import BITS, Store
 from dantinox.platform import platform_of
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT"], meta_fields=["kernel", "platform"])
 @dataclass(frozen=True)
 class Fresh:
-    """No memory: the keys are those of this call. With `segments_BT`, attention stays inside a document."""
+    """No memory: the keys are those of this call. With `segments_BT`, attention stays inside a document.
+
+    `kernel` and `platform` are the `ModelConfig`'s; a probe needs all scores, whatever they say.
+    """
 
     segments_BT: jax.Array | None = None
+    kernel: str = "xla"
+    platform: str = "auto"
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+        kernel = None if probe else kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype)
+        if kernel is not None:
+            return kernel(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window), self, None
         valid_BKTS = visible(positions_BT, positions_BT[:, None], window)
         if self.segments_BT is not None:
             valid_BKTS &= (self.segments_BT[:, :, None] == self.segments_BT[:, None, :])[:, None]

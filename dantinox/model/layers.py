@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,32 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def product(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike) -> jax.Array:
+    """x · w over the last `axes` axes of x and the first of w: operands rounded to `dtype`, sums in float32, then `out_dtype`.
+
+    In the backward pass too: the derivative that comes in is rounded to `dtype`, or a float32 one, as that of logits, would
+    make all products behind it float32 products. Sums in float32 are also what a CPU with units for bfloat16 wants.
+    """
+    return jnp.tensordot(x.astype(dtype), w.astype(dtype), axes, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+def _product_forward(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike):
+    return product(x, w, axes, dtype, out_dtype), (x, w)
+
+
+def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[jax.Array, jax.Array], d_y: jax.Array):
+    x, w = operands
+    d_y, lead, outs = d_y.astype(dtype), tuple(range(x.ndim - axes)), w.ndim - axes
+    behind = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
+    d_x = jnp.tensordot(d_y, w.astype(dtype), behind, preferred_element_type=jnp.float32)
+    d_w = jnp.tensordot(x.astype(dtype), d_y, (lead, lead), preferred_element_type=jnp.float32)
+    return d_x.astype(x.dtype), d_w.astype(w.dtype)
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 class Linear(nnx.Module):
@@ -34,8 +61,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        operands = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
-        return jnp.tensordot(*operands, axes=len(self.shape_in), preferred_element_type=self.out_dtype)
+        return product(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
-from dantinox.model.layers import NORMS, Linear, dropout, feed_forward
+from dantinox.model.layers import NORMS, Linear, dropout, feed_forward, product
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
 
@@ -104,7 +104,7 @@ class Transformer(nnx.Module):
         if cache is not None and segments_BT is not None:
             raise ValueError("segments_BT has no effect with a cache: its rows hold one document each")
         constrain = constrain or (lambda x: x)
-        layers: tuple[Any, ...] = cache.layers if cache is not None else (Fresh(segments_BT),) * len(self.blocks)
+        layers: tuple[Any, ...] = cache.layers if cache is not None else (self._fresh(segments_BT),) * len(self.blocks)
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(len(layers) + 1)]
         x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
         rope = self.config.position == "rope"
@@ -126,8 +126,10 @@ class Transformer(nnx.Module):
         """Scores of the next token, float32 `[..., V]`, for any leading axes."""
         if self.head is not None:
             return self.head(x_BTD)
-        table_VD = self.embed[...].astype(self.dtype)
-        return jnp.einsum("...D,VD->...V", x_BTD.astype(self.dtype), table_VD, preferred_element_type=jnp.float32)
+        return product(x_BTD, self.embed[...].T, 1, self.dtype, jnp.float32)
+
+    def _fresh(self, segments_BT: jax.Array | None) -> Fresh:
+        return Fresh(segments_BT, self.config.kernel, self.config.platform)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = self.embed[...][tokens_BT]

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig
+from dantinox.model import compute_dtype
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.platform import platform_of
 from dantinox.text import Batch
@@ -106,10 +107,11 @@ def _accumulated(
     return total
 
 
-def compiled(lowered: Any, on: str = "auto") -> Any:
-    """Compiles a training or evaluation step with what is fastest for it on a platform."""
+def compiled(lowered: Any, model: ModelConfig) -> Any:
+    """Compiles a training or evaluation step with what is fastest for it on the model's platform."""
+    options = platform_of(model.platform).options if compute_dtype(model) == jnp.float32 else ()
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib that does not know an option
-        return lowered.compile(compiler_options=dict(platform_of(on).options))
+        return lowered.compile(compiler_options=dict(options))
     return lowered.compile()
 
 
@@ -130,16 +132,16 @@ class Programs:
         evaluate = make_eval_step(model).lower(self.abstract.parameters, abstract_batch(self.eval_rows, length))
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
         self._evaluate: Future[Any] = Future()
-        Thread(target=self._compile, args=(evaluate,), name="compile", daemon=True).start()
-        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train)
+        Thread(target=self._compile, args=(evaluate, model), name="compile", daemon=True).start()
+        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train, model)
         self.memory: MemoryPlan = plan_memory(self.train, self.abstract)
 
     def evaluate(self, parameters: Parameters, batch: Batch) -> Sums:
         """The summed losses of a validation batch of `eval_rows` rows."""
         return self._evaluate.result()(parameters, batch)
 
-    def _compile(self, lowered: Any) -> None:
+    def _compile(self, lowered: Any, model: ModelConfig) -> None:
         try:
-            self._evaluate.set_result(compiled(lowered))
+            self._evaluate.set_result(compiled(lowered, model))
         except BaseException as error:
             self._evaluate.set_exception(error)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from dantinox.generation import budgets
-from dantinox.generation.budgets import PARTS, PRIOR, STEPS, UNIT, allocate, by_key_head, divided, head_weights, least_total
+from dantinox.generation.budgets import PARTS, PRIOR, SHARES, UNIT, allocate, by_key_head, divided, head_weights, least_total
 
 pytestmark = pytest.mark.slow
 
@@ -297,7 +297,7 @@ def test_no_division_costs_less(layers, heads, sizes, floor, share, seed):
     assert x[sizes_of_heads] == pytest.approx(found.ravel())
     cost = y[np.arange(layers * heads), sizes_of_heads].sum()
     assert cost >= least_cost(x, y, layers, heads, total) - 1e-9
-    assert cost <= least_cost(x, y, layers, heads, max(total * (1 - layers / STEPS), layers * heads * x[0])) + 1e-9
+    assert cost <= least_cost(x, y, layers, heads, max(total * (1 - layers / SHARES), layers * heads * x[0])) + 1e-9
 
 
 def test_slots_go_where_they_help_most():

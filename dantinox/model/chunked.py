@@ -1,0 +1,148 @@
+"""Causal attention over the keys of one call, block by block: scores are made, used and forgotten.
+
+The backward pass makes them again from the log-normalisers (Rabe & Staats 2021; Dao et al. 2022, algorithm 4), so memory grows
+with the length and not with its square. Blocks see no keys behind them, which saves almost half of the products.
+
+Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys they may see, H head size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+BLOCK = 128  # queries
+GROUPS = 8  # of blocks: those of a group see the same keys, which are sliced once
+SCORES = 1 << 23  # held at a time: as many heads go together as have these; 32 MiB
+
+
+def chunked_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: int | None) -> Array:
+    """Causal attention of tokens that stand in order, `[B, T, K, G, H]`.
+
+    Args:
+      segments_BT: document numbers, which attention never crosses; None: a document per row.
+      window: keys that a query sees, its own included; None: all before it.
+    """
+    B, T, K, G, H = q_BTKGH.shape
+    blocks = -(-T // BLOCK)
+    span = min(T, BLOCK) * -(-blocks // GROUPS)  # queries of a group
+    padding = -T % span
+    segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
+
+    def flat(x: Array) -> Array:  # [B, T, K, …] -> [B · K, T, …]
+        padded = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded, 1, 2).reshape(B * K, T + padding, *x.shape[3:])
+
+    q_NGTH = flat(q_BTKGH).swapaxes(1, 2)
+    segments_NT = flat(jnp.broadcast_to(segments_BT[:, :, None], (B, T, K)))
+    out_NGTH = _attend(window, span, q_NGTH, flat(k_BTKH), flat(v_BTKH), segments_NT)
+    return out_NGTH[:, :, :T].reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(window: int | None, span: int, q_NGTH: Array, k_NTH: Array, v_NTH: Array, segments_NT: Array) -> Array:
+    return _forward(window, span, q_NGTH, k_NTH, v_NTH, segments_NT)[0]
+
+
+def _forward(window: int | None, span: int, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    def head(q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array) -> tuple[Array, Array]:
+        outs, normalisers = [], []
+        for first, low, high in _groups(k_TH.shape[0], span, window):
+
+            def block(_: None, start: Array, first: int = first, low: int = low, high: int = high) -> tuple[None, Any]:
+                q_GRH = _rows(q_GTH, start)
+                scores_GRS = _scores(q_GRH, k_TH[low:high], segments_T, start, low, window)
+                largest_GR1 = jnp.max(scores_GRS, axis=-1, keepdims=True)
+                weights_GRS = jnp.exp(scores_GRS - largest_GR1)
+                mass_GR1 = jnp.sum(weights_GRS, axis=-1, keepdims=True)
+                out_GRH = _product("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
+                return None, (out_GRH.astype(q_GRH.dtype), (largest_GR1 + jnp.log(mass_GR1))[..., 0])
+
+            out_nGRH, normaliser_nGR = lax.scan(block, None, _starts(first, span))[1]
+            outs.append(_joined(out_nGRH))
+            normalisers.append(_joined(normaliser_nGR))
+        return jnp.concatenate(outs, axis=1), jnp.concatenate(normalisers, axis=1)
+
+    out_NGTH, normaliser_NGT = _over_heads(head, *inputs)
+    return out_NGTH, (*inputs, out_NGTH, normaliser_NGT)
+
+
+def _backward(window: int | None, span: int, kept: tuple[Array, ...], d_out_NGTH: Array) -> tuple[Array | None, ...]:
+    def head(
+        q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array, out_GTH: Array, normaliser_GT: Array, d_out_GTH: Array
+    ) -> tuple[Array, Array, Array]:
+        size = q_GTH.shape[-1]
+        # Σ over keys of weight · d weight, which the softmax's derivative takes off.
+        mean_GT = jnp.sum(out_GTH.astype(jnp.float32) * d_out_GTH.astype(jnp.float32), axis=-1)
+        d_q, d_k_TH, d_v_TH = [], jnp.zeros(k_TH.shape, jnp.float32), jnp.zeros(v_TH.shape, jnp.float32)
+        for first, low, high in _groups(k_TH.shape[0], span, window):
+            k_SH, v_SH = k_TH[low:high], v_TH[low:high]
+
+            def block(
+                sums: tuple[Array, Array], start: Array, k_SH: Array = k_SH, v_SH: Array = v_SH, low: int = low
+            ) -> tuple[tuple[Array, Array], Array]:
+                q_GRH, d_out_GRH = _rows(q_GTH, start), _rows(d_out_GTH, start)
+                scores_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window)
+                weights_GRS = jnp.exp(scores_GRS - _rows(normaliser_GT, start)[..., None])
+                d_weights_GRS = _product("GRH,SH->GRS", d_out_GRH, v_SH)
+                d_scores_GRS = weights_GRS * (d_weights_GRS - _rows(mean_GT, start)[..., None]) * size**-0.5
+                weights_GRS, d_scores_GRS = weights_GRS.astype(v_SH.dtype), d_scores_GRS.astype(q_GRH.dtype)
+                d_k_SH = _product("GRS,GRH->SH", d_scores_GRS, q_GRH)
+                d_v_SH = _product("GRS,GRH->SH", weights_GRS, d_out_GRH)
+                return (sums[0] + d_k_SH, sums[1] + d_v_SH), _product("GRS,SH->GRH", d_scores_GRS, k_SH)
+
+            zero = jnp.zeros(k_SH.shape, jnp.float32)
+            (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, (zero, zero), _starts(first, span))
+            d_k_TH, d_v_TH = d_k_TH.at[low:high].add(d_k_SH), d_v_TH.at[low:high].add(d_v_SH)
+            d_q.append(_joined(d_q_nGRH))
+        return jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype), d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype)
+
+    return (*_over_heads(head, *kept, d_out_NGTH), None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _groups(length: int, span: int, window: int | None) -> list[tuple[int, int, int]]:
+    """(first query, first key, end of queries and keys) of each group."""
+    return [(first, 0 if window is None else max(0, first - window + 1), first + span) for first in range(0, length, span)]
+
+
+def _starts(first: int, span: int) -> Array:
+    return first + jnp.arange(0, span, min(span, BLOCK))
+
+
+def _scores(q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int, window: int | None) -> Array:
+    """The scaled scores `[G, R, S]`, float32, least where a query does not see a key."""
+    R, H, S = *q_GRH.shape[1:], k_SH.shape[0]
+    query_R1, key_S = (start + jnp.arange(R))[:, None], low + jnp.arange(S)
+    seen_RS = key_S <= query_R1
+    if window is not None:
+        seen_RS &= query_R1 - key_S < window
+    seen_RS &= lax.dynamic_slice_in_dim(segments_T, start, R)[:, None] == segments_T[low : low + S]
+    scores_GRS = _product("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5
+    return jnp.where(seen_RS, scores_GRS, jnp.finfo(jnp.float32).min)
+
+
+def _product(axes: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
+
+
+def _rows(x_GT: Array, start: Array) -> Array:
+    """The queries of the block that begins at `start`, of [G, T, …]."""
+    return lax.dynamic_slice_in_dim(x_GT, start, min(BLOCK, x_GT.shape[1]), axis=1)
+
+
+def _joined(x_nGR: Array) -> Array:
+    """[n, G, R, …] -> [G, n · R, …]."""
+    return jnp.moveaxis(x_nGR, 0, 1).reshape(x_nGR.shape[1], -1, *x_nGR.shape[3:])
+
+
+def _over_heads(head: Callable, *arrays: Array) -> Any:
+    """`head` for each row and key head, as many at once as may hold their scores."""
+    N, G, T = arrays[0].shape[:3]
+    together = max(1, SCORES // (G * min(T, BLOCK) * T))
+    return jax.vmap(head)(*arrays) if together >= N else lax.map(lambda x: head(*x), arrays, batch_size=together)

@@ -1,0 +1,99 @@
+"""How attention over the keys of one call is computed: with all scores at once, in blocks, by cuDNN, or by TPU's splash kernel.
+
+A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window) -> out_BTKGH` of tokens that stand in order. Where the
+scores themselves are asked for, all of them are made.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from dantinox.config import UserError
+from dantinox.model.chunked import BLOCK, chunked_attention
+from dantinox.platform import platform_of
+
+Kernel = Callable[[Array, Array, Array, Array | None, int | None], Array]
+LANES = 128  # of a TPU; splash takes lengths that are multiples of it
+
+
+def cudnn_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: int | None) -> Array:
+    """cuDNN's fused attention. Documents are told apart by a bias `[B, 1, T, T]` in the dtype of the queries."""
+    B, T, K, G, H = q_BTKGH.shape
+    mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    sides = None if window is None else (window - 1, 0)
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTKGH.reshape(B, T, K * G, H),
+        k_BTKH,
+        v_BTKH,
+        mask=mask,
+        is_causal=True,
+        local_window_size=sides,
+        implementation="cudnn",
+    )
+    return out_BTNH.reshape(q_BTKGH.shape)
+
+
+def splash_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: int | None) -> Array:
+    """JAX's Pallas kernel for TPUs, which skips the blocks that no query sees."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    B, T, K, G, H = q_BTKGH.shape
+    q_BKGTH, k_BKTH, v_BKTH = q_BTKGH.transpose(0, 2, 3, 1, 4) * H**-0.5, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    kernel = _splash(T, G, window)
+    segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
+
+    def row(q_KGTH: Array, k_KTH: Array, v_KTH: Array, segments_T: Array) -> Array:
+        documents = splash.SegmentIds(q=segments_T, kv=segments_T)
+        return jax.vmap(lambda q, k, v: kernel(q, k, v, segment_ids=documents))(q_KGTH, k_KTH, v_KTH)
+
+    return jax.vmap(row)(q_BKGTH, k_BKTH, v_BKTH, segments_BT).transpose(0, 3, 1, 2, 4)
+
+
+@lru_cache(maxsize=16)
+def _splash(length: int, heads: int, window: int | None) -> Callable:
+    """The kernel for the query heads of one key head."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = length, length
+    one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * heads))
+
+
+KERNELS: dict[str, Kernel] = {"chunked": chunked_attention, "cudnn": cudnn_attention, "splash": splash_attention}
+
+
+def kernel_for(name: str, platform: str, shape: tuple[int, ...], dtype: DTypeLike) -> Kernel | None:
+    """The kernel for queries `[B, T, K, G, H]` of a dtype; None: all scores at once.
+
+    Args:
+      name: `auto` takes the platform's own where it can be had, blocks for the other texts that are longer than one, and else
+        all scores.
+
+    Raises:
+      UserError: the kernel that is named does not take such queries.
+    """
+    T, H, own = shape[1], shape[-1], platform_of(platform).kernel
+    if name == "auto":
+        fitting = own is not None and T > BLOCK and not _refusal(own, platform, T, H, dtype)
+        name = own if fitting and own is not None else "chunked" if T > BLOCK else "xla"
+    elif refusal := _refusal(name, platform, T, H, dtype):
+        raise UserError(f"attention.kernel {name} {refusal}")
+    return KERNELS.get(name)
+
+
+def _refusal(name: str, platform: str, length: int, head_size: int, dtype: DTypeLike) -> str:
+    """Why a kernel does not take queries of this length, head size and dtype on a platform; "" if it does."""
+    needed = {"cudnn": "gpu", "splash": "tpu"}.get(name)
+    if needed and platform_of(platform).name != needed:
+        return f"needs a {needed.upper()}, and this is a {platform_of(platform).name.upper()}"
+    if name == "cudnn" and (head_size % 8 or head_size > 128 or jnp.dtype(dtype) == jnp.float32):
+        return f"takes bfloat16 and heads of up to 128 that are multiples of 8, got {jnp.dtype(dtype).name} and {head_size}"
+    if name == "splash" and length % LANES:
+        return f"takes lengths that are multiples of {LANES}, got {length}"
+    return ""

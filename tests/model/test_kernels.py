@@ -1,0 +1,124 @@
+"""Attention by other kernels than all scores at once: the same function and the same derivatives, and which one is taken."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.model import chunked
+from dantinox.model.chunked import chunked_attention
+from dantinox.model.kernels import KERNELS, kernel_for
+from dantinox.model.layers import product
+
+B, K, G, H = 2, 2, 3, 8
+
+
+def in_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window):
+    """Attention written out, query by query."""
+    out = np.zeros(q_BTKGH.shape)
+    for b, t, k in np.ndindex(B, q_BTKGH.shape[1], K):
+        first = 0 if window is None else max(0, t - window + 1)
+        seen = [s for s in range(first, t + 1) if segments_BT[b, s] == segments_BT[b, t]]
+        scores = q_BTKGH[b, t, k].astype(np.float64) @ k_BTKH[b, seen, k].T.astype(np.float64) / H**0.5
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[b, t, k] = weights / weights.sum(axis=1, keepdims=True) @ v_BTKH[b, seen, k]
+    return out
+
+
+def derivatives_in_float64(q, k, v, segments, window, d_out):
+    """Those of the same, by hand: softmax's derivative is weight · (d weight − Σ weight · d weight)."""
+    d_q, d_k, d_v = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for b, t, j in np.ndindex(B, q.shape[1], K):
+        first = 0 if window is None else max(0, t - window + 1)
+        seen = [s for s in range(first, t + 1) if segments[b, s] == segments[b, t]]
+        keys, values = k[b, seen, j].astype(np.float64), v[b, seen, j].astype(np.float64)
+        scores = q[b, t, j] @ keys.T / H**0.5
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        d_weights = d_out[b, t, j] @ values.T
+        d_scores = weights * (d_weights - (weights * d_weights).sum(axis=1, keepdims=True)) / H**0.5
+        d_q[b, t, j] = d_scores @ keys
+        for place, s in enumerate(seen):
+            d_k[b, s, j] += d_scores[:, place] @ q[b, t, j]
+            d_v[b, s, j] += weights[:, place] @ d_out[b, t, j]
+    return d_q, d_k, d_v
+
+
+def drawn(T, seed=0):
+    r = np.random.default_rng(seed)
+    q, k, v = (r.standard_normal(shape).astype(np.float32) for shape in ((B, T, K, G, H), (B, T, K, H), (B, T, K, H)))
+    segments = np.sort(r.integers(0, 3, (B, T)), axis=1).astype(np.int32)
+    return q, k, v, segments
+
+
+# (length, window, queries of a block, groups, scores at once): whole blocks and not, several blocks in a group, heads in turn.
+SHAPES = [(50, None, 128, 8, 1 << 23), (40, 7, 8, 8, 1 << 23), (45, None, 8, 2, 1 << 23), (37, 5, 4, 3, 700)]
+
+
+@pytest.mark.parametrize("T, window, block, groups, scores", SHAPES)
+def test_chunked_attention_is_attention(monkeypatch, T, window, block, groups, scores):
+    for name, value in (("BLOCK", block), ("GROUPS", groups), ("SCORES", scores)):
+        monkeypatch.setattr(chunked, name, value)
+    q, k, v, segments = drawn(T)
+    d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
+
+    @jax.jit
+    def run(q, k, v):
+        out, back = jax.vjp(lambda *x: chunked_attention(*x, jnp.asarray(segments), window), q, k, v)
+        return out, back(jnp.asarray(d_out))
+
+    out, found = run(q, k, v)
+    np.testing.assert_allclose(out, in_float64(q, k, v, segments, window), atol=2e-6)
+    for mine, theirs in zip(found, derivatives_in_float64(q, k, v, segments, window, d_out), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_chunked_attention_of_one_document_a_row():
+    q, k, v, _ = drawn(20)
+    np.testing.assert_allclose(chunked_attention(q, k, v, None, None), in_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
+
+
+def test_chunked_attention_holds_no_square_of_the_length():
+    T = 1024
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 4, 1, 16), (1, T, 4, 16), (1, T, 4, 16))]
+
+    def loss(q, k, v):
+        return jnp.sum(chunked_attention(q, k, v, None, None))
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text()
+    assert f"{T},{T}]" not in text
+
+
+def test_the_kernel_that_is_taken():
+    def taken(name, platform, T=256, size=64, dtype=jnp.bfloat16):
+        kernel = kernel_for(name, platform, (1, T, 2, 2, size), dtype)
+        return next((name for name, known in KERNELS.items() if known is kernel), "xla")
+
+    assert [taken("auto", on) for on in ("cpu", "gpu", "tpu")] == ["chunked", "cudnn", "splash"]
+    assert [taken("auto", on, T=64) for on in ("cpu", "gpu", "tpu")] == ["xla"] * 3
+    assert taken("auto", "gpu", dtype=jnp.float32) == taken("auto", "gpu", size=256) == taken("auto", "tpu", T=200) == "chunked"
+    assert taken("xla", "tpu") == "xla" and taken("chunked", "gpu", T=8) == "chunked"
+    with pytest.raises(UserError, match=r"attention\.kernel splash takes lengths that are multiples of 128, got 200"):
+        taken("splash", "tpu", T=200)
+    with pytest.raises(UserError, match=r"attention\.kernel cudnn takes bfloat16 .* got float32 and 64"):
+        taken("cudnn", "gpu", dtype=jnp.float32)
+    with pytest.raises(UserError, match=r"attention\.kernel cudnn needs a GPU, and this is a CPU"):
+        taken("cudnn", "cpu")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 8e-3)])
+def test_products_and_their_derivatives(dtype, tolerance):
+    r = np.random.default_rng(0)
+    x, w, d_y = (r.standard_normal(shape).astype(np.float32) for shape in ((5, 3, 4), (3, 4, 6, 2), (5, 6, 2)))
+    y, back = jax.vjp(partial(product, axes=2, dtype=jnp.dtype(dtype), out_dtype=jnp.float32), x, w)
+    d_x, d_w = back(jnp.asarray(d_y))
+    wide = x.astype(np.float64), w.astype(np.float64), d_y.astype(np.float64)
+    for mine, axes, operands in (
+        (y, "bij,ijkl->bkl", wide[:2]), (d_x, "bkl,ijkl->bij", wide[:0:-1]), (d_w, "bij,bkl->ijkl", wide[::2]),
+    ):  # fmt: skip
+        theirs = np.einsum(axes, *operands)
+        np.testing.assert_allclose(mine, theirs, atol=tolerance * np.abs(theirs).max())
+        assert mine.dtype == jnp.float32
