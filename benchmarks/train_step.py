@@ -36,9 +36,10 @@ def main() -> None:
     import numpy as np
 
     from dantinox.config import build_config
+    from dantinox.programs import compiled
     from dantinox.text import Batch
     from dantinox.training.memory import keep_freed_memory
-    from dantinox.training.step import abstract_batch, abstract_state, compiled, initial_state, make_train_step
+    from dantinox.training.step import initial_state, traced_programs
 
     keep_freed_memory()
     config = build_config({
@@ -53,8 +54,8 @@ def main() -> None:
     })  # fmt: skip
     model = config.architecture(o.vocab)
     start = time.perf_counter()
-    abstract = abstract_state(config, model, o.steps)
-    step = compiled(make_train_step(config, model, o.steps).lower(abstract, abstract_batch(o.batch, o.block)), model)
+    train = traced_programs(config, model, o.steps)["train"]
+    step = compiled(train.program.lower(), train.options)
     compile_s = time.perf_counter() - start
     state = initial_state(config, model, o.steps)
     random = np.random.default_rng(0)

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TIERS = (
     {"files"},
     {"config"},
-    {"platform"},
+    {"platform", "programs"},
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, UserError
+from dantinox.programs import available_bytes, bytes_of
 from dantinox.report import human_bytes, human_count
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -35,12 +36,8 @@ class MemoryPlan:
 
 def plan_memory(compiled: Any, state: Any) -> MemoryPlan:
     """Reads the plan of a compiled step; `state` is its first argument, of arrays or shapes."""
-    analysis = compiled.memory_analysis()
-    # Donated arguments share their place with the outputs.
-    peak = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return MemoryPlan(
-        _bytes(state.parameters), _bytes(state.optimizer), peak + analysis.temp_size_in_bytes, available_bytes(jax.devices()[0])
-    )
+    peak, available = bytes_of(compiled).peak, available_bytes(jax.devices()[0])
+    return MemoryPlan(_bytes(state.parameters), _bytes(state.optimizer), peak, available)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:
@@ -73,15 +70,6 @@ def keep_freed_memory() -> None:
         malloc_option(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def available_bytes(device: jax.Device) -> int | None:
-    """Free memory of an accelerator, or of the machine where the device is its CPU."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    free = [limit for limit in (_meminfo_available(), _container_available()) if limit is not None]
-    return min(free, default=None) if device.platform == "cpu" else None
-
-
 def used_gb() -> float | None:
     """Peak memory in use on the device, or the resident memory of this process on a CPU; 10⁹ bytes."""
     device = jax.devices()[0]
@@ -97,21 +85,3 @@ def used_gb() -> float | None:
 
 def _bytes(tree: Any) -> int:
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _meminfo_available() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _container_available() -> int | None:
-    """What a cgroup v2 limit leaves, where there is one."""
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            return int(limit.read()) - int(current.read())
-    except (OSError, ValueError):
-        return None

@@ -1,6 +1,5 @@
 """One optimizer step and one evaluation batch, each one compiled program; what they need is known before it is allocated."""
 
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
@@ -15,6 +14,7 @@ from dantinox.config import Config, ModelConfig
 from dantinox.model import compute_dtype
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.platform import platform_of
+from dantinox.programs import compiled
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums, sums
@@ -107,41 +107,57 @@ def _accumulated(
     return total
 
 
-def compiled(lowered: Any, model: ModelConfig) -> Any:
-    """Compiles a training or evaluation step with what is fastest for it on the model's platform."""
-    options = platform_of(model.platform).options if compute_dtype(model) == jnp.float32 else ()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib that does not know an option
-        return lowered.compile(compiler_options=dict(options))
-    return lowered.compile()
-
-
 def make_eval_step(model: ModelConfig) -> Any:
     """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch) → Sums."""
     build, _ = blueprint(model)
     return jax.jit(lambda parameters, batch: sums(build(parameters), batch))
 
 
+class Traced(NamedTuple):
+    """A program before it is lowered, the tokens `rows × length` that a call of it reads, and options of its compiler."""
+
+    rows: int
+    length: int
+    program: Any
+    options: dict[str, str]
+
+
+def traced_programs(
+    config: Config, model: ModelConfig, steps: int, place: Callable[[Any], Any] = lambda shapes: shapes
+) -> dict[str, Traced]:
+    """The programs of a run by their names, `train` and `evaluation`, of shapes alone.
+
+    Args:
+      place: gives shapes the device that is compiled for; as they are, that is the one at hand.
+    """
+    rows, length = config.training.batch_size, config.model.max_context
+    eval_rows = max(1, EVAL_TOKENS_PER_CALL // length)
+    state = place(abstract_state(config, model, steps))
+    train = make_train_step(config, model, steps).trace(state, place(abstract_batch(rows, length)))
+    evaluation = make_eval_step(model).trace(state.parameters, place(abstract_batch(eval_rows, length)))
+    options = dict(platform_of(model.platform).options) if compute_dtype(model) == jnp.float32 else {}
+    return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
+
+
 class Programs:
     """The compiled programs of a run. Compiling allocates nothing of the model's size, so the memory plan comes first."""
 
     def __init__(self, config: Config, model: ModelConfig, steps: int):
-        length = config.model.max_context
-        self.eval_rows = max(1, EVAL_TOKENS_PER_CALL // length)
-        self.abstract = abstract_state(config, model, steps)
-        train = make_train_step(config, model, steps).lower(self.abstract, abstract_batch(config.training.batch_size, length))
-        evaluate = make_eval_step(model).lower(self.abstract.parameters, abstract_batch(self.eval_rows, length))
+        train, evaluation = traced_programs(config, model, steps).values()
+        self.eval_rows = evaluation.rows
+        train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
         self._evaluate: Future[Any] = Future()
-        Thread(target=self._compile, args=(evaluate, model), name="compile", daemon=True).start()
-        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train, model)
-        self.memory: MemoryPlan = plan_memory(self.train, self.abstract)
+        Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
+        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train_lowered, train.options)
+        self.memory: MemoryPlan = plan_memory(self.train, abstract_state(config, model, steps))
 
     def evaluate(self, parameters: Parameters, batch: Batch) -> Sums:
         """The summed losses of a validation batch of `eval_rows` rows."""
         return self._evaluate.result()(parameters, batch)
 
-    def _compile(self, lowered: Any, model: ModelConfig) -> None:
+    def _compile(self, lowered: Any, options: dict[str, str]) -> None:
         try:
-            self._evaluate.set_result(compiled(lowered, model))
+            self._evaluate.set_result(compiled(lowered, options))
         except BaseException as error:
             self._evaluate.set_exception(error)
