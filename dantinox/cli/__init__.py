@@ -1,4 +1,5 @@
-"""The command line: `dantinox train | init | generate | explain | calibrate | eval | info | doctor`. Parses, calls, prints."""
+"""The command line, `dantinox train | init | generate | explain | calibrate | eval | info | plan | doctor`: parses, calls,
+prints."""
 
 import argparse
 import contextlib
@@ -88,5 +89,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     ),
     "eval": (measure.evaluate, measure.evaluate_flags, "Compare samplers, or compressed caches, on a run's validation text."),
     "info": (measure.info, measure.info_flags, "Describe a run: settings, size, training, and what narrow weights cost."),
+    "plan": (
+        measure.plan,
+        measure.plan_flags,
+        "Compile a run's programs for a machine one need not have, and say what they take.",
+    ),
     "doctor": (measure.doctor, lambda _: None, "Show versions, devices and speed of this machine."),
 }

@@ -1,4 +1,4 @@
-"""`dantinox explain | calibrate | eval | info | doctor`: their flags, what they call, what they print."""
+"""`dantinox explain | calibrate | eval | info | plan | doctor`: their flags, what they call, what they print."""
 
 import argparse
 import json
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.cli.common import DEFAULT_PROMPT, given_prompt, given_settings, use_compilation_cache, whole_number
-from dantinox.config import UserError, overlay
-from dantinox.config.flags import add_config_flags
+from dantinox.config import UserError, load_config, overlay
+from dantinox.config.flags import add_config_flags, overrides
+from dantinox.config.start import DEFAULT, find_config
 from dantinox.files import atomic_write, check_folder, check_writable
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
@@ -196,6 +197,40 @@ def info(options: argparse.Namespace) -> int:
     from dantinox.measure.info import describe
 
     return _print(lambda _: describe(options.run_dir))
+
+
+def plan_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config", type=Path, default=DEFAULT, help=f"a YAML file, or a config of the package (default: {DEFAULT})"
+    )
+    names = "cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e, a TPU also with its shape, as tpu:v5e:4x4"
+    command.add_argument("--topology", metavar="NAME", help=f"{names} (default: the machine at hand)")
+    command.add_argument("--batch", type=whole_number, default=1, metavar="N", help="prompts to generate from (default: 1)")
+    command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens of a prompt (default: what --new leaves)")
+    new = "tokens to generate (default: max_new_tokens, at most half of the context)"
+    command.add_argument("--new", type=whole_number, metavar="N", help=new)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_flags(command)
+
+
+def plan(options: argparse.Namespace) -> int:
+    config = load_config(find_config(options.config), overrides(options))
+    import jax
+
+    if options.topology is not None:
+        jax.config.update("jax_platforms", "cpu")  # a machine one does not have is not looked for
+    from dantinox.measure.plan import make_plan
+    from dantinox.measure.plan_view import plan_lines
+    from dantinox.measure.topology import find_topology
+    from dantinox.text import vocabulary_size
+    from dantinox.training.step import traced_programs
+
+    topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
+    found = make_plan(topology, config, vocabulary_size(config), traced_programs, progress=_progress, **sizes)
+    if options.json:
+        print(json.dumps(asdict(found), ensure_ascii=False))
+        return 0
+    return _print(lambda width: plan_lines(found, width))
 
 
 def doctor(options: argparse.Namespace) -> int:

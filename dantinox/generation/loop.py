@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -179,6 +179,19 @@ class Session:
             self._model, self.cache, self.state, self.params, jnp.int32(steps), **self._options
         )
         return self._hand_over(emitted, steps)
+
+    def trace(self, place: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The programs of `start` and `advance` before they are lowered; the model may be one of shapes.
+
+        Args:
+          place: makes shapes on the device that is compiled for of all the arguments.
+        """
+        trace = _generate_toks.jitted_fn.trace
+        model, state, params, prompt = place((self._model, self.state, self.params, self._prompt))
+        steps = place(jnp.int32(0))
+        first = trace(model, None, state, params, steps, prompt, **self._options, **self._first)
+        (cache, *_), _ = first.out_info
+        return first, trace(model, place(cache), state, params, steps, **self._options)
 
     def finish(self, rows: np.ndarray) -> None:
         """Ends the rows marked in `rows [B]` before their next token."""

@@ -1,6 +1,6 @@
 """Text: tokenizers, corpora, and the token store with its batches. Nothing here imports jax."""
 
-from dantinox.text.build import Progress, has_changed, open_store, prepare_data
+from dantinox.text.build import Progress, has_changed, open_store, prepare_data, vocabulary_size
 from dantinox.text.corpus import Corpus
 from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
@@ -17,4 +17,5 @@ __all__ = [
     "open_store",
     "prepare_data",
     "train_tokenizer",
+    "vocabulary_size",
 ]

@@ -92,6 +92,21 @@ def prepare_data(
     return tokenizer, _open(directory, header, config, tokenizer)
 
 
+def vocabulary_size(config: Config) -> int:
+    """The size of the vocabulary that the settings describe, the corpus read only where its characters decide on it.
+
+    Of BPE it is `tokenizer.vocab_size`, which a small corpus does not fill.
+
+    Raises:
+      UserError: no tokenizer or no corpus at the path that is needed.
+    """
+    if config.tokenizer.tokenizer_type == "bpe":
+        return config.tokenizer.vocab_size
+    plan = _plan(config) if config.tokenizer.tokenizer_type == "char" else None
+    stretches = (lambda: iter(())) if plan is None else (lambda: (stretch.text for stretch in plan.stretches()))
+    return train_tokenizer(config.tokenizer, stretches).vocab_size
+
+
 def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> TokenStore | None:
     """The tokens that `prepare_data` left in `directory`, whatever has become of the corpus; None where there are none."""
     header = _read_header(Path(directory), {"format": FORMAT, "tokenizer": tokenizer.fingerprint})

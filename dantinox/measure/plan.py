@@ -1,0 +1,277 @@
+"""What the programs of a config take on a machine, from their shapes: bytes, kernels, the least time. Nothing is allocated."""
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dantinox.config import Config, ModelConfig, UserError
+from dantinox.files import first_line
+from dantinox.generation.cache_plan import CachePlan, plan_cache
+from dantinox.generation.loop import Session, slots_needed
+from dantinox.generation.weights import prepare
+from dantinox.measure.topology import Topology
+from dantinox.model import Transformer, compute_dtype
+from dantinox.model.cache import spans
+from dantinox.model.parameters import blueprint
+from dantinox.programs import Bytes, Chip, bytes_of
+from dantinox.sampling import SamplingParams
+
+LOOKED_UP = ("embed", "position_embed")  # tables of which a token reads a row
+STEPS = 1000  # of a schedule whose length the corpus decides: a constant in the program, which changes nothing here
+# What each figure is, and whose formula it is; N, L, H, Q as in the functions below.
+FORMULAS = {
+    "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B), nothing for what is recomputed",
+    "evaluation": "2N + 4·L·H·Q·T FLOPs a token (Kaplan et al. 2020, section 2.1)",
+    "prefill": "the same without the output layer, which reads a row's last token alone",
+    "decode": "2N + 4·L·H·Q·S FLOPs a token, S the slots of the cache",
+}
+# What libtpu writes as custom calls and is no kernel.
+MARKS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one program takes, and the least time of a call of it: of one token per row in the case of `decode`.
+
+    Attributes:
+      reads: what a call reads, in words.
+      flops: of the mathematics, by `FORMULAS`, whatever the program computes twice or throws away.
+      traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written anew.
+      bytes: of the compiled program; None where the compiler gave up.
+      needs: the most memory at any time, in bytes; None where the compiler does not say.
+      fits: whether the chip has as much; None where nobody says.
+      kernels: calls in the program's text that are no plain XLA, and sorts, with how often they stand there.
+      compute_seconds, memory_seconds: of `flops` and of `traffic` at the chip's published rates, if it has any.
+      mfu: the share of the peak that is left if the longer of these is all it takes.
+      failure: why it was not compiled.
+    """
+
+    name: str
+    reads: str
+    flops: float
+    traffic: int
+    bytes: Bytes | None
+    needs: int | None
+    fits: bool | None
+    kernels: dict[str, int]
+    compute_seconds: float | None
+    memory_seconds: float | None
+    mfu: float | None
+    compile_seconds: float
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The programs of a config on a machine.
+
+    Attributes:
+      memory: bytes of a chip, of the machine at hand those that are free.
+      chip: its published figures.
+      matrix_parameters: N of the formulas: all that are multiplied by, the output layer too, norms and look-ups not.
+      batch, prompt, new: of the texts that are generated: prompts at once, their tokens, and tokens behind them.
+    """
+
+    topology: str
+    device: str
+    chips: int
+    memory: int | None
+    chip: Chip | None
+    dtype: str
+    parameters: int
+    matrix_parameters: int
+    vocab_size: int
+    batch: int
+    prompt: int
+    new: int
+    formulas: dict[str, str]
+    programs: list[Program]
+
+
+class Traced(NamedTuple):
+    """A program before it is compiled, with what `Program` says of it and the options of its compiler."""
+
+    name: str
+    reads: str
+    flops: float
+    traffic: int
+    program: Any
+    options: Mapping[str, Any]
+
+
+# (config, model, steps, place) → name → (rows, length, program, options): what training compiles.
+Training = Callable[[Config, ModelConfig, int, Callable[[Any], Any]], Mapping[str, tuple[int, int, Any, dict[str, str]]]]
+
+
+def make_plan(
+    topology: Topology,
+    config: Config,
+    vocab_size: int,
+    training: Training,
+    *,
+    batch: int = 1,
+    prompt: int | None = None,
+    new: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Compiles training, evaluation, prefill and decoding for a machine.
+
+    Args:
+      training: gives the programs of a training run.
+      batch: prompts that are generated from at once, `generation.n` samples of each.
+      prompt: their length in tokens; None: all that `new` leaves of the context.
+      new: tokens to generate; None: `generation.max_new_tokens`, at most half of the context.
+
+    Raises:
+      UserError: prompt and new tokens do not fit into the context, or the settings name tokens by their text.
+    """
+    model = config.architecture(vocab_size, topology.platform)
+    new = min(config.generation.max_new_tokens, model.max_context // 2) if new is None else new
+    prompt = model.max_context - new if prompt is None else prompt
+    if min(batch, prompt, new) < 1 or prompt + new > model.max_context:
+        raise UserError(
+            f"batch, prompt and new must be at least 1, and prompt + new at most the context of {model.max_context}, "
+            f"got {batch}, {prompt} and {new}"
+        )
+    with topology.assumed():
+        traced = [*training_programs(topology, config, model, training)]
+        traced += generation_programs(topology, config, model, batch, prompt, new)
+        programs = []
+        for program in traced:
+            progress(f"compiling {program.name} for {topology.name}")
+            programs.append(_compiled(topology, program))
+    return Plan(
+        topology=topology.name,
+        device=topology.device.device_kind,
+        chips=topology.chips,
+        memory=topology.memory,
+        chip=topology.chip,
+        dtype=np.dtype(compute_dtype(model)).name,
+        parameters=size(blueprint(model)[1]) // 4,
+        matrix_parameters=matrix_parameters(model),
+        vocab_size=vocab_size,
+        batch=batch,
+        prompt=prompt,
+        new=new,
+        formulas=FORMULAS,
+        programs=programs,
+    )
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`."""
+    D, Q, F = model.dim, model.head_size, model.hidden_dim
+    attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
+    feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
+    return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
+
+
+def attention_flops(model: ModelConfig, keys: int) -> int:
+    """`4·L·H·Q·T` of one query: scores and weighted values of `keys` keys, in windowed layers of as many as they hold.
+
+    Keys that the causal mask hides count too, as in the formulas' sources.
+    """
+    return 4 * model.n_heads * model.head_size * sum(spans(model, keys))
+
+
+def training_programs(topology: Topology, config: Config, model: ModelConfig, training: Training) -> Iterator[Traced]:
+    """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
+    steps = config.training.steps or STEPS
+    for name, (rows, length, program, options) in training(config, model, steps, topology.place).items():
+        forward = 2 * matrix_parameters(model) + attention_flops(model, length)
+        flops = rows * length * forward * (3 if name == "train" else 1)
+        untouched = 0 if name == "train" or model.weight_tying else model.vocab_size * model.dim * 4
+        traffic = size(program.in_avals) + size(program.out_info) - untouched
+        yield Traced(name, f"{rows} × {length} tokens", flops, traffic, program, options)
+
+
+def generation_programs(
+    topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
+) -> Iterator[Traced]:
+    """Prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
+    g, rows = config.generation, batch * config.generation.n
+    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights))
+    lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
+    # Which head gets which share is measured on a trained model: here all are alike.
+    kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
+    cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
+    seeded = config.model_copy(update={"generation": g.model_copy(update={"seed": g.seed or 0})})
+    session = Session(
+        weights,
+        np.zeros((batch, prompt), np.int32),
+        lengths,
+        SamplingParams.build(seeded, batch=rows, stop_ids=[0], sample_index=[*range(g.n)] * batch, vocab_size=model.vocab_size),
+        limits_B=np.repeat(limits, g.n),
+        eos_ids=[[0]] * rows,
+        samples=g.n,
+        use_cache=g.use_cache,
+        plan=cache_plan,
+    )
+    first, following = session.trace(topology.place)
+    read = size([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP])
+    cache, head = size(first.out_info[0][0]), 2 * model.dim * model.vocab_size
+    token = 2 * matrix_parameters(model) - head
+
+    def forward(rows: int, length: int) -> int:
+        """FLOPs of reading texts for the logits behind them."""
+        return rows * (length * (token + attention_flops(model, length)) + head)
+
+    yield Traced("prefill", f"{batch} × {prompt} tokens", forward(batch, prompt), read + cache, first, {})
+    flops = rows * (token + head + 4 * (model.n_heads // model.kv_heads) * model.head_size * kept_slots(model, cache_plan))
+    flops = flops if g.use_cache else forward(rows, cache_plan.slots)
+    reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
+    yield Traced("decode", reads, flops, read + cache, following, {})
+
+
+def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
+    """Slots of all key heads of all layers."""
+    if plan.compression is None:
+        return model.kv_heads * sum(spans(model, plan.slots))
+    return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
+
+
+def _compiled(topology: Topology, traced: Traced) -> Program:
+    name, reads, flops, traffic, program, options = traced
+    begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
+    try:
+        compiled = topology.compile(program, options)
+        found, kernels = bytes_of(compiled), kernels_in(compiled.as_text())
+        needs = found.peak
+    except jax.errors.JaxRuntimeError as error:
+        failure = first_line(error)
+        needs = needed_bytes(failure)
+    seconds, memory, chip = time.perf_counter() - begun, topology.memory, topology.chip
+    fits = None if needs is None or memory is None else needs <= memory and failure is None
+    bounds: tuple[float | None, float | None, float | None] = (None, None, None)
+    if chip is not None:
+        compute, passing = flops / chip.flops, traffic / chip.bandwidth
+        bounds = (compute, passing, compute / max(compute, passing))
+    return Program(name, reads, flops, traffic, found, needs, fits, kernels, *bounds, seconds, failure)
+
+
+def kernels_in(text: str) -> dict[str, int]:
+    """Custom calls by their target, Triton's and cuDNN's fusions by their kind, sorts by their length, in a program's text."""
+    names = re.findall(r'custom_call_target="([^"]+)"', text) + re.findall(r'"kind":"(__(?:triton|cudnn)[^"]*)"', text)
+    for shape, axis in re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(.*dimensions=\{(\d+)\}", text):
+        names.append(f"sort of {shape.split(',')[int(axis)]}")
+    return dict(sorted(Counter(name for name in names if name not in MARKS).items()))
+
+
+def needed_bytes(failure: str) -> int | None:
+    """What a compiler that ran out of memory says that it needs."""
+    number = re.search(r"(\d+(?:\.\d+)?)([KMGT])\b", failure) if "RESOURCE_EXHAUSTED" in failure else None
+    return number and int(float(number[1]) * UNITS[number[2]])
+
+
+def size(tree: Any) -> int:
+    """Bytes of arrays or shapes."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

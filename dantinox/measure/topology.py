@@ -1,0 +1,123 @@
+"""The machines that a plan is made for: the one at hand, and those whose compiler can be had without them."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from dantinox.config import UserError
+from dantinox.files import first_line, on_one_line
+from dantinox.programs import CHIPS, Chip, available_bytes, compiled
+
+NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
+COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+CUDNN, CAPABILITY = 91000, (9, 0)  # 9.10.0, and of an H100: as in the file
+H100 = Path(__file__).with_name("h100.txtpb")
+# Autotuning runs kernels on the device: without one, XLA's heuristics choose them.
+OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}
+# Else libtpu looks for its machine in the network, says at length that there is none and is loaded by one process at a time,
+# and jax looks for NVIDIA's libraries.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What programs are compiled for.
+
+    Attributes:
+      platform: a name of `dantinox.platform`.
+      device: the one chip that programs run on.
+      chips: of the whole machine.
+      memory: bytes of a chip; of the machine at hand what is free; None where nobody says.
+      chip: its published figures, None where there are none.
+      options: of the compiler.
+    """
+
+    name: str
+    platform: Literal["cpu", "gpu", "tpu"]
+    device: jax.Device
+    chips: int
+    memory: int | None
+    chip: Chip | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def assumed(self) -> Iterator[None]:
+        """Inside, jax's cuDNN attention, which asks the device while it is traced and lowered, takes an H100 for granted."""
+        if self.platform != "gpu" or self.device in jax.devices():
+            yield
+            return
+        answers: dict[str, Any] = {
+            "check_cudnn_version": lambda: CUDNN,
+            "check_compute_capability": lambda least: tuple(map(int, least.split("."))) <= CAPABILITY,
+            "is_cuda_compute_capability_equal": lambda one: tuple(map(int, one.split("."))) == CAPABILITY,
+        }
+        with patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers):
+            yield
+
+    def place(self, tree: Any) -> Any:
+        """The shapes of arrays, or shapes, on this machine's device."""
+        sharding = SingleDeviceSharding(self.device)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+    def compile(self, traced: Any, options: Mapping[str, Any]) -> Any:
+        """A program that was traced on arguments of `place`, with further options of the compiler."""
+        lowered = traced.lower(lowering_platforms=({"gpu": "cuda"}.get(self.platform, self.platform),))
+        return compiled(lowered, {**self.options, **options})
+
+
+def find_topology(name: str | None = None) -> Topology:
+    """The machine of a name: `cpu`, `gpu:h100`, `tpu:v5e`, `tpu:v5e:4x4`; None is the one at hand with its accelerator.
+
+    Raises:
+      UserError: there is none of that name, or its compiler is not installed.
+    """
+    if name is None or name == "cpu":
+        device = jax.devices(name)[0]
+        chip = next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
+        platform: Any = "gpu" if device.platform == "cuda" else device.platform
+        return Topology(name or platform, platform, device, 1, available_bytes(device), chip)
+    found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
+    family, model, shape = found.groups() if found else ("", "", None)
+    if f"{family}:{model}" not in NAMES or (shape and family != "tpu"):
+        raise UserError(
+            f"no topology {on_one_line(name)}: they are {', '.join(NAMES)}, a TPU also with its shape, as tpu:v5e:4x4"
+        )
+    if not any(map(find_spec, COMPILERS[family])):
+        newer = ", on Python 3.12 or newer" if family == "tpu" else ""
+        raise UserError(f"the compiler for {name} is not installed: pip install 'dantinox[aot]'{newer}")
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    devices = _gpus() if family == "gpu" else _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
+    chip = CHIPS[model]
+    return Topology(name, family, devices[0], len(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
+
+
+def _gpus() -> list[jax.Device]:
+    lines = H100.read_text(encoding="ascii").splitlines()
+    config = "\n".join(line for line in lines if not line.startswith("#"))
+    return topologies.get_topology_desc("h100", "cuda", target_config=config, topology="1x1x1").devices
+
+
+def _tpus(model: str, shape: str) -> list[jax.Device]:
+    # A host has four chips or more, unless it is told that it has one.
+    alone = {"chips_per_host_bounds": (1, 1, 1)} if set(shape) == {"1", "x"} or shape == "1" else {}
+    try:
+        return topologies.get_topology_desc(f"{model}:{shape}", "tpu", **alone).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"no topology tpu:{model}:{shape}: {first_line(error)}") from None

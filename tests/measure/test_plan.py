@@ -1,0 +1,185 @@
+"""The plan of a tiny model on this machine: bytes and FLOPs counted by hand, its JSON, what is said of what is not there."""
+
+import json
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from dantinox import cli
+from dantinox.config import UserError, build_config, dump_config
+from dantinox.measure import topology as topologies
+from dantinox.measure.plan import generation_programs, kernels_in, make_plan, matrix_parameters, needed_bytes
+from dantinox.measure.plan_view import plan_lines
+from dantinox.measure.topology import find_topology
+from dantinox.model.parameters import blueprint
+from dantinox.programs import CHIPS
+from dantinox.training.step import traced_programs
+
+# D = 16, two heads of 8 and one key head, two layers of which one sees 5 keys, F = 24, V = 259 (bytes), T = 32.
+SETTINGS = {
+    "model.dim": 16, "model.n_heads": 2, "model.kv_heads": 1, "model.num_blocks": 2, "model.hidden_dim": 24,
+    "model.max_context": 32, "tokenizer.tokenizer_type": "byte", "training.batch_size": 4, "training.warmup_steps": 0,
+    "attention.sliding_window": True, "attention.context_window": 4, "attention.layer_types": ["sliding", "full"],
+    "generation.greedy": True, "generation.max_new_tokens": 10,
+}  # fmt: skip
+BLOCK = 16 * 8 * (2 + 2) + 2 * 8 * 16 + 3 * 16 * 24  # queries, key and value; output; gate, up and down
+N = 2 * BLOCK + 16 * 259
+
+
+@pytest.fixture(scope="module")
+def config():
+    return build_config({}, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def plan(config):
+    return make_plan(find_topology("cpu"), config, 259, traced_programs, batch=3, prompt=20)
+
+
+@pytest.fixture
+def command(config, tmp_path):
+    """Runs `dantinox plan` with these settings from a file."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    return lambda *flags: cli.main(["plan", "--config", str(path), *flags])
+
+
+@pytest.fixture
+def programs(plan):
+    return {program.name: program for program in plan.programs}
+
+
+def test_parameters_are_counted_and_those_of_matrix_products(plan, config):
+    assert plan.matrix_parameters == N
+    assert plan.parameters == N + 5 * 16  # two norms in a block and one behind them; the table is the output layer
+    assert (plan.topology, plan.dtype, plan.chips, plan.chip) == ("cpu", "float32", 1, None)
+
+
+@pytest.mark.parametrize("changes", [{"activation": "gelu", "no_sink": True}, {"weight_tying": False}])
+def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
+    model = replace(config.architecture(259), **changes)
+    kernels = {name: leaf.size for name, leaf in blueprint(model)[1].items() if name.endswith("kernel")}
+    assert matrix_parameters(model) == sum(kernels.values()) + (16 * 259 if model.weight_tying else 0)
+
+
+def test_flops_by_hand(programs):
+    """Queries see 5 and 32 keys in training, 5 and 20 in the prompt, 5 and 32 slots (20 + 10, padded) in decoding."""
+    head = 2 * 16 * 259
+    assert programs["train"].flops == 4 * 32 * (6 * N + 12 * 16 * (5 + 32))
+    assert programs["evaluation"].flops == 256 * 32 * (2 * N + 4 * 16 * (5 + 32))
+    assert programs["prefill"].flops == 3 * (20 * (2 * N - head + 4 * 16 * (5 + 20)) + head)
+    assert programs["decode"].flops == 3 * (2 * N + 4 * 16 * (5 + 32))
+
+
+def test_bytes_by_hand(programs):
+    weights, head, cache = 4 * (N + 5 * 16), 4 * 16 * 259, 3 * 2 * 8 * (5 + 32) * 4
+    train, batch = programs["train"], 4 * 4 * 32 * 4
+    # Weights and two moments, a step counted three times, two pairs of sums; the metrics are three numbers.
+    assert 3 * weights + batch < train.bytes.arguments < 3 * weights + batch + 100
+    assert train.traffic == pytest.approx(2 * 3 * weights + batch, abs=200)
+    assert train.bytes.alias >= 3 * weights and train.needs == train.bytes.peak
+    assert 0 <= programs["evaluation"].bytes.arguments - weights - 4 * 256 * 32 * 4 < 100
+    # Decoding holds an output layer of its own beside the table; it reads that, and not the table.
+    decode = programs["decode"]
+    assert 0 <= decode.bytes.arguments - weights - head - cache < 300
+    assert cache <= decode.bytes.alias < cache + 300
+    assert decode.traffic == programs["prefill"].traffic == weights + cache
+    assert all(program.fits and program.compute_seconds is None and program.failure is None for program in programs.values())
+
+
+def test_settings_of_the_cache_and_of_generation_count(config):
+    topology = find_topology("cpu")
+
+    def decode(**changes):
+        changed = build_config({}, SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
+        model = changed.architecture(259, "cpu")
+        return list(generation_programs(topology, changed, model, 1, 20, 10))[1]
+
+    plain, narrow, twice = decode(), decode(generation__weights="int8"), decode(generation__n=2)
+    cache = 2 * 8 * (5 + 32) * 4
+    assert twice.flops == 2 * plain.flops and twice.traffic == plain.traffic + cache
+    numbers, rows = 2 * BLOCK + 16 * 259, 2 * (8 * 4 + 16 + 2 * 24 + 16) + 259
+    narrow_layers = 2 * 4 + 1  # each with a number that is 1
+    assert narrow.traffic == numbers + 4 * (rows + narrow_layers + 5 * 16) + cache
+    whole = decode(generation__use_cache=False)
+    head = 2 * 16 * 259
+    assert whole.flops == 32 * (2 * N - head + 4 * 16 * (5 + 32)) + head and whole.traffic == plain.traffic - cache
+
+
+def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
+    here = find_topology("cpu")
+    slow = replace(CHIPS["v5e"], flops=1e9, bandwidth=1e6, memory=1000)
+    target = replace(here, chip=slow, memory=slow.memory, chips=16)
+    monkeypatch.setattr(topologies.Topology, "compile", lambda *_: next(compiled))
+    text = SimpleNamespace(argument_size_in_bytes=900, temp_size_in_bytes=300, output_size_in_bytes=50, alias_size_in_bytes=40)
+    program = SimpleNamespace(memory_analysis=lambda: text, as_text=lambda: "")
+
+    def broken():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory required (3.00K) exceeds available HBM (1.00K)")
+
+    compiled = iter([program] * 4)
+    found = make_plan(target, config, 259, traced_programs, batch=3, prompt=20)
+    train = found.programs[0]
+    assert (train.needs, train.fits) == (900 + 300 + 50 - 40, False)
+    assert train.compute_seconds == train.flops / 1e9 and train.memory_seconds == train.traffic / 1e6
+    assert train.mfu == train.compute_seconds / max(train.compute_seconds, train.memory_seconds)
+    lines = "\n".join(plan_lines(found))
+    assert "programs are for one chip of the 16" in lines and "train: does not fit, 210 B too much" in lines
+    monkeypatch.setattr(topologies.Topology, "compile", lambda *_: broken())
+    found = make_plan(target, config, 259, traced_programs)
+    assert [program.needs for program in found.programs] == [3072] * 4
+    assert "decode: does not fit, 2.07 kB too much" in "\n".join(plan_lines(found))
+
+
+def test_what_is_of_note_in_a_program():
+    text = """
+  %sort.1 = (f32[1,8192]{1,0}, s32[1,8192]{1,0}) sort(%a, %b), dimensions={1}, is_stable=true, to_apply=%less
+  %sort.2 = f32[256]{0} sort(%c), dimensions={0}, to_apply=%less
+  %k = bf16[8] custom-call(%d), custom_call_target="tpu_custom_call", backend_config={}
+  %l = bf16[8] custom-call(%d), custom_call_target="tpu_custom_call", backend_config={}
+  %g = bf16[8] fusion(%d), kind=kCustom, calls=%f, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+"""
+    assert kernels_in(text) == {"__triton_gemm": 1, "sort of 256": 1, "sort of 8192": 1, "tpu_custom_call": 2}
+    says = "RESOURCE_EXHAUSTED: E1000: memory required for HLO temporaries (26.25G) exceeds available HBM (15.75G)"
+    assert needed_bytes(says) == 26.25 * 2**30
+    assert needed_bytes("INTERNAL: 3.5G of something") is None
+
+
+def test_json_and_table_say_the_same(plan, command, capfd):
+    assert command("--topology", "cpu", "--batch", "3", "--prompt", "20", "--json") == 0
+    out, err = capfd.readouterr()
+    found, same = json.loads(out), json.loads(json.dumps(asdict(plan)))
+    assert err.count("\n") == 4 and "compiling decode for cpu" in err
+    for record in (found, same):
+        record["memory"] = None
+        for program in record["programs"]:
+            program["compile_seconds"] = 0
+    assert found == same
+    lines = list(plan_lines(plan, 90))
+    assert max(map(len, lines)) <= 90 and any(line.startswith("decode") and "a token of 3, 32 slots" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gpu:h200", "no topology gpu:h200: they are cpu, gpu:h100, tpu:v5e, "),
+        ("tpu:h100", "no topology tpu:h100: "),
+        ("gpu:h100:2x2", "no topology gpu:h100:2x2: "),
+        ("tpu:v5e:", "no topology tpu:v5e:: "),
+        ("tpu:v5e:4by4", "no topology tpu:v5e:4by4: "),
+        ("gpu:h100", "the compiler for gpu:h100 is not installed: pip install 'dantinox[aot]'"),
+        ("tpu:v5e:1x1", "the compiler for tpu:v5e:1x1 is not installed: pip install 'dantinox[aot]', on Python 3.12 or newer"),
+    ],
+)
+def test_a_machine_that_there_is_not_is_one_sentence(name, says, command, monkeypatch, capfd):
+    monkeypatch.setattr(topologies, "find_spec", lambda name: None)
+    assert command("--topology", name) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith(f"error: {says}") and err.count("\n") == 1
+
+
+def test_texts_that_do_not_fit_the_context(config):
+    with pytest.raises(UserError, match=r"prompt \+ new at most the context of 32, got 1, 30 and 10"):
+        make_plan(find_topology("cpu"), config, 259, traced_programs, prompt=30)
