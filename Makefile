@@ -5,13 +5,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser lint schema clean
+.PHONY: help demo test test-all test-browser aot lint schema clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
 	@echo "make test          the tests (about 8 minutes on two cores)"
 	@echo "make test-all      the same, and what takes minutes"
 	@echo "make test-browser  the trace page in chromium"
+	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make clean         remove caches and build products, not runs"
@@ -24,10 +25,13 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -m "not browser"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot"
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser tests/report
+
+aot: $(VENV)/.dev $(VENV)/.aot
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot tests/measure
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
