@@ -57,6 +57,7 @@ OTHER: dict[str, tuple] = {
     "training.patience": (1,), "training.init_from": ("runs/x",),
     "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),
     "generation.keep_stop": (True, {"generation.stop": ["a"]}),
+    "generation.products": ("float32", {"generation.weights": "int8"}),
     "generation.stop_token_ids": ([3], {"generation.min_tokens": 2}),
     "generation.ignore_eos": (True,), "generation.use_cache": (False,), "generation.weights": ("int8",),
     "generation.greedy": (True,), "generation.strategy": ("entropy",), "generation.preset": ("llamacpp",),
@@ -164,7 +165,7 @@ def read_by(key, *rooms):
 
 
 LOOP = ("eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from")
-REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights")
+REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products")
 
 
 def written(config, directory):

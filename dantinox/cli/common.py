@@ -1,9 +1,7 @@
 """What several commands do: read flags and standard input, keep compiled programs."""
 
 import argparse
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from dantinox.config import UserError
@@ -35,9 +33,10 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, so that the second start is fast."""
     import jax
 
+    from dantinox.platform import cache_folder
+
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(root / "dantinox" / "jax"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
     # By default jax keeps only programs that took over a second to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

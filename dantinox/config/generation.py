@@ -41,6 +41,9 @@ class _Request(Section):
     weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
         "auto", "precision of the weights while decoding (auto: as the run computes)"
     )
+    products: Annotated[
+        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", ("bfloat16", "int8").__contains__))
+    ] = field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")
     greedy: bool = field(False, "always the most likely token")
     strategy: Annotated[
         Literal["chain", "entropy"],

@@ -33,7 +33,7 @@ from dantinox.text import Tokenizer
 
 PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
 # The same for all rows of a batch, with router.use_attention and all of kv.
-SHARED = ("use_cache", "weights", "n", *sampling.SHARED)
+SHARED = ("use_cache", "weights", "products", "n", *sampling.SHARED)
 
 
 class Run:
@@ -55,7 +55,7 @@ class Run:
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration = calibration, kv_calibration
-        self._prepared: dict[tuple[str, HeadOrder | None], Transformer] = {}
+        self._prepared: dict[tuple[str, str, HeadOrder | None], Transformer] = {}
 
     def generate(
         self,
@@ -144,7 +144,9 @@ class Run:
             kv, calibration = self.kv(config)
             batches.append(
                 Batch(
-                    self.prepared(config.generation.weights, head_order(self.model.config, kv, calibration)),
+                    self.prepared(
+                        config.generation.weights, head_order(self.model.config, kv, calibration), config.generation.products
+                    ),
                     self.tokenizer,
                     [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
                     [configs[number] for number in numbers],
@@ -165,12 +167,13 @@ class Run:
         remedy = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
         return measured_or_uniform(kv, calibration, remedy), calibration
 
-    def prepared(self, weights: str, order: HeadOrder | None = None) -> Transformer:
+    def prepared(self, weights: str, order: HeadOrder | None = None, products: str = "auto") -> Transformer:
         """The model as decoding wants it; the `PREPARED` used last, by precision and order of the key heads, are kept."""
-        made = self._prepared.pop((weights, order), None)
+        key = weights, products, order
+        made = self._prepared.pop(key, None)
         if made is None:
-            made = prepare(with_head_order(self.model, order), weights)
-        self._prepared[weights, order] = made
+            made = prepare(with_head_order(self.model, order), weights, products)
+        self._prepared[key] = made
         if len(self._prepared) > PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return made

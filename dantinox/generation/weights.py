@@ -16,10 +16,12 @@ from dantinox.model import Transformer
 from dantinox.model.layers import Linear
 from dantinox.model.store import rounded
 from dantinox.model.transformer import output_layer
+from dantinox.platform import WORTHWHILE, bfloat16_gain, platform_of
 
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
-NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over widened weights
+PRODUCTS = ("auto", "float32", "bfloat16")
+NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over weights widened to float32
 
 
 class NarrowLinear(nnx.Module):
@@ -29,9 +31,13 @@ class NarrowLinear(nnx.Module):
     against XLA: a barrier, or the conversion is moved out of the decoding loop and makes a wide copy of all weights; and a
     division by `one`, whose value XLA does not know, or what computes the row is fused into the product as well and done
     again for every weight (3 times slower).
+
+    With `bfloat16_from` rows and more, weights and rows are multiplied in bfloat16, with sums in float32, in one product. That
+    is None where such products are slow: the model is then to be widened for many rows.
     """
 
-    def __init__(self, linear: Linear, dtype: str):
+    def __init__(self, linear: Linear, dtype: str, bfloat16_from: int | None = None):
+        self.bfloat16_from = bfloat16_from
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
@@ -42,12 +48,20 @@ class NarrowLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         lead = x.shape[: x.ndim - len(self.shape_in)]
-        rows_RI = jax.lax.optimization_barrier(x.astype(jnp.float32).reshape(math.prod(lead), -1))
-        rows_RI = rows_RI / self.one[...]
-        weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
-        y_RO = jnp.stack([row_I @ weights_OI.astype(jnp.float32).T for row_I in rows_RI])
+        rows_RI = x.reshape(math.prod(lead), -1)
+        together = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
+        y_RO = (self._together if together else self._row_by_row)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
         return y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)
+
+    def _row_by_row(self, rows_RI: jax.Array) -> jax.Array:
+        rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
+        weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
+        return jnp.stack([row_I @ weights_OI.astype(jnp.float32).T for row_I in rows_RI])
+
+    def _together(self, rows_RI: jax.Array) -> jax.Array:
+        weights_OI = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16)
+        return jnp.einsum("RI,OI->RO", rows_RI.astype(jnp.bfloat16), weights_OI, preferred_element_type=jnp.float32)
 
     def wide(self) -> Linear:
         """The plain projection with the same numbers in float32."""
@@ -82,18 +96,21 @@ def _merge(graph: Any, structure: Any) -> Callable[[tuple[jax.Array, ...]], Tran
     return lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))
 
 
-def prepare(model: Transformer, weights: str = "auto") -> Transformer:
+def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -> Transformer:
     """A model for decoding; arrays that need no other form are shared with `model`, which stays as it is.
 
     Args:
       weights: `float32`, `bfloat16` or `int8` (symmetric, a scale per output row) for the projections and the output
         layer, norms and embeddings kept; `auto` is the precision the model computes in.
+      products: of narrow weights: `float32` or `bfloat16`; `auto` is bfloat16 on an accelerator, and on a CPU where it was
+        measured to be faster.
 
     Raises:
       UserError: another name.
     """
-    if weights not in WEIGHTS:
-        raise UserError(f"generation.weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+    for key, value, allowed in (("weights", weights, WEIGHTS), ("products", products, PRODUCTS)):
+        if value not in allowed:
+            raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
     model = nnx.clone(model)
     if model.head is None:
         V, D = model.embed.shape
@@ -101,18 +118,29 @@ def prepare(model: Transformer, weights: str = "auto") -> Transformer:
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
         weights = "float32" if model.dtype == jnp.float32 else "compute"
+    together = _bfloat16_from(model.config.platform, weights, products)
     change = {
         "float32": lambda linear: linear,
         "compute": lambda linear: _with_kernel(linear, linear.kernel[...].astype(linear.dtype)),
-        "bfloat16": lambda linear: NarrowLinear(linear, "bfloat16"),
-        "int8": lambda linear: NarrowLinear(linear, "int8"),
+        "bfloat16": lambda linear: NarrowLinear(linear, "bfloat16", together),
+        "int8": lambda linear: NarrowLinear(linear, "int8", together),
     }[weights]
     return _replace(model, Linear, change)
 
 
+def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
+    """From how many rows on narrow weights are multiplied in bfloat16; None: never."""
+    on = platform_of(platform)
+    if products == "float32" or weights not in ("bfloat16", "int8"):
+        return None
+    if products == "auto" and on.name == "cpu" and bfloat16_gain() < WORTHWHILE:
+        return None
+    return 1 + on.narrow_rows[weights == "int8"]
+
+
 def widen(model: Transformer) -> Transformer:
-    """The same model with plain float32 projections in the place of narrow ones, for products over many rows."""
-    if not any(isinstance(node, NarrowLinear) for _, node in nnx.iter_graph(model)):
+    """The model for products over many rows: narrow projections that are multiplied in float32 are plain ones in it."""
+    if not any(isinstance(node, NarrowLinear) and node.bfloat16_from is None for _, node in nnx.iter_graph(model)):
         return model
     return _replace(nnx.clone(model), NarrowLinear, NarrowLinear.wide)
 

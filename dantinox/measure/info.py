@@ -36,7 +36,7 @@ def describe(run_dir: str | Path) -> Iterator[str]:
     if store is None:
         yield "no token store in this run: the cost of narrow weights cannot be measured\n"
     for name in WEIGHTS[1:]:
-        narrow = prepare(run.model, name)
+        narrow = prepare(run.model, name, run.config.generation.products)
         line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
         if store is not None and name != "float32":
             nats, narrow_nats, gap, targets = compare(run.model, narrow, store.validation(ROWS, TOKENS))

@@ -219,7 +219,19 @@ def test_every_step_has_its_flag(key):
 
 def test_no_step_is_without_a_flag():
     refining = {*REFINES, "temperature"}
-    others = {"max_new_tokens", "strategy", "greedy", "stop", "keep_stop", "ignore_eos", "n", "seed", "use_cache", "weights"}
+    others = {
+        "max_new_tokens",
+        "strategy",
+        "greedy",
+        "stop",
+        "keep_stop",
+        "ignore_eos",
+        "n",
+        "seed",
+        "use_cache",
+        "weights",
+        "products",
+    }
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
 
 

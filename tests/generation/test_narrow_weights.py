@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dantinox import platform
 from dantinox.config import UserError
 from dantinox.generation import generate, prepare
+from dantinox.generation import weights as weights_module
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.loop import Session
-from dantinox.generation.weights import weight_bytes
+from dantinox.generation.weights import NarrowLinear, weight_bytes, widen
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
 from dantinox.sampling import SamplingParams
@@ -20,7 +22,7 @@ from . import builder
 pytestmark = pytest.mark.slow
 
 PROMPTS = builder.prompts(5, 9, 2, 7, 3, 8)
-ROWS = [1, 4, 6]  # alone, the most that are multiplied row by row, and over widened weights
+ROWS = [1, 4, 6]  # alone, the most that are multiplied row by row in float32, and over widened weights
 TIED = builder.config(no_sink=True)
 UNTIED = builder.config(weight_tying=False, activation="gelu", kv_heads=1)
 
@@ -58,7 +60,7 @@ def rounded_model(model, weights):
 def test_narrow_weights_are_the_rounded_ones(config, weights):
     """In one row, in four, and in more than are multiplied one by one."""
     model = builder.model(config)
-    narrow, expected = prepare(model, weights), rounded_model(model, weights)
+    narrow, expected = prepare(model, weights, "float32"), rounded_model(model, weights)
     tokens, lengths = builder.padded(PROMPTS)
     reference, told = generate(expected, tokens, 12, greedy=True, prompt_lengths=lengths, logprobs=3, return_info=True)
     plain = np.asarray(jax.nn.log_softmax(builder.all_logits(model, PROMPTS[0])[-1]))
@@ -69,6 +71,53 @@ def test_narrow_weights_are_the_rounded_ones(config, weights):
         )
         assert out.tolist() == reference[:rows].tolist()
         np.testing.assert_allclose(info["info"].top_logprobs, told["info"].top_logprobs[:rows], rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_products_in_bfloat16_are_those_of_rounded_operands(weights):
+    """float64 NumPy, of one row and of more than are multiplied row by row, which alone keep the rows in float32."""
+    linear = Linear((3, 8), (5, 2), dtype=jnp.float32, rngs=nnx.Rngs(3))
+    model = builder.model(TIED)
+    few = NarrowLinear(linear, weights, 4)
+    x = np.asarray(jax.random.normal(jax.random.key(1), (6, 3, 8)), np.float32)
+    kernel = rounded(np.asarray(linear.kernel[...]), (3, 8), weights).astype(np.float64).reshape(24, 10)
+    for rows, operand in ((3, x), (6, np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32))):
+        expected = operand[:rows].reshape(rows, 24).astype(np.float64) @ kernel
+        np.testing.assert_allclose(np.asarray(few(jnp.asarray(x[:rows]))).reshape(rows, 10), expected, atol=3e-6)
+    assert few.bfloat16_from == 4 and widen(prepare(model, weights, "bfloat16")).head.kernel[...].dtype == jnp.dtype(weights)
+
+
+def test_narrow_weights_are_not_widened_where_products_are_in_bfloat16():
+    """Neither while prompts are read nor while many rows are decoded is there a float array as large as an int8 kernel."""
+    model = prepare(builder.model(TIED), "int8", "bfloat16")
+    assert widen(model) is model
+    narrow = [
+        leaf for leaf in jax.tree.leaves(nnx.state(widen(prepare(builder.model(TIED), "int8", "float32")))) if leaf.ndim > 1
+    ]
+    assert {leaf.dtype.name for leaf in narrow} == {"float32"}
+
+
+@pytest.mark.parametrize(("gain", "first"), [(0.1, None), (2.5, 9)])
+def test_what_was_measured_decides_on_a_cpu(monkeypatch, gain, first):
+    monkeypatch.setattr(weights_module, "bfloat16_gain", lambda: gain)
+    heads = {on: prepare(builder.model(TIED), "int8", on).head.bfloat16_from for on in ("auto", "float32", "bfloat16")}
+    assert heads == {"auto": first, "float32": None, "bfloat16": 9}
+    accelerated = builder.model(builder.config(platform="gpu"))
+    assert prepare(accelerated, "int8").head.bfloat16_from == 1
+
+
+def test_the_measurement_is_remembered(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(platform, "_measured_gain", lambda: 1.75)
+    platform.bfloat16_gain.cache_clear()
+    assert platform.bfloat16_gain() == 1.75
+    monkeypatch.setattr(platform, "_measured_gain", lambda: 9.0)
+    platform.bfloat16_gain.cache_clear()
+    assert platform.bfloat16_gain() == 1.75
+    (tmp_path / "dantinox" / "products.json").write_text("{")
+    platform.bfloat16_gain.cache_clear()
+    assert platform.bfloat16_gain() == 9.0
+    platform.bfloat16_gain.cache_clear()
 
 
 def decoding(model, params, use_cache=True):
@@ -85,7 +134,7 @@ def test_without_a_cache_a_text_is_not_multiplied_word_by_word():
     """Row by row is for few rows: over a whole text the program would be as long as the text."""
     params = SamplingParams.build({"greedy": True})
     products = [
-        decoding(prepare(builder.model(TIED), weights), params, use_cache=False).as_text().count("dot_general")
+        decoding(prepare(builder.model(TIED), weights, "float32"), params, use_cache=False).as_text().count("dot_general")
         for weights in ("float32", "int8")
     ]
     assert products[0] == products[1]
