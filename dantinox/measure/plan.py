@@ -28,7 +28,7 @@ LOOKED_UP = ("embed", "position_embed")  # tables of which a token reads a row
 STEPS = 1000  # of a schedule whose length the corpus decides: a constant in the program, which changes nothing here
 # What each figure is, and whose formula it is; N, L, H, Q as in the functions below.
 FORMULAS = {
-    "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B), nothing for what is recomputed",
+    "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B); what is done again is none of them",
     "evaluation": "2N + 4·L·H·Q·T FLOPs a token (Kaplan et al. 2020, section 2.1)",
     "prefill": "the same without the output layer, which reads a row's last token alone",
     "decode": "2N + 4·L·H·Q·S FLOPs a token, S the slots of the cache",
@@ -44,20 +44,22 @@ class Program:
 
     Attributes:
       reads: what a call reads, in words.
-      flops: of the mathematics, by `FORMULAS`, whatever the program computes twice or throws away.
+      flops: of the mathematics, by `FORMULAS`, whatever the program throws away; `again` those that it does a second time,
+        the layers forward where `model.gradient_checkpointing` asks for all of it.
       traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written anew.
       bytes: of the compiled program; None where the compiler gave up.
       needs: the most memory at any time, in bytes; None where the compiler does not say.
       fits: whether the chip has as much; None where nobody says.
       kernels: calls in the program's text that are no plain XLA, and sorts, with how often they stand there.
-      compute_seconds, memory_seconds: of `flops` and of `traffic` at the chip's published rates, if it has any.
-      mfu: the share of the peak that is left if the longer of these is all it takes.
+      compute_seconds, memory_seconds: of `flops + again` and of `traffic` at the chip's published rates, if it has any.
+      mfu: the share of the peak that `flops` are at most, if the longer of these is all it takes.
       failure: why it was not compiled.
     """
 
     name: str
     reads: str
-    flops: float
+    flops: int
+    again: int
     traffic: int
     bytes: Bytes | None
     needs: int | None
@@ -102,7 +104,8 @@ class Traced(NamedTuple):
 
     name: str
     reads: str
-    flops: float
+    flops: int
+    again: int
     traffic: int
     program: Any
     options: Mapping[str, Any]
@@ -189,9 +192,11 @@ def training_programs(topology: Topology, config: Config, model: ModelConfig, tr
     for name, (rows, length, program, options) in training(config, model, steps, topology.place).items():
         forward = 2 * matrix_parameters(model) + attention_flops(model, length)
         flops = rows * length * forward * (3 if name == "train" else 1)
+        layers = rows * length * (forward - 2 * model.dim * model.vocab_size)
+        again = layers if name == "train" and model.remat == "full" else 0
         untouched = 0 if name == "train" or model.weight_tying else model.vocab_size * model.dim * 4
         traffic = size(program.in_avals) + size(program.out_info) - untouched
-        yield Traced(name, f"{rows} × {length} tokens", flops, traffic, program, options)
+        yield Traced(name, f"{rows} × {length} tokens", flops, again, traffic, program, options)
 
 
 def generation_programs(
@@ -225,11 +230,11 @@ def generation_programs(
         """FLOPs of reading texts for the logits behind them."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
-    yield Traced("prefill", f"{batch} × {prompt} tokens", forward(batch, prompt), read + cache, first, {})
+    yield Traced("prefill", f"{batch} × {prompt} tokens", forward(batch, prompt), 0, read + cache, first, {})
     flops = rows * (token + head + 4 * (model.n_heads // model.kv_heads) * model.head_size * kept_slots(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
-    yield Traced("decode", reads, flops, read + cache, following, {})
+    yield Traced("decode", reads, flops, 0, read + cache, following, {})
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
@@ -240,7 +245,7 @@ def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
 
 
 def _compiled(topology: Topology, traced: Traced) -> Program:
-    name, reads, flops, traffic, program, options = traced
+    name, reads, flops, again, traffic, program, options = traced
     begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
     try:
         compiled = topology.compile(program, options)
@@ -253,9 +258,9 @@ def _compiled(topology: Topology, traced: Traced) -> Program:
     fits = None if needs is None or memory is None else needs <= memory and failure is None
     bounds: tuple[float | None, float | None, float | None] = (None, None, None)
     if chip is not None:
-        compute, passing = flops / chip.flops, traffic / chip.bandwidth
-        bounds = (compute, passing, compute / max(compute, passing))
-    return Program(name, reads, flops, traffic, found, needs, fits, kernels, *bounds, seconds, failure)
+        compute, passing = (flops + again) / chip.flops, traffic / chip.bandwidth
+        bounds = (compute, passing, flops / chip.flops / max(compute, passing))
+    return Program(name, reads, flops, again, traffic, found, needs, fits, kernels, *bounds, seconds, failure)
 
 
 def kernels_in(text: str) -> dict[str, int]:

@@ -25,6 +25,7 @@ MEMORY = (
 TIME = (
     *NAMES,
     Column("flops", "FLOPs", lambda p: human_count(p.flops)),
+    Column("again", "again", lambda p: human_count(p.again) if p.again else None),
     Column("traffic", "traffic", lambda p: human_bytes(p.traffic)),
     Column("compute", "compute\nms ≥", lambda p: _milliseconds(p.compute_seconds)),
     Column("memory", "memory\nms ≥", lambda p: _milliseconds(p.memory_seconds)),

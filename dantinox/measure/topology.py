@@ -77,8 +77,7 @@ class Topology:
 
     def compile(self, traced: Any, options: Mapping[str, Any]) -> Any:
         """A program that was traced on arguments of `place`, with further options of the compiler."""
-        lowered = traced.lower(lowering_platforms=({"gpu": "cuda"}.get(self.platform, self.platform),))
-        return compiled(lowered, {**self.options, **options})
+        return compiled(traced.lower(), {**self.options, **options})
 
 
 def find_topology(name: str | None = None) -> Topology:

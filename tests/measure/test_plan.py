@@ -125,6 +125,12 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
     assert (train.needs, train.fits) == (900 + 300 + 50 - 40, False)
     assert train.compute_seconds == train.flops / 1e9 and train.memory_seconds == train.traffic / 1e6
     assert train.mfu == train.compute_seconds / max(train.compute_seconds, train.memory_seconds)
+    again = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
+    compiled = iter([program] * 4)
+    twice = make_plan(target, again, 259, traced_programs).programs[0]
+    assert twice.flops == train.flops and twice.again == 4 * 32 * (4 * BLOCK + 4 * 16 * (5 + 32))
+    assert twice.compute_seconds == (twice.flops + twice.again) / 1e9
+    assert twice.mfu == pytest.approx(twice.flops / 1e9 / max(twice.compute_seconds, twice.memory_seconds))
     lines = "\n".join(plan_lines(found))
     assert "programs are for one chip of the 16" in lines and "train: does not fit, 210 B too much" in lines
     monkeypatch.setattr(topologies.Topology, "compile", lambda *_: broken())

@@ -71,7 +71,7 @@ def compiled(topology: str, case: str, name: str) -> Compiled:
     target = find_topology(topology)
     with target.assumed():
         program = traced(topology, case)[name]
-        lowered = program.program.lower(lowering_platforms=({"gpu": "cuda"}.get(target.platform, target.platform),))
+        lowered = program.program.lower()
         found = target.compile(program.program, program.options)
     out = program.program.out_info[0]
     kept = size(out if name == "train" else out[0]) if name != "evaluation" else 0
