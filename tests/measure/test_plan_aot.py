@@ -101,7 +101,7 @@ def test_attention_is_the_chips_own_kernel(topology, case, name):
     assert sum(found) >= layers * (2 if name == "train" else 1)  # forwards and backwards
 
 
-@each("evaluation", "prefill", "decode", cases=("greedy", "chain", "router"))
+@each("evaluation", "prefill", "decode", cases=("greedy", "chain", "router", "int8"))
 def test_products_are_of_bfloat16(topology, case, name):
     lowered = compiled(topology, case, name).lowered
     products = re.findall(r"stablehlo\.dot_general .*? : \(tensor<([^>]+)>, tensor<([^>]+)>\)", lowered)
