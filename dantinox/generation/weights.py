@@ -118,6 +118,8 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
         weights = "float32" if model.dtype == jnp.float32 else "compute"
+    if weights == "compute" and model.config.position in ("rope", "none"):  # else positions are added before it is rounded
+        model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     together = _bfloat16_from(model.config.platform, weights, products)
     change = {
         "float32": lambda linear: linear,

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dantinox.config import UserError
 from dantinox.sampling.draw import pick
 from dantinox.sampling.params import ScoreFn
 from dantinox.sampling.router import TINY, Metrics, Number, RouterConfig
+from dantinox.sampling.search import largest
 from dantinox.sampling.steps import finite_max, log_mass
 from dantinox.sampling.window import WINDOW
 
@@ -47,8 +48,7 @@ def best_of_n(logits_V: Array, raw_V: Array, n: Number, weight: Number = 1.0) ->
     if V <= WINDOW:
         best_V = _sharpened(logits_V, weight * raw_V, n)
     else:
-        # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
-        x_K, ids_K = lax.optimization_barrier(lax.top_k(logits_V, WINDOW))
+        x_K, ids_K = largest(logits_V, WINDOW)
         best_V = jnp.full(V, -jnp.inf).at[ids_K].set(_sharpened(x_K, weight * raw_V[ids_K], n), unique_indices=True)
     return jnp.where(n <= 1, logits_V, best_V)
 

@@ -5,12 +5,14 @@ threshold exactly. Functions work on one row; batches are `jax.vmap`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 BLOCK = 512
+DIGIT = 4  # bits
 SIGN_BIT = np.uint32(1 << 31)
 
 
@@ -23,14 +25,69 @@ def ordered_keys(x_V: Array) -> Array:
 def crossing_key(keys_V: Array, weights_V: Array, enough: Callable[[Array], Array]) -> Array:
     """The largest uint32 t for which `enough(sum of the weights with key ≥ t)` holds; 0 when none does.
 
-    `enough` must go from true to false as its argument falls. Weights are not negative, so the rounded sums are monotone too.
+    `enough` must go from true to false as its argument falls; it is asked of one sum or of several. Weights are not negative,
+    so the rounded sums are monotone too. A CPU is quickest bit by bit; an accelerator, whose time goes into starting kernels,
+    with four bits at a time.
     """
+    ways = {"cpu": partial(_bit_by_bit, enough), "default": partial(_digit_by_digit, enough)}
+    found: Array = lax.platform_dependent(keys_V, weights_V, **ways)
+    return found
 
+
+def _bit_by_bit(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
     def try_bit(i: Array, t: Array) -> Array:
         candidate = t | (SIGN_BIT >> i.astype(jnp.uint32))
         return jnp.where(enough(jnp.sum(jnp.where(keys_V >= candidate, weights_V, 0))), candidate, t)
 
     return lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
+
+
+def _digit_by_digit(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
+    t = jnp.uint32(0)
+    for shift in range(32 - DIGIT, -1, -DIGIT):
+        candidates_C = t + (jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32) << shift)
+        sums_C = jnp.sum(jnp.where(keys_V >= candidates_C[:, None], weights_V, 0), axis=1)
+        t += jnp.sum(enough(sums_C), dtype=jnp.uint32) << shift
+    return t
+
+
+def largest(x_V: Array, count: int) -> tuple[Array, Array]:
+    """The `count` ≤ V largest values and their ids, by ascending id; of equal values those with the lowest ids.
+
+    On a CPU 0 counts as larger than -0. `lax.top_k` of many is a full sort on an accelerator, where ranks are counted instead.
+    """
+    ways = {"cpu": partial(_by_top_k, count), "default": partial(_by_ranks, count)}
+    found: tuple[Array, Array] = lax.platform_dependent(x_V, **ways)
+    return found
+
+
+def _by_top_k(count: int, x_V: Array) -> tuple[Array, Array]:
+    # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
+    x_K, ids_K = lax.optimization_barrier(lax.top_k(x_V, count))
+    ids_K, x_K = lax.sort((ids_K, x_K), num_keys=1)
+    return x_K, ids_K
+
+
+def _by_ranks(count: int, x_V: Array) -> tuple[Array, Array]:
+    keys_V = ordered_keys(x_V)
+    edge = crossing_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda sums: sums >= count)
+    above_V, at_V = keys_V > edge, keys_V == edge
+    room = count - jnp.sum(above_V.astype(jnp.float32))
+    V = x_V.shape[0]
+    ranks_NC = _running_counts(above_V | (at_V & (_running_counts(at_V).reshape(-1)[:V] <= room)))
+    wanted_K1 = jnp.arange(1, count + 1)[:, None]
+    block_K = jnp.sum(ranks_NC[:, -1] < wanted_K1, axis=1)
+    ids_K = block_K * ranks_NC.shape[1] + jnp.sum(ranks_NC[block_K] < wanted_K1, axis=1)
+    return x_V[ids_K], ids_K
+
+
+def _running_counts(hit_V: Array) -> Array:
+    """How many entries up to each one are true, float32 `[N, BLOCK]`, exact up to 2²⁴: a product with a triangle of ones."""
+    hits_NC = blocks(hit_V.astype(jnp.bfloat16))
+    N, C = hits_NC.shape
+    inside_NC = jnp.matmul(hits_NC, jnp.triu(jnp.ones((C, C), jnp.bfloat16)), preferred_element_type=jnp.float32)
+    earlier_NN = jnp.arange(N)[:, None] > jnp.arange(N)
+    return inside_NC + jnp.sum(jnp.where(earlier_NN, inside_NC[:, -1], 0), axis=1)[:, None]
 
 
 def first_in_order(x_V: Array) -> Array:
@@ -62,10 +119,19 @@ def first_past(weights_N: Array, target: Callable[[Array], Array]) -> tuple[Arra
 
 
 def nth_true(hit_V: Array, n: Array) -> Array:
-    """The id of the n-th true entry, counted from 1 in ascending order; -1 for n < 1, the last one when there are no more.
+    """The id of the n-th true entry, counted from 1 in ascending order; -1 for n < 1, the last one when there are no more."""
+    found: Array = lax.platform_dependent(hit_V, n, cpu=_nth_by_bits, default=_nth_by_ranks)
+    return found
 
-    A bisection over ids that takes no pass where all entries are asked for, as they are wherever no two logits are equal.
-    """
+
+def _nth_by_ranks(hit_V: Array, n: Array) -> Array:
+    ranks_V = _running_counts(hit_V).reshape(-1)[: hit_V.shape[0]]
+    n = jnp.minimum(n, ranks_V[-1])
+    return jnp.where(n < 1, -1, jnp.sum(ranks_V < n, dtype=jnp.int32))
+
+
+def _nth_by_bits(hit_V: Array, n: Array) -> Array:
+    """A bisection over ids that takes no pass where all entries are asked for, as they are wherever no two logits are equal."""
     V = hit_V.shape[0]
     ids_V = jnp.arange(V)
     hits_V = hit_V.astype(jnp.float32)  # exact up to 2²⁴; XLA adds integers four times slower on a CPU

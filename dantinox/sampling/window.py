@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from dantinox.config.steps import STEPS
 from dantinox.sampling.params import SamplingParams
+from dantinox.sampling.search import largest
 from dantinox.sampling.steps import FARTHEST, Rest, entropy, finite_max, log_mass
 
 WINDOW = 256
@@ -134,9 +135,7 @@ def in_window(run: Runner, names: Sequence[str], logits_BV: Array, context: Cont
 
 def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
     """The largest logits [B, K] in the order of their ids, the ids, and the sums over all others."""
-    # The barrier keeps XLA from merging what follows into the selection, which would become a full sort.
-    values_BK, ids_BK = lax.optimization_barrier(lax.top_k(logits_BV, WINDOW))
-    ids_BK, values_BK = lax.sort((ids_BK, values_BK), dimension=1, num_keys=1)
+    values_BK, ids_BK = jax.vmap(partial(largest, count=WINDOW))(logits_BV)
     M_B1 = jax.vmap(finite_max)(logits_BV)[:, None]
 
     def sums(x_BN: Array) -> Rest:

@@ -195,3 +195,13 @@ def test_decoding_makes_no_wide_copy_of_narrow_weights(optimised):
     program = optimised(decoding(narrow, SamplingParams.build({"greedy": True})))
     largest = max(node.kernel[...].nbytes for _, node in nnx.iter_graph(model) if isinstance(node, Linear))
     assert program.memory_analysis().temp_size_in_bytes < largest / 4
+
+
+def test_the_table_of_a_bfloat16_model_is_looked_up_in_bfloat16():
+    """What is looked up is rounded anyhow; with learned positions only after they were added."""
+    tokens_BT, positions_BT = jnp.asarray([PROMPTS[1]]), jnp.arange(len(PROMPTS[1]))[None]
+    for position, kept in (("rope", "bfloat16"), ("learned", "float32")):
+        model = builder.model(builder.config(dtype="bfloat16", position=position))
+        prepared = prepare(model)
+        assert prepared.embed[...].dtype == jnp.dtype(kept)
+        np.testing.assert_array_equal(prepared.hidden(tokens_BT, positions_BT)[0], model.hidden(tokens_BT, positions_BT)[0])

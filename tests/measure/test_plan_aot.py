@@ -109,8 +109,8 @@ def test_products_are_of_bfloat16(topology, case, name):
     assert {side.rpartition("x")[2] for product in products for side in product} == {"bf16"}
 
 
-@each(*ALL, cases=("greedy", "muon", "int8"))
-def test_nothing_is_sorted_where_nothing_is_cut(topology, case, name):
+@each(*ALL, cases=("greedy", "muon", "int8", "chain", "router"))
+def test_nothing_is_sorted(topology, case, name):
     assert not any(kernel.startswith("sort") for kernel in kernels_in(compiled(topology, case, name).text))
 
 

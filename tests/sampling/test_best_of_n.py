@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.sampling import candidates, steps
+from dantinox.sampling import best_of_n as module
+from dantinox.sampling import steps
 from dantinox.sampling.router import AttentionMetrics, Metrics, RouterConfig
 
 GOLDEN = json.loads(Path(__file__).with_name("entropy_router.json").read_text())
-BEST = jax.jit(candidates.best_of_n)
-EXPLICIT = jax.jit(candidates.best_candidate, static_argnames=("score_fn", "draws"))
+BEST = jax.jit(module.best_of_n)
+EXPLICIT = jax.jit(module.best_candidate, static_argnames=("score_fn", "draws"))
 NOTHING = Metrics(1.0, 2.0)
 DRAWS = 200_000
 MOST = 12  # candidates drawn; the first n of them count
@@ -27,9 +29,7 @@ def explicit(logits_V, raw_V, n):
     """Draws with other keys, each the best of its own n candidates."""
 
     def one(number):
-        return candidates.best_candidate(
-            logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), NOTHING, n, draws=MOST
-        )
+        return module.best_candidate(logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), NOTHING, n, draws=MOST)
 
     return jax.lax.map(lambda number: one(number).token, jnp.arange(DRAWS), batch_size=20_000)
 
@@ -94,12 +94,12 @@ def test_golden_confidence():
             ref["attn_entropy"], 0.5, ref["attn_varentropy"], 0.5, ref["agreement"], ref["interaction_strength"][0]
         )
         metrics = Metrics(expected["logits_entropy"], expected["logits_varentropy"], seen)
-        got = candidates.confidence(metrics)
+        got = module.confidence(metrics)
         np.testing.assert_allclose(got, expected["params_ref"]["adaptive"]["confidence"], rtol=1e-5, atol=1e-5)
         logprobs_N = np.float32(expected["candidate_logprobs_nats"])
-        scores_N = candidates.guide_score(jnp.arange(len(logprobs_N)), logprobs_N, metrics)
+        scores_N = module.guide_score(jnp.arange(len(logprobs_N)), logprobs_N, metrics)
         np.testing.assert_allclose(scores_N, logprobs_N + got, rtol=1e-6)
-    np.testing.assert_allclose(candidates.confidence(Metrics(0.5, 2.0)), 0.5 * 0.1 - 0.3, rtol=1e-6)
+    np.testing.assert_allclose(module.confidence(Metrics(0.5, 2.0)), 0.5 * 0.1 - 0.3, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["peaked", "adaptive_staircase", "neg_inf_vocab_mask"])
@@ -134,8 +134,8 @@ def test_the_weight_of_the_log_probability_turns_the_choice_round():
         got_V = np.exp(np.float64(BEST(x_V, raw_V, 12, weight)))
         np.testing.assert_allclose(got_V, reference(x_V, ranked_V, 12), rtol=1e-4, atol=1e-9)
         config = RouterConfig(score_logprob=weight, score_entropy=5.0, score_varentropy=-3.0)
-        found = candidates.best_candidate(
-            x_V, raw_V, jax.random.key(1), NOTHING, MOST, partial(candidates.guide_score, config=config), draws=MOST
+        found = module.best_candidate(
+            x_V, raw_V, jax.random.key(1), NOTHING, MOST, partial(module.guide_score, config=config), draws=MOST
         )
         lifted_N = np.asarray(found.scores) - weight * np.asarray(found.logprobs)
         np.testing.assert_allclose(lifted_N, (1 - 1.0) * 5 + (1 - 2.0) * -3, rtol=1e-5)
@@ -173,7 +173,7 @@ def test_full_windows():
 
 
 def test_the_number_of_candidates_compiles_nothing_anew():
-    best = jax.jit(jax.vmap(candidates.best_of_n))
+    best = jax.jit(jax.vmap(module.best_of_n))
     x_V, raw_V = rows(1000)
     together = best(np.stack([x_V] * 3), np.stack([raw_V] * 3), np.float32([1, 5, 12]))
     best(np.stack([raw_V] * 3), np.stack([raw_V] * 3), np.float32([7, 7, 1]))
@@ -184,8 +184,8 @@ def test_the_number_of_candidates_compiles_nothing_anew():
 
 def test_a_large_row_is_not_sorted(optimised):
     rows_BV, n_B = jax.ShapeDtypeStruct((2, 50_000), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
-    program = optimised(jax.jit(jax.vmap(candidates.best_of_n)).lower(rows_BV, rows_BV, n_B))
-    assert " sort(" not in program.as_text()
+    program = optimised(jax.jit(jax.vmap(module.best_of_n)).lower(rows_BV, rows_BV, n_B))
+    assert not re.search(r"50000\]\S* sort\(", program.as_text())
 
 
 @pytest.mark.parametrize("n", [1, 5, 12])
@@ -221,7 +221,7 @@ def test_a_score_of_ones_own():
 @pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
 def test_there_is_a_score_per_candidate(score):
     with pytest.raises(UserError, match=r"score_fn must give a score per candidate, shape \(3,\), got shape \(2?,?\)"):
-        candidates.best_candidate(jnp.zeros(5), jnp.zeros(5), jax.random.key(0), NOTHING, 3, score, draws=3)
+        module.best_candidate(jnp.zeros(5), jnp.zeros(5), jax.random.key(0), NOTHING, 3, score, draws=3)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -232,8 +232,8 @@ def test_the_draws_behind_a_token_are_n_plain_draws(n):
 
     def one(number):
         key, own = jax.random.split(jax.random.fold_in(jax.random.key(5), number))
-        token = jax.random.categorical(key, candidates.best_of_n(x_V, raw_V, n))
-        return candidates.draws_behind(token, x_V, raw_V, own, NOTHING, RouterConfig(candidates=n), draws=4)
+        token = jax.random.categorical(key, module.best_of_n(x_V, raw_V, n))
+        return module.draws_behind(token, x_V, raw_V, own, NOTHING, RouterConfig(candidates=n), draws=4)
 
     found = jax.jit(jax.vmap(one))(jnp.arange(DRAWS))
     ids, scores = np.asarray(found.ids)[:, :n], np.asarray(found.scores)

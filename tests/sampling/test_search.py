@@ -1,0 +1,71 @@
+"""Selection without a sort, in the form that accelerators run, which no test on a CPU would meet otherwise."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dantinox.sampling.search import (
+    _bit_by_bit,
+    _by_ranks,
+    _by_top_k,
+    _digit_by_digit,
+    _nth_by_bits,
+    _nth_by_ranks,
+    ordered_keys,
+)
+
+V = 1100  # three blocks, the last one not full
+ROWS = st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 1e-30, 0.5, 0.50000006, 3.0]), min_size=V, max_size=V)
+
+
+@cache
+def compiled(way, count):
+    return jax.jit(partial(way, count))
+
+
+@cache
+def nth(way):
+    return jax.jit(way)
+
+
+@given(ROWS, st.sampled_from([1, 2, 256, 700, V]))
+@settings(max_examples=25, deadline=None)
+def test_the_largest_values_as_a_stable_sort_has_them(values, count):
+    x = np.asarray(values, np.float32)
+    expected = np.sort(np.argsort(-x.astype(np.float64), kind="stable")[:count])
+    for way in (_by_ranks, _by_top_k):
+        found, ids = compiled(way, count)(x)
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(found, x[expected])
+
+
+def test_ranks_do_not_tell_the_two_zeros_apart():
+    x = np.asarray([-0.0, 1.0, 0.0, -2.0], np.float32)
+    assert compiled(_by_ranks, 2)(x)[1].tolist() == [0, 1]
+
+
+@given(st.lists(st.booleans(), min_size=V, max_size=V), st.integers(-1, V + 1))
+@settings(max_examples=25, deadline=None)
+def test_the_nth_true_entry(hits, n):
+    ids = np.flatnonzero(hits)
+    expected = -1 if n < 1 or not len(ids) else ids[min(n, len(ids)) - 1]
+    for way in (_nth_by_bits, _nth_by_ranks):
+        assert int(nth(way)(np.asarray(hits), np.float32(n))) == expected
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 40.0, 1e9])
+def test_bits_and_digits_find_the_same_crossing(least):
+    rng = np.random.default_rng(3)
+    x, weights = rng.normal(size=V).astype(np.float32), rng.random(V).astype(np.float32)
+    keys = ordered_keys(jnp.asarray(x))
+    bits, digits = (jax.jit(partial(way, lambda sums: sums >= least))(keys, weights) for way in (_bit_by_bit, _digit_by_digit))
+    descending = np.argsort(-x)
+    enough = np.cumsum(weights[descending].astype(np.float64)) >= least
+    none, all_of_them = least > weights.sum(), least == 0
+    expected = 0 if none else 2**32 - 1 if all_of_them else int(keys[descending[np.argmax(enough)]])
+    assert int(bits) == int(digits) == expected
