@@ -7,9 +7,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
+
+PRODUCT = "product"  # the name of what a `Linear` gives, for those who keep it for the backward pass
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -31,7 +34,13 @@ def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operand
     d_y, lead, outs = d_y.astype(dtype), tuple(range(x.ndim - axes)), w.ndim - axes
     behind = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
     d_x = jnp.tensordot(d_y, w.astype(dtype), behind, preferred_element_type=jnp.float32)
-    d_w = jnp.tensordot(x.astype(dtype), d_y, (lead, lead), preferred_element_type=jnp.float32)
+
+    def weighed(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
+        return jnp.tensordot(x.astype(dtype), d_y.astype(dtype), (lead, lead), preferred_element_type=jnp.float32)
+
+    # The same numbers in float32: for CPUs XLA has no fast bfloat16 product of this form, and none at all if it is transposed.
+    ways = {"cpu": partial(weighed, jnp.float32), "default": partial(weighed, dtype)}
+    d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, **ways) if dtype != jnp.float32 else weighed(dtype, x, d_y)
     return d_x.astype(x.dtype), d_w.astype(w.dtype)
 
 
@@ -61,7 +70,8 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return product(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
+        y = product(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
+        return checkpoint_name(y, PRODUCT)
 
 
 class RMSNorm(nnx.Module):

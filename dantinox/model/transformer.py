@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
-from dantinox.model.layers import NORMS, Linear, dropout, feed_forward, product
+from dantinox.model.layers import NORMS, PRODUCT, Linear, dropout, feed_forward, product
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
 
 Constrain = Callable[[jax.Array], jax.Array]
-REMAT = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+REMAT = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
 
 
 def compute_dtype(config: ModelConfig) -> DTypeLike:

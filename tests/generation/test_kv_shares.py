@@ -69,7 +69,7 @@ def test_tokens_without_a_run_name_the_file():
 def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
     made = []
     monkeypatch.setattr(run_module, "with_head_order", lambda model, order: order)
-    monkeypatch.setattr(run_module, "prepare", lambda model, weights: made.append(model) or model)
+    monkeypatch.setattr(run_module, "prepare", lambda model, weights, products: made.append(model) or model)
     run = run_module.Run(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared("auto", order) == order

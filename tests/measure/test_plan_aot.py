@@ -114,6 +114,12 @@ def test_nothing_is_sorted(topology, case, name):
     assert not any(kernel.startswith("sort") for kernel in kernels_in(compiled(topology, case, name).text))
 
 
+@each("decode", cases=("greedy", "chain", "router", "int8"))
+def test_the_one_loop_is_over_tokens(topology, case, name):
+    """Every pass of another loop would start its kernels anew, token for token."""
+    assert len(re.findall(r" while\(", compiled(topology, case, name).text)) == 1
+
+
 @each("prefill")
 def test_a_prompt_has_the_logits_of_its_last_token_alone(topology, case, name):
     text = compiled(topology, case, name).text
