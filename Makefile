@@ -31,7 +31,7 @@ test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser tests/report
 
 aot: $(VENV)/.dev $(VENV)/.aot
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot tests/measure
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/measure
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -204,7 +204,7 @@ def generation_programs(
 ) -> Iterator[Traced]:
     """Prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
     g, rows = config.generation, batch * config.generation.n
-    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights))
+    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.products))
     lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
     # Which head gets which share is measured on a trained model: here all are alike.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})

@@ -120,6 +120,14 @@ def test_the_measurement_is_remembered(monkeypatch, tmp_path):
     platform.bfloat16_gain.cache_clear()
 
 
+def test_measuring_works_while_shapes_alone_are_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    platform.bfloat16_gain.cache_clear()
+    nnx.eval_shape(lambda: prepare(builder.model(TIED), "int8"))
+    assert platform.bfloat16_gain() > 0
+    platform.bfloat16_gain.cache_clear()
+
+
 def decoding(model, params, use_cache=True):
     """The decoding program of one row, lowered."""
     session = Session(
