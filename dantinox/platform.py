@@ -32,6 +32,7 @@ class Platform:
         one number into it, and again to read it.
       kernel: of attention, that is fastest there where it can be had (`dantinox.model.kernels`).
       narrow_rows: up to how many rows a product with narrow weights is done row by row: bfloat16, int8.
+      loss_tokens: in a chunk of the loss at least: every chunk reads the output layer anew, and writes its gradient.
       options: of the compiler, for training and evaluation in float32.
     """
 
@@ -40,13 +41,14 @@ class Platform:
     bfloat16_bits: bool = False
     kernel: str | None = None
     narrow_rows: tuple[int, int] = (0, 0)
+    loss_tokens: int = 2048
     options: tuple[tuple[str, str], ...] = ()
 
 
 # YNNPACK for matrix products alone: its reductions make a small step a tenth slower than XLA's own.
 YNNPACK = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_DOT")
 PLATFORMS = {
-    "cpu": Platform("cpu", "float32", bfloat16_bits=True, narrow_rows=(2, 8), options=(YNNPACK,)),
+    "cpu": Platform("cpu", "float32", bfloat16_bits=True, narrow_rows=(2, 8), loss_tokens=1, options=(YNNPACK,)),
     "gpu": Platform("gpu", "bfloat16", kernel="cudnn"),
     "tpu": Platform("tpu", "bfloat16", kernel="splash"),
 }

@@ -1,5 +1,6 @@
 """Compiled programs: the chips that they are for, what they take, and what there is."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ def bytes_of(compiled: Any) -> Bytes:
     """Reads a compiled program."""
     found = compiled.memory_analysis()
     return Bytes(*(getattr(found, f"{kind}_size_in_bytes") for kind in ("argument", "temp", "output", "alias")))
+
+
+def size(tree: Any) -> int:
+    """Bytes of arrays or shapes."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def compiled(lowered: Any, options: Mapping[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """What the programs of a config take on a machine, from their shapes: bytes, kernels, the least time. Nothing is allocated."""
 
-import math
 import re
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from dantinox.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import spans
 from dantinox.model.parameters import blueprint
-from dantinox.programs import Bytes, Chip, bytes_of
+from dantinox.programs import Bytes, Chip, bytes_of, size
 from dantinox.sampling import SamplingParams
 
 LOOKED_UP = ("embed", "position_embed")  # tables of which a token reads a row
@@ -275,8 +274,3 @@ def needed_bytes(failure: str) -> int | None:
     """What a compiler that ran out of memory says that it needs."""
     number = re.search(r"(\d+(?:\.\d+)?)([KMGT])\b", failure) if "RESOURCE_EXHAUSTED" in failure else None
     return number and int(float(number[1]) * UNITS[number[2]])
-
-
-def size(tree: Any) -> int:
-    """Bytes of arrays or shapes."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

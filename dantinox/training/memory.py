@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from dantinox.config import Config, UserError
-from dantinox.programs import available_bytes, bytes_of
+from dantinox.programs import available_bytes, bytes_of, size
 from dantinox.report import human_bytes, human_count
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -37,7 +36,7 @@ class MemoryPlan:
 def plan_memory(compiled: Any, state: Any) -> MemoryPlan:
     """Reads the plan of a compiled step; `state` is its first argument, of arrays or shapes."""
     peak, available = bytes_of(compiled).peak, available_bytes(jax.devices()[0])
-    return MemoryPlan(_bytes(state.parameters), _bytes(state.optimizer), peak, available)
+    return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:
@@ -81,7 +80,3 @@ def used_gb() -> float | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
     except OSError:
         return None
-
-
-def _bytes(tree: Any) -> int:
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -9,10 +9,8 @@ from flax import nnx
 from dantinox.model import Transformer
 from dantinox.platform import platform_of
 
-# Logits held at a time: 64 MiB in float32. More than that goes in chunks, on an accelerator of no fewer tokens than fill it:
-# every chunk reads the output layer anew, and writes its gradient.
+# Logits held at a time: 64 MiB in float32. More than that goes in chunks.
 CHUNK_LOGITS = 1 << 24
-CHUNK_TOKENS = 2048
 
 
 class Sums(NamedTuple):
@@ -34,15 +32,14 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
       batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 where a target counts).
       rngs: with a `dropout` stream, dropout is on.
       chunk_logits: a batch with more logits than this is scored in chunks of tokens, whose logits are computed again in
-        the backward pass, so that `[B, T, V]` never exists. On an accelerator a chunk has at least `CHUNK_TOKENS`.
+        the backward pass, so that `[B, T, V]` never exists. A chunk has at least the platform's `loss_tokens`.
     """
     B, T = batch.tokens_BT.shape
     # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
     x_BTD, _, _ = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
     x_ND, targets_N, mask_N = x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1)
-    least = 1 if platform_of(model.config.platform).name == "cpu" else CHUNK_TOKENS
-    size = max(least, chunk_logits // model.config.vocab_size)
+    size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
     if size >= B * T:
         nats, penalty = _token_losses(model, x_ND, targets_N, mask_N)
     else:

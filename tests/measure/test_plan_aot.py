@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from dantinox.config import build_config
-from dantinox.measure.plan import generation_programs, kernels_in, size, training_programs
+from dantinox.measure.plan import generation_programs, kernels_in, training_programs
 from dantinox.measure.topology import COMPILERS, find_topology
-from dantinox.programs import Bytes, bytes_of
+from dantinox.programs import Bytes, bytes_of, size
 from dantinox.training.step import traced_programs
 
 pytestmark = pytest.mark.aot
