@@ -20,7 +20,8 @@ from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
 
 CHUNK = 32
 ECHOED = 1 << 22  # logits held at a time while the prompt's own tokens are looked up
-PREFILL = 2048  # tokens of a prompt that are read at once: what attention needs for them grows by the square
+PART = 2048  # tokens of a prompt that a compressed cache takes in at once
+PREFILL = 1 << 14  # tokens read at once, of a prompt or of several: what is held of them besides the cache grows with them
 
 
 @partial(
@@ -144,13 +145,26 @@ def attention_of(params, aux):
 
 
 def _prefill(model, params, prompt, plan):
-    """What is `Seen` behind the prompts, their residual stream `[P, T, D]`, and the cache they leave."""
+    """What is `Seen` behind the prompts, their residual stream `[P, T, D]`, and the cache they leave.
+
+    Of many and long prompts some are read after the others.
+    """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
     places_T = jnp.arange(T)
     positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
-    cache = None if plan is None else make_cache(model.config, P, *plan)
-    x_PTD, cache, attention = _read(model, params, tokens_PT, positions_PT, cache)
+
+    def read(prompts):
+        rows_RT, positions_RT = prompts
+        cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
+        return _read(model, params, rows_RT, positions_RT, cache)
+
+    rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL))
+    if rows == P:
+        x_PTD, cache, attention = read((tokens_PT, positions_PT))
+    else:
+        found = jax.lax.map(read, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
+        x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), found)
     return Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 
 
@@ -168,12 +182,13 @@ def _echoed(model, x_PTD, tokens_PT):
 def _read(model, params, tokens_PT, positions_PT, cache):
     """The prompts' residual stream `[P, T, D]`, the cache behind them, and the attention metrics of their last tokens.
 
-    With a cache, long prompts are read part by part, which bounds what attention takes at a time.
+    A compressed cache takes long prompts in part by part: what it drops, it has then seen with all before it.
     """
     P, T = tokens_PT.shape
-    parts = 1 if cache is None else -(-T // PREFILL)
+    parts = -(-T // PART) if cache is not None and cache.compressed else 1
     if parts == 1:
-        x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=cache, probe=probe_of(params))
+        begun = None if cache is None else cache.begun(model.config)
+        x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=begun, probe=probe_of(params))
         return x_PTD, cache, attention_of(params, aux)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))

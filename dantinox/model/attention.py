@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
+from dantinox.model.chunked import BLOCK
 from dantinox.model.layers import Linear, RMSNorm
 from dantinox.model.positions import rotate
 from dantinox.model.store import BITS, Store
@@ -118,18 +119,89 @@ def visible(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.
     return seen if window is None else seen & (query - key < window)
 
 
+class Reading(NamedTuple):
+    """What queries found in a store.
+
+    Attributes:
+      got_BKS: the weights that each key got from the counted queries, the mean over query heads; None where none are counted.
+      probed: what the probe told of each row's newest query.
+    """
+
+    out_BTKGH: jax.Array
+    got_BKS: Any
+    probed: Any
+
+
+def attend(
+    q_BTKGH: jax.Array,
+    store: Store,
+    positions_BT: jax.Array,
+    held_BKS: jax.Array,
+    window: int | None,
+    probe: Probe | None,
+    counted_BT: jax.Array | None = None,
+) -> Reading:
+    """Attention over a store, of many queries block by block: the scores of all of them never exist.
+
+    Args:
+      held_BKS: the position in each slot (the B and K axes may be 1), negative where there is none.
+      counted_BT: the queries that count for `got_BKS`.
+    """
+    B, T, K, G, H = q_BTKGH.shape
+
+    def block(
+        sum_BKS: jax.Array | None, part: Any, probe: Probe | None = None
+    ) -> tuple[jax.Array | None, tuple[jax.Array, Any]]:
+        q_BRKGH, positions_BR, counted_BR = part
+        valid_BKRS = visible(positions_BR, held_BKS, window)
+        seen = attention(q_BRKGH, store, valid_BKRS)
+        if sum_BKS is not None:
+            sum_BKS += jnp.sum(seen.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
+        return sum_BKS, (seen.out_BTKGH, probed(probe, seen, valid_BKRS, positions_BR))
+
+    zero_BKS = None if counted_BT is None else jnp.zeros((B, K, store.slots), jnp.float32)
+    whole = q_BTKGH, positions_BT, counted_BT
+    if T <= BLOCK:
+        got_BKS, (out_BTKGH, told) = block(zero_BKS, whole, probe)
+        return Reading(out_BTKGH, got_BKS, told)
+    got_BKS, (out_nBRKGH, _) = jax.lax.scan(block, zero_BKS, jax.tree.map(_in_blocks, whole))
+    out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, H)[:, :T]
+    return Reading(out_BTKGH, got_BKS, probed_alone(probe, q_BTKGH, store, positions_BT, held_BKS, window))
+
+
+def _in_blocks(x_BT: jax.Array) -> jax.Array:
+    """[B, T, …] -> [n, B, BLOCK, …]; the last one is filled up with queries whose outcome nobody reads."""
+    B, T = x_BT.shape[:2]
+    padded = jnp.pad(x_BT, [(0, 0), (0, -T % BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
+    return jnp.moveaxis(padded.reshape(B, -1, BLOCK, *x_BT.shape[2:]), 1, 0)
+
+
 def probed(probe: Probe | None, seen: Attended, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:
-    """What `probe(scores_BNS, valid_BS)` tells of each row's newest query; `valid_BNS` where heads hold different keys."""
+    """What `probe(scores_BNS, valid_BS)` tells of each row's newest query; `valid_BNS` where heads hold different keys.
+
+    The newest is the last token that is not padding, the first in a row of padding.
+    """
     if probe is None:
         return None
-    scores_BNS, valid_BNS = newest_scores(seen, valid_BKTS, positions_BT)
-    return probe(scores_BNS, valid_BNS[:, 0] if valid_BKTS.shape[1] == 1 else valid_BNS)
-
-
-def newest_scores(seen: Attended, valid_BKTS: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scores of each row's last token that is not padding (the first in a row of padding), and which of them count."""
     B, K, G, _, S = seen.scores_BKGTS.shape
     rows, newest_B = jnp.arange(B), jnp.argmax(positions_BT, axis=1)
     scores_BNS = seen.scores_BKGTS[rows, :, :, newest_B].reshape(B, K * G, S)
     valid_BKS = valid_BKTS[rows, :, newest_B]
-    return scores_BNS, jnp.repeat(valid_BKS, K * G // valid_BKS.shape[1], axis=1)
+    return probe(scores_BNS, valid_BKS[:, 0] if valid_BKS.shape[1] == 1 else jnp.repeat(valid_BKS, G, axis=1))
+
+
+def probed_alone(
+    probe: Probe | None,
+    q_BTKGH: jax.Array,
+    store: Store,
+    positions_BT: jax.Array,
+    held_BKS: jax.Array,
+    window: int | None,
+) -> Any:
+    """`probed` where there are no scores: those of the newest queries are made for it."""
+    if probe is None:
+        return None
+    rows, newest_B = jnp.arange(q_BTKGH.shape[0]), jnp.argmax(positions_BT, axis=1)
+    q_B1KGH, positions_B1 = (x[rows, newest_B][:, None] for x in (q_BTKGH, positions_BT))
+    valid_BK1S = visible(positions_B1, held_BKS, window)
+    return probed(probe, attention(q_B1KGH, store, valid_BK1S), valid_BK1S, positions_B1)

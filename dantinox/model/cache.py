@@ -8,7 +8,7 @@ A position of −1 marks padding: it writes nothing and nobody attends to it. Th
 and stand before its padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,35 +17,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.attention import attention, probed, visible
+from dantinox.model.attention import attend, attention, probed, probed_alone, visible
 from dantinox.model.compressed import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.store import BITS, Store
 from dantinox.platform import platform_of
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT"], meta_fields=["kernel", "platform"])
-@dataclass(frozen=True)
-class Fresh:
-    """No memory: the keys are those of this call. With `segments_BT`, attention stays inside a document.
-
-    `kernel` and `platform` are the `ModelConfig`'s; a probe needs all scores, whatever they say.
-    """
-
-    segments_BT: jax.Array | None = None
-    kernel: str = "xla"
-    platform: str = "auto"
-
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        kernel = None if probe else kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype)
-        if kernel is not None:
-            return kernel(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window), self, None
-        valid_BKTS = visible(positions_BT, positions_BT[:, None], window)
-        if self.segments_BT is not None:
-            valid_BKTS &= (self.segments_BT[:, :, None] == self.segments_BT[:, None, :])[:, None]
-        store = Store(k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3))
-        seen = attention(q_BTKGH, store, valid_BKTS)
-        return seen.out_BTKGH, self, probed(probe, seen, valid_BKTS, positions_BT)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
@@ -56,12 +32,14 @@ class Full:
     store: Store
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        S = self.store.slots
-        slots_BT = jnp.where(positions_BT < 0, S, positions_BT)
-        store = self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None])
-        valid_BKTS = visible(positions_BT, jnp.arange(S)[None, None], window)
-        seen = attention(q_BTKGH, store, valid_BKTS)
-        return seen.out_BTKGH, Full(store), probed(probe, seen, valid_BKTS, positions_BT)
+        after = self.with_(k_BTKH, v_BTKH, positions_BT)
+        out_BTKGH, _, told = attend(q_BTKGH, after.store, positions_BT, jnp.arange(self.store.slots)[None, None], window, probe)
+        return out_BTKGH, after, told
+
+    def with_(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Full":
+        """The same with new keys and values in it."""
+        slots_BT = jnp.where(positions_BT < 0, self.store.slots, positions_BT)
+        return Full(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None]))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
@@ -72,34 +50,60 @@ class Ring:
     store: Store
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        step = self._attend_one if positions_BT.shape[1] == 1 else self._attend_many
-        return step(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe)
+        """Several queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
+        after = self.with_(k_BTKH, v_BTKH, positions_BT)
+        if positions_BT.shape[1] == 1:
+            store, held_B1S = after.store, self._held(positions_BT[:, 0])
+        else:
+            store = self.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
+            held_B1S = jnp.concatenate([self._held(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
+        out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe)
+        return out_BTKGH, after, told
+
+    def with_(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Ring":
+        """The same with the newest of these keys and values in it."""
+        if positions_BT.shape[1] == 1:
+            slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
+            return Ring(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
+        wanted_B1S, first_B11 = self._held(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
+        new = Store.of(k_BTKH, v_BTKH, self.store.dtype).take(jnp.clip(wanted_B1S - first_B11, 0))
+        return Ring(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))
 
     def _held(self, last_B: jax.Array) -> jax.Array:
         """The position in each slot `[B, 1, W]` once `last_B` is the newest written; negative where none is."""
         W = self.store.slots
         return (last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W)[:, None]
 
-    def _attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe):
-        W = self.store.slots
-        slots_B1 = jnp.where(positions_B1 < 0, W, positions_B1 % W)
-        store = self.store.write(k_B1KH, v_B1KH, slots_B1[:, :, None])
-        valid_BKTS = visible(positions_B1, self._held(positions_B1[:, 0]), window)
-        seen = attention(q_B1KGH, store, valid_BKTS)
-        return seen.out_BTKGH, Ring(store), probed(probe, seen, valid_BKTS, positions_B1)
 
-    def _attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe):
-        """Queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
-        first_B = positions_BT[:, 0]
-        new = Store.of(k_BTKH, v_BTKH, self.store.dtype)
-        held_B1S = jnp.concatenate([self._held(first_B - 1), positions_BT[:, None]], axis=2)
-        valid_BKTS = visible(positions_BT, held_B1S, window)
-        seen = attention(q_BTKGH, self.store.join(new), valid_BKTS)
-        wanted_B1S = self._held(jnp.max(positions_BT, axis=1))
-        first_B11 = first_B[:, None, None]
-        fresh_B1S = (wanted_B1S >= first_B11) & (wanted_B1S >= 0)
-        store = new.take(jnp.clip(wanted_B1S - first_B11, 0)).where(fresh_B1S, self.store)
-        return seen.out_BTKGH, Ring(store), probed(probe, seen, valid_BKTS, positions_BT)
+@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT", "kept"], meta_fields=["kernel", "platform"])
+@dataclass(frozen=True)
+class Fresh:
+    """Nothing before this call: the keys are those of this call. With `segments_BT`, attention stays inside a document.
+
+    Attributes:
+      kernel, platform: the `ModelConfig`'s.
+      kept: the empty memory that is to keep the keys and values, which are seen as it rounds them; None: nothing keeps them.
+    """
+
+    segments_BT: jax.Array | None = None
+    kernel: str = "xla"
+    platform: str = "auto"
+    kept: Full | Ring | None = None
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+        dtype = k_BTKH.dtype if self.kept is None else self.kept.store.dtype
+        store, held_B1T = Store.of(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
+        after = self if self.kept is None else self.kept.with_(k_BTKH, v_BTKH, positions_BT)
+        kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype)
+        if kernel is not None and (probe is None or self.segments_BT is None):
+            k_BTKH, v_BTKH = store.wide(k_BTKH.dtype)
+            out_BTKGH = kernel(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window)
+            return out_BTKGH, after, probed_alone(probe, q_BTKGH, store, positions_BT, held_B1T, window)
+        valid_BKTS = visible(positions_BT, held_B1T, window)
+        if self.segments_BT is not None:
+            valid_BKTS &= (self.segments_BT[:, :, None] == self.segments_BT[:, None, :])[:, None]
+        seen = attention(q_BTKGH, store, valid_BKTS)
+        return seen.out_BTKGH, after, probed(probe, seen, valid_BKTS, positions_BT)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["spans", "requested"])
@@ -115,6 +119,17 @@ class KVCache:
     layers: tuple[Full | Ring | Compressed, ...]
     spans: tuple[int, ...]
     requested: float = 1.0
+
+    def begun(self, config: ModelConfig) -> "KVCache":
+        """This empty cache for one call, which reads texts from their beginning with the model's attention kernel."""
+        fresh = partial(Fresh, None, config.kernel, config.platform)
+        layers = tuple(layer if isinstance(layer, Compressed) else fresh(layer) for layer in self.layers)
+        return replace(self, layers=layers)  # type: ignore[arg-type]
+
+    @property
+    def compressed(self) -> bool:
+        """Whether any layer may drop what it has seen."""
+        return any(isinstance(layer, Compressed) for layer in self.layers)
 
     def report(self) -> dict[str, Any]:
         """What is allocated: the sum of `nbytes` over every leaf, and what it is beside the cache without compression.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dantinox.model.attention import Attended, attention, newest_scores, visible
+from dantinox.model.attention import Reading, attend
 from dantinox.model.store import Store
 
 MOST_DECAY = 0.999
@@ -102,7 +102,7 @@ class Group:
     def _protected(self, position_BKS: jax.Array, last_B11: jax.Array) -> jax.Array:
         return (position_BKS < self.rule.sinks) | (position_BKS > last_B11 - self._recent)
 
-    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window) -> tuple["Group", Attended, jax.Array]:
+    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe) -> tuple["Group", Reading]:
         """Takes the new token in, in place of another if there is no room; then everything held is attended to."""
         B, K, C = self.position_BKS.shape
         t_B11 = positions_B1[:, :, None]
@@ -117,26 +117,24 @@ class Group:
         rows, heads = jnp.arange(B)[:, None], jnp.arange(K)
         position_BKS = self.position_BKS.at[rows, heads, slot_BK].set(positions_B1, mode="drop")
         store = self.store.write(k_B1KH, v_B1KH, slot_BK[:, None])
-        valid_BKTS = visible(positions_B1, position_BKS, window)
-        seen = attention(q_B1KGH, store, valid_BKTS)
         importance_BKS = self.importance_BKS
+        counted_B1 = None if importance_BKS is None else positions_B1 >= 0
+        found = attend(q_B1KGH, store, positions_B1, position_BKS, window, probe, counted_B1)
         if importance_BKS is not None:
             before = importance_BKS.at[rows, heads, slot_BK].set(0, mode="drop")
-            after = self._decay_K1 * before + jnp.mean(seen.weights_BKGTS[:, :, :, 0], axis=2)
-            importance_BKS = jnp.where(t_B11 >= 0, after, before)
-        return self._with(store, position_BKS, importance_BKS), seen, valid_BKTS
+            importance_BKS = jnp.where(t_B11 >= 0, self._decay_K1 * before + found.got_BKS, before)
+        return self._with(store, position_BKS, importance_BKS), found
 
-    def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window) -> tuple["Group", Attended, jax.Array]:
+    def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe) -> tuple["Group", Reading]:
         """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen."""
         B, K, C = self.position_BKS.shape
         held = self._in_order()
         new_BKT = jnp.broadcast_to(positions_BT[:, None], (B, K, positions_BT.shape[1]))
         position_BKU = jnp.concatenate([held.position_BKS, new_BKT], axis=2)
         union = held.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
-        valid_BKTS = visible(positions_BT, position_BKU, window)
-        seen = attention(q_BTKGH, union, valid_BKTS)
         last_B11 = jnp.max(positions_BT, axis=1)[:, None, None]
-        importance_BKU = held._importance_of_prompt(seen, positions_BT, last_B11, position_BKU)
+        found = attend(q_BTKGH, union, positions_BT, position_BKU, window, probe, self._counted(positions_BT, last_B11))
+        importance_BKU = held._importance_of_prompt(found.got_BKS, positions_BT, position_BKU)
         kept = position_BKU >= 0
         if window is not None:
             kept &= position_BKU > last_B11 + 1 - window
@@ -152,7 +150,7 @@ class Group:
         if importance_BKS is not None and importance_BKU is not None:
             chosen = jnp.take_along_axis(importance_BKU, taken_BKC, axis=2)
             importance_BKS = jnp.where(busy_B11, chosen, importance_BKS)
-        return self._with(store, jnp.where(busy_B11, position_BKS, self.position_BKS), importance_BKS), seen, valid_BKTS
+        return self._with(store, jnp.where(busy_B11, position_BKS, self.position_BKS), importance_BKS), found
 
     def _in_order(self) -> "Group":
         """The same by position, empty slots first: what is new then follows without a gap."""
@@ -163,15 +161,17 @@ class Group:
             importance_BKS = jnp.take_along_axis(importance_BKS, index_BKS, axis=2)
         return self._with(self.store.take(index_BKS), position_BKS, importance_BKS)
 
-    def _importance_of_prompt(self, seen: Attended, positions_BT, last_B11, position_BKU) -> jax.Array | None:
-        """What the held tokens had, shrunk, and the attention of the last queries."""
+    def _counted(self, positions_BT: jax.Array, last_B11: jax.Array) -> jax.Array | None:
+        """The queries of a prompt whose attention counts."""
         if self.importance_BKS is None:
             return None
         counted_BT = positions_BT >= 0
-        if self.rule.window is not None:
-            counted_BT &= positions_BT > last_B11[:, 0] - self.rule.window
-        G = seen.weights_BKGTS.shape[2]
-        got_BKU = jnp.einsum("BKGTU,BT->BKU", seen.weights_BKGTS, counted_BT / G)
+        return counted_BT if self.rule.window is None else counted_BT & (positions_BT > last_B11[:, 0] - self.rule.window)
+
+    def _importance_of_prompt(self, got_BKU, positions_BT, position_BKU) -> jax.Array | None:
+        """What the held tokens had, shrunk, and what they got now."""
+        if self.importance_BKS is None:
+            return None
         read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
         before_BKU = jnp.pad(self.importance_BKS * self._decay_K1**read_B11, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
         return jnp.where(position_BKU >= 0, before_BKU + got_BKU, 0)
@@ -202,25 +202,27 @@ class Compressed:
         return cls(tuple(groups))
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
-        groups, outs, attended = [], [], []
+        groups, found = [], []
         for group in self.groups:
             heads = slice(group.first, group.first + group.position_BKS.shape[1])
             step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
-            after, seen, valid_BKTS = step(q_BTKGH[:, :, heads], k_BTKH[:, :, heads], v_BTKH[:, :, heads], positions_BT, window)
+            q, k, v = (x[:, :, heads] for x in (q_BTKGH, k_BTKH, v_BTKH))
+            after, reading = step(q, k, v, positions_BT, window, None if probe is None else _scores_and_validity)
             groups.append(after)
-            outs.append(seen.out_BTKGH)
-            attended.append((seen, valid_BKTS))
+            found.append(reading)
+        outs = [reading.out_BTKGH for reading in found]
         out_BTKGH = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
-        probed = None
-        if probe is not None:
-            parts = [newest_scores(seen, valid_BKTS, positions_BT) for seen, valid_BKTS in attended]
-            S = max(valid_BNS.shape[2] for _, valid_BNS in parts)
-            scores_BNS, valid_BNS = (
-                jnp.concatenate([jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in column], axis=1)
-                for column in zip(*parts, strict=True)
-            )
-            probed = probe(scores_BNS, valid_BNS)
-        return out_BTKGH, Compressed(tuple(groups)), probed
+        if probe is None:
+            return out_BTKGH, Compressed(tuple(groups)), None
+        S = max(reading.probed[0].shape[2] for reading in found)
+        wide = [[jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in reading.probed] for reading in found]
+        scores_BNS, valid_BNS = (jnp.concatenate(column, axis=1) for column in zip(*wide, strict=True))
+        return out_BTKGH, Compressed(tuple(groups)), probe(scores_BNS, valid_BNS)
+
+
+def _scores_and_validity(scores_BNS: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A probe that tells all: `[B, N, S]` both, also of a single key head."""
+    return scores_BNS, jnp.broadcast_to(valid if valid.ndim == 3 else valid[:, None], scores_BNS.shape)
 
 
 def hashed(position: jax.Array, head: jax.Array) -> jax.Array:

@@ -50,9 +50,16 @@ class Store:
         """float32, bfloat16, int8 or `BITS`."""
         return self.v_BKSH.dtype
 
-    def heads(self, first: int, count: int) -> "Store":
-        """The store of some of the key heads."""
-        return jax.tree.map(lambda leaf: leaf[:, first : first + count], self)
+    def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[B, S, K, H]` as numbers of a dtype."""
+
+        def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None) -> jax.Array:
+            if scale_BKS is not None:
+                return (x_BSKH.astype(jnp.float32) * scale_BKS.transpose(0, 2, 1)[..., None]).astype(dtype)
+            return (x_BSKH.view(jnp.bfloat16) if x_BSKH.dtype == BITS else x_BSKH).astype(dtype)
+
+        keys_BSKH, values_BSKH = self.k_BKHS.transpose(0, 3, 1, 2), self.v_BKSH.swapaxes(1, 2)
+        return numbers(keys_BSKH, self.k_scale_BKS), numbers(values_BSKH, self.v_scale_BKS)
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array) -> "Store":
         """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped."""

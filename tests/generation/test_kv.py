@@ -17,7 +17,7 @@ from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.loop import Session
 from dantinox.generation.weights import with_head_order
-from dantinox.model import make_cache
+from dantinox.model import attention, kernels, make_cache
 from dantinox.model.compressed import Compressed
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
@@ -40,11 +40,11 @@ def calibrated(entropy_LN, **more: Any) -> KVCalibration:
     return KVCalibration(np.asarray(entropy_LN, float), more.get("coverage"), path="here")
 
 
-def session(model, prompts, new, plan=None, **settings: Any) -> Session:
+def session(model, prompts, new, plan=None, report=None, **settings: Any) -> Session:
     rows = len(prompts)
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build({"greedy": True} | settings, batch=rows)
-    return Session(model, tokens, lengths, params, limits_B=np.full(rows, new), eos_ids=[[]] * rows, plan=plan)
+    return Session(model, tokens, lengths, params, limits_B=np.full(rows, new), eos_ids=[[]] * rows, plan=plan, report=report)
 
 
 def made(*arguments):
@@ -248,21 +248,48 @@ def test_a_row_is_what_it_is_alone(kv):
             np.testing.assert_array_equal(ours.position_BKS[row], solo.position_BKS[0])
 
 
+def read_with(monkeypatch, plan, model=None, dense=False, **limits):
+    """Two long prompts after their first token, with other limits of what is computed at a time."""
+    for name, value in limits.items():
+        monkeypatch.setattr(decode, name, value)
+    for module in (attention, kernels):
+        monkeypatch.setattr(module, "BLOCK", 1024 if dense else 128)
+    _generate_toks.jitted_fn.clear_cache()
+    running = session(model or builder.model(CONFIG), TEXTS, 3, plan, strategy="entropy", greedy=False, seed=1, report=0)
+    return running, running.start()
+
+
+TEXTS = builder.prompts(300, 130, seed=6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
+    """The cache, the token and what the router reads of attention are those of all scores at once."""
+    model = builder.model(builder.config(max_context=512, windows=(None, 48, 200)))
+    plan = CachePlan(512, dtype)
+    wanted, chunk = read_with(monkeypatch, plan, model, dense=True)
+    for limits in ({}, {"PREFILL": 512}):
+        got, same = read_with(monkeypatch, plan, model, **limits)
+        # A key that differs by a rounding may be another integer in int8.
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1 if a.dtype == np.int8 else 1e-4), wanted.cache, got.cache
+        )
+        np.testing.assert_array_equal(chunk.tokens, same.tokens)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), chunk.info, same.info)
+
+
+@pytest.mark.parametrize("policy", ["snapkv+ema", "h2o"])
+def test_importances_of_a_prompt_in_blocks(monkeypatch, policy):
+    plan = plan_of(512, budget_tokens=48, policy=policy, decay=0.5)
+    (wanted, _), (got, _) = (read_with(monkeypatch, plan, dense=dense) for dense in (True, False))
+    for dense, blocks in zip(groups_of(wanted.cache), groups_of(got.cache), strict=True):
+        np.testing.assert_array_equal(dense.position_BKS, blocks.position_BKS)
+        np.testing.assert_allclose(dense.importance_BKS, blocks.importance_BKS, rtol=1e-4, atol=1e-6)
+
+
 def test_long_prompts_are_read_in_parts(monkeypatch):
-    """The full cache is the same in any number of parts; a compressed one keeps its size, its sinks and the newest tokens."""
-    model, texts = builder.model(CONFIG), builder.prompts(300, 130, seed=6)
-
-    def read(plan, part):
-        monkeypatch.setattr(decode, "PREFILL", part)
-        _generate_toks.jitted_fn.clear_cache()
-        running = session(model, texts, 3, plan, strategy="entropy", greedy=False, seed=1)
-        running.start()
-        return running
-
-    whole, parts = read(None, 2048), read(None, 100)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.cache, parts.cache)
-    np.testing.assert_array_equal(whole.state.token_B, parts.state.token_B)
-    compressed = read(plan_of(512, budget_tokens=48), 100)
+    """A compressed cache keeps its size, its sinks and the newest tokens."""
+    compressed, _ = read_with(monkeypatch, plan_of(512, budget_tokens=48), PART=100)
     for group in groups_of(compressed.cache):
         for row, length in enumerate((300, 130)):
             for kept in np.asarray(group.position_BKS[row]):

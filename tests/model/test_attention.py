@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.model import make_cache
-from dantinox.model.attention import attention
+from dantinox.model.attention import attend, attention, visible
 from dantinox.model.store import Store
 
 from . import reference
@@ -156,6 +156,28 @@ def test_attention_and_its_gradients_are_those_of_jax(window):
 
     got, wanted = (quick(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, k, v) for f in (ours, theirs))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_many_queries_are_read_in_blocks(window):
+    """Output, weights that keys got, and the newest query's scores are those of all scores at once."""
+    random = np.random.default_rng(0)
+    B, T, S, K, G, H = 2, 150, 260, 2, 3, 8
+    q, k, v = (
+        jnp.asarray(random.standard_normal((B, n, *heads, H)), jnp.float32) for n, heads in ((T, (K, G)), (S, (K,)), (S, (K,)))
+    )
+    lengths = np.array([[140], [0]])  # of the second row nothing is new
+    positions = jnp.asarray(np.where(np.arange(T) < lengths, 100 + np.arange(T), -1))
+    held, counted = jnp.arange(S)[None, None], positions >= 120
+    store = Store.of(k, v, jnp.float32)
+    found = jax.jit(lambda: attend(q, store, positions, held, window, lambda *told: told, counted))()
+    valid = visible(positions, held, window)
+    seen = attention(q, store, valid)
+    np.testing.assert_allclose(found.out_BTKGH, seen.out_BTKGH, atol=1e-5)
+    np.testing.assert_allclose(found.got_BKS, np.einsum("bkgts,bt->bks", seen.weights_BKGTS, counted) / G, atol=1e-5)
+    scores_BNS, valid_BS = found.probed
+    np.testing.assert_array_equal(valid_BS, np.asarray(valid)[[0, 1], 0, [139, 0]])
+    np.testing.assert_allclose(scores_BNS[0].reshape(K, G, S), seen.scores_BKGTS[0, :, :, 139], atol=1e-5)
 
 
 def test_a_query_that_sees_nothing_stays_finite():
