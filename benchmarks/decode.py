@@ -89,7 +89,7 @@ def main() -> None:
                 session = Session(
                     model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch
                 )
-                for _ in session.run():
+                for _ in session.run(ahead=True):
                     pass
                 return time.perf_counter() - start
 

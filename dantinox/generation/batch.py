@@ -147,7 +147,7 @@ class Batch:
           stream: keep chunks short enough for a reader; else as long as they are fast.
         """
         chunks = []
-        for chunk in self.session.run(None if stream else CHUNK):
+        for chunk in self.session.run(None if stream else CHUNK, ahead=not stream):
             chunks.append(chunk)
             for index, row in enumerate(self._rows):
                 if row.reason is None:

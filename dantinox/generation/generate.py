@@ -99,7 +99,7 @@ def generate(
             samples=n, use_cache=use_cache, report=logprobs if return_info else None,
             plan=plan_cache(model.config, kv, slots_needed(lengths_B, limits_B), calibration),
         )  # fmt: skip
-        for chunk in session.run():
+        for chunk in session.run(ahead=True):
             for b, count in enumerate(chunk.counts):
                 out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
             lengths_N += chunk.counts

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -61,6 +62,14 @@ class Chunk(NamedTuple):
     counts: np.ndarray
     done: np.ndarray
     info: StepInfo | None
+
+
+class Begun(NamedTuple):
+    """A chunk of `steps` tokens that the device is at."""
+
+    emitted: Emitted
+    done_B: jax.Array
+    steps: int
 
 
 class Times(NamedTuple):
@@ -141,13 +150,15 @@ class Session:
         self._first: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         self._left = int(np.max(limits_B, initial=0))
 
-    def run(self, steps: int | None = CHUNK) -> Iterator[Chunk]:
+    def run(self, steps: int | None = CHUNK, *, ahead: bool = False) -> Iterator[Chunk]:
         """Decodes to the end, chunk by chunk; the first has one token per row. Nothing to decode and to echo gives no chunk.
 
-        Between two chunks the caller may `finish` rows and set other `params`.
+        Between two chunks the caller may `finish` rows, and set other `params`.
 
         Args:
           steps: tokens of a chunk, at most 32; None: a few, for somebody who reads along.
+          ahead: a chunk is begun before the one before it is handed over, so that the device need not wait for the host.
+            `finish` holds at once all the same, other `params` a chunk later.
         """
         if not self._left and not self._first["echo"]:
             return
@@ -156,9 +167,12 @@ class Session:
             chunk, size = self.start(), 1
             first, compiling_first = time.perf_counter() - begun, compiling.seconds
             yield chunk
+            begun_chunks: deque[Begun] = deque()
             while not self.done.all():
                 before, compiled = time.perf_counter(), compiling.seconds
-                chunk = self.advance(size if steps is None else steps)
+                while self._left and len(begun_chunks) <= ahead:
+                    begun_chunks.append(self._begin(size if steps is None else steps))
+                chunk = self._hand_over(begun_chunks.popleft())
                 took = time.perf_counter() - before - (compiling.seconds - compiled)
                 size = int(np.clip(size * READER_SECONDS / max(took, 1e-6), 1, 2 * size))
                 yield chunk
@@ -170,15 +184,20 @@ class Session:
             self._model, None, self.state, self.params, jnp.int32(0), self._prompt, **self._options, **self._first
         )
         self.echo = None if echo is None else np.asarray(echo)
-        return self._hand_over(emitted, 1)
+        self._left -= 1
+        return self._hand_over(Begun(emitted, self.state.done_B, 1))
 
     def advance(self, steps: int = CHUNK) -> Chunk:
         """Up to `steps` ≤ 32 more tokens; nothing past the longest row's limit."""
+        return self._hand_over(self._begin(steps))
+
+    def _begin(self, steps: int) -> Begun:
         steps = min(steps, CHUNK, self._left)
         self.cache, self.state, emitted, _ = _generate_toks(
             self._model, self.cache, self.state, self.params, jnp.int32(steps), **self._options
         )
-        return self._hand_over(emitted, steps)
+        self._left -= steps
+        return Begun(emitted, self.state.done_B, steps)
 
     def trace(self, place: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The programs of `start` and `advance` before they are lowered; the model may be one of shapes.
@@ -197,13 +216,14 @@ class Session:
         """Ends the rows marked in `rows [B]` before their next token."""
         if (rows & ~self.done).any():
             self.done = self.done | rows
-            self.state = replace(self.state, done_B=jnp.asarray(self.done))
+            self.state = replace(self.state, done_B=self.state.done_B | rows)
 
-    def _hand_over(self, emitted: Emitted, steps: int) -> Chunk:
-        self._left -= steps
-        tokens, active, info, self.done = jax.device_get((emitted.tokens, emitted.active, emitted.info, self.state.done_B))
-        info = None if info is None else jax.tree.map(lambda x: x[:, :steps], info)
-        return Chunk(tokens[:, :steps], active[:, :steps].sum(1), self.done, info)
+    def _hand_over(self, begun: Begun) -> Chunk:
+        """Waits for a chunk; what it gave rows that were finished meanwhile is nobody's."""
+        emitted, done, steps = jax.device_get(begun.emitted), np.asarray(begun.done_B), begun.steps
+        counts = np.where(self.done, 0, emitted.active[:, :steps].sum(1))
+        self.done = self.done | done
+        return Chunk(emitted.tokens[:, :steps], counts, self.done, jax.tree.map(lambda x: x[:, :steps], emitted.info))
 
 
 class CompileTimer:

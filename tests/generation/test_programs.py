@@ -58,6 +58,27 @@ def test_short_chunks_are_no_other_program(programs):
     assert programs() == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_chunk_ahead_changes_nothing(ahead):
+    """Rows that end by an id, by their limit, and by hand between two chunks: each has the tokens it would have alone."""
+    model, prompts, limits = builder.model(), np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32), np.array([58, 33, 50])
+    free = generate(model, prompts, 58, greedy=True)[:, 3:]
+    end = int(free[2, 40])
+    ends = int(np.argmax(free[2] == end)) + 1
+    session = Session(
+        model, prompts, np.full(3, 3), SamplingParams.build({"greedy": True}, batch=3), limits_B=limits, eos_ids=[[], [], [end]]
+    )
+    texts = [[], [], []]
+    for chunk in session.run(8, ahead=ahead):
+        for text, tokens, count in zip(texts, chunk.tokens, chunk.counts, strict=True):
+            text += tokens[:count].tolist()
+        if len(texts[0]) > 20:
+            session.finish(np.array([True, False, False]))
+    assert [len(text) for text in texts] == [25, 33, min(ends, 50)]
+    for text, wanted in zip(texts, free, strict=True):
+        assert text == wanted[: len(text)].tolist()
+
+
 def test_another_step_is_one_more_program_each():
     """Prefill and decoding are two programs; a step added to the plan compiles both once more and nothing else does."""
     model, prompt, size = builder.model(), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
