@@ -117,8 +117,10 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         model.head = nnx.eval_shape(lambda: output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
-        weights = "float32" if model.dtype == jnp.float32 else "compute"
-    if weights == "compute" and model.config.position in ("rope", "none"):  # else positions are added before it is rounded
+        # Of `[I, O]` and a single row a GPU would make sums of products, and transpose the weights for them on every call.
+        narrow = "compute" if platform_of(model.config.platform).name == "cpu" else "bfloat16"
+        weights = "float32" if model.dtype == jnp.float32 else narrow
+    if weights != "float32" and model.config.position in ("rope", "none"):  # else positions are added before it is rounded
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     together = _bfloat16_from(model.config.platform, weights, products)
     change = {
