@@ -13,6 +13,7 @@ from jax import Array, lax
 
 BLOCK = 512
 DIGIT = 4  # bits
+FEW = 1024  # keys of which all pairs are compared at once, on an accelerator
 SIGN_BIT = np.uint32(1 << 31)
 
 
@@ -27,9 +28,10 @@ def crossing_key(keys_V: Array, weights_V: Array, enough: Callable[[Array], Arra
 
     `enough` must go from true to false as its argument falls; it is asked of one sum or of several. Weights are not negative,
     so the rounded sums are monotone too. A CPU is quickest bit by bit; an accelerator, whose time goes into starting kernels,
-    with four bits at a time.
+    with four bits at a time, and with all keys at once where they are few.
     """
-    ways = {"cpu": partial(_bit_by_bit, enough), "default": partial(_digit_by_digit, enough)}
+    few = keys_V.shape[0] <= FEW
+    ways = {"cpu": partial(_bit_by_bit, enough), "default": partial(_key_by_key if few else _digit_by_digit, enough)}
     found: Array = lax.platform_dependent(keys_V, weights_V, **ways)
     return found
 
@@ -49,6 +51,12 @@ def _digit_by_digit(enough: Callable[[Array], Array], keys_V: Array, weights_V: 
         sums_C = jnp.sum(jnp.where(keys_V >= candidates_C[:, None], weights_V, 0), axis=1)
         t += jnp.sum(enough(sums_C), dtype=jnp.uint32) << shift
     return t
+
+
+def _key_by_key(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
+    """The sum changes at keys alone: the crossing is one of them, or no key is reached and all uint32 are enough."""
+    sums_V = jnp.sum(jnp.where(keys_V >= keys_V[:, None], weights_V, 0), axis=1)
+    return jnp.where(enough(jnp.zeros(())), ~jnp.uint32(0), jnp.max(jnp.where(enough(sums_V), keys_V, 0)))
 
 
 def largest(x_V: Array, count: int) -> tuple[Array, Array]:
