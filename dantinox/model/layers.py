@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +17,31 @@ PRODUCT = "product"  # the name of what a `Linear` gives, for those who keep it 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def product(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike) -> jax.Array:
+def product(
+    x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, rounded: jax.Array | None = None
+) -> jax.Array:
     """x · w over the last `axes` axes of x and the first of w: operands rounded to `dtype`, sums in float32, then `out_dtype`.
 
     In the backward pass too: the derivative that comes in is rounded to `dtype`, or a float32 one, as that of logits, would
     make all products behind it float32 products. Sums in float32 are also what a CPU with units for bfloat16 wants.
+
+    Args:
+      rounded: w in `dtype`, for who multiplies by it many times; the derivative is that of w all the same.
     """
-    return jnp.tensordot(x.astype(dtype), w.astype(dtype), axes, preferred_element_type=jnp.float32).astype(out_dtype)
+    w = w.astype(dtype) if rounded is None else rounded
+    return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(out_dtype)
 
 
-def _product_forward(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike):
-    return product(x, w, axes, dtype, out_dtype), (x, w)
+def _product_forward(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, rounded: jax.Array | None):
+    return product(x, w, axes, dtype, out_dtype, rounded), (x, w, rounded)
 
 
-def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[jax.Array, jax.Array], d_y: jax.Array):
-    x, w = operands
+def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array):
+    x, w, rounded = operands
     d_y, lead, outs = d_y.astype(dtype), tuple(range(x.ndim - axes)), w.ndim - axes
     behind = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    d_x = jnp.tensordot(d_y, w.astype(dtype), behind, preferred_element_type=jnp.float32)
+    narrow = w.astype(dtype) if rounded is None else rounded
+    d_x = jnp.tensordot(d_y, narrow, behind, preferred_element_type=jnp.float32)
 
     def weighed(dtype: DTypeLike, x: jax.Array, d_y: jax.Array) -> jax.Array:
         return jnp.tensordot(x.astype(dtype), d_y.astype(dtype), (lead, lead), preferred_element_type=jnp.float32)
@@ -41,7 +49,7 @@ def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operand
     # The same numbers in float32: for CPUs XLA has no fast bfloat16 product of this form, and none at all if it is transposed.
     ways = {"cpu": partial(weighed, jnp.float32), "default": partial(weighed, dtype)}
     d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, **ways) if dtype != jnp.float32 else weighed(dtype, x, d_y)
-    return d_x.astype(x.dtype), d_w.astype(w.dtype)
+    return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 
 product.defvjp(_product_forward, _product_backward)

@@ -122,11 +122,19 @@ class Transformer(nnx.Module):
         aux = {} if probe is None else {"probe": tuple(probed)}
         return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(memories)), aux
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Scores of the next token, float32 `[..., V]`, for any leading axes."""
-        if self.head is not None:
+    def logits(self, x_BTD: jax.Array, rounded_DV: jax.Array | None = None) -> jax.Array:
+        """Scores of the next token, float32 `[..., V]`, for any leading axes.
+
+        Args:
+          rounded_DV: the `output_weights` in the compute dtype, for who asks again and again.
+        """
+        if self.head is not None and rounded_DV is None:
             return self.head(x_BTD)
-        return product(x_BTD, self.embed[...].T, 1, self.dtype, jnp.float32)
+        return product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
+
+    def output_weights(self) -> jax.Array:
+        """The weights `[D, V]` that logits are made with."""
+        return self.embed[...].T if self.head is None else self.head.kernel[...]
 
     def _fresh(self, segments_BT: jax.Array | None) -> Fresh:
         return Fresh(segments_BT, self.config.kernel, self.config.platform)

@@ -47,8 +47,10 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
     return Sums(nats, penalty, jnp.sum(mask_N))
 
 
-def _token_losses(model: Transformer, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logits_NV = model.logits(x_ND)
+def _token_losses(
+    model: Transformer, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, rounded_DV: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    logits_NV = model.logits(x_ND, rounded_DV)
     normaliser_N = jax.nn.logsumexp(logits_NV, axis=-1)
     target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     return jnp.sum(mask_N * (normaliser_N - target_N)), jnp.sum(mask_N * jnp.square(normaliser_N))
@@ -63,9 +65,13 @@ def _in_chunks(
         jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
     )
 
+    rounded_DV = None
+    if platform_of(model.config.platform).name != "cpu":  # which multiplies in float32 what it then need not round
+        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once, not chunk by chunk
+
     @jax.checkpoint
     def add(total, part):
-        return jax.tree.map(jnp.add, total, _token_losses(model, *part)), None
+        return jax.tree.map(jnp.add, total, _token_losses(model, *part, rounded_DV)), None
 
     zero = jnp.zeros((), jnp.float32)
     total, _ = jax.lax.scan(add, (zero, zero), parts)
