@@ -41,18 +41,21 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
     x_ND, targets_N, mask_N = x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1)
     size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
     if size >= B * T:
-        nats, penalty = _token_losses(model, x_ND, targets_N, mask_N)
+        nats, penalty = _token_losses(model, None, x_ND, targets_N, mask_N)
     else:
         nats, penalty = _in_chunks(model, x_ND, targets_N, mask_N, size)
     return Sums(nats, penalty, jnp.sum(mask_N))
 
 
 def _token_losses(
-    model: Transformer, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, rounded_DV: jax.Array | None = None
+    model: Transformer, rounded_DV: jax.Array | None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     logits_NV = model.logits(x_ND, rounded_DV)
     normaliser_N = jax.nn.logsumexp(logits_NV, axis=-1)
-    target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
+    if platform_of(model.config.platform).name == "cpu":
+        target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
+    else:  # the derivative of that is a scatter, for which the derivatives of all logits would be written once more, in float32
+        target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
     return jnp.sum(mask_N * (normaliser_N - target_N)), jnp.sum(mask_N * jnp.square(normaliser_N))
 
 
@@ -71,7 +74,7 @@ def _in_chunks(
 
     @jax.checkpoint
     def add(total, part):
-        return jax.tree.map(jnp.add, total, _token_losses(model, *part, rounded_DV)), None
+        return jax.tree.map(jnp.add, total, _token_losses(model, rounded_DV, *part)), None
 
     zero = jnp.zeros((), jnp.float32)
     total, _ = jax.lax.scan(add, (zero, zero), parts)

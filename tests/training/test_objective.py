@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.model import Transformer
+from dantinox.platform import PLATFORMS
 from dantinox.text import Batch
 from dantinox.training.objective import sums
 
@@ -39,17 +42,23 @@ def test_sums_equal_float64_in_one_piece_and_in_chunks(model, batch, chunk_logit
     np.testing.assert_allclose([float(x) for x in got], reference(model, batch), rtol=2e-6)
 
 
-def test_chunks_have_the_same_gradient(model, batch):
-    graph, state = nnx.split(model)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
+    """Also in the form of an accelerator, which rounds the output layer once for all of them."""
+    monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], loss_tokens=1))
 
-    def gradient(chunk_logits):
+    def gradient(platform, chunk_logits):
+        config = small_config(**{"model.dtype": "float32", "model.weight_tying": tied}).architecture(VOCABULARY, platform)
+        graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(3)))
+
         def loss(state):
             total = sums(nnx.merge(graph, state), batch, chunk_logits=chunk_logits)
             return total.nats + 0.1 * total.penalty
 
         return jax.tree.leaves(jax.grad(loss)(state))
 
-    for whole, parts in zip(gradient(1 << 24), gradient(5 * VOCABULARY), strict=True):
+    for whole, parts in zip(gradient("cpu", 1 << 24), gradient(platform, 5 * VOCABULARY), strict=True):
         np.testing.assert_allclose(whole, parts, atol=2e-5)
 
 
