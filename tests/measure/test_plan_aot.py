@@ -45,7 +45,7 @@ DEEP = {"model.num_blocks": 16, "tokenizer.vocab_size": 128256}
 CASES |= {f"deep {case}": (CASES[case][0] | DEEP, ("decode",)) for case in ("greedy", "chain")}
 # Products of float32 that are meant, as often as they stand in a text.
 MEANT = {
-    ("muon", "train"): 17,  # its matrices
+    ("muon", "train"): 17,  # its matrices, in TF32 or three products of bfloat16
     ("compressed", "prefill"): 2,  # in each layer a vector: what the last queries pay to every token
 }
 
