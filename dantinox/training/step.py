@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from dantinox.config import Config, ModelConfig
 from dantinox.model import compute_dtype
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.platform import platform_of
-from dantinox.programs import compiled
+from dantinox.programs import compiled, size
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums, sums
@@ -71,15 +72,15 @@ def make_train_step(config: Config, model: ModelConfig, steps: int) -> Any:
     build, _ = blueprint(model)
     transform, factor = optimizer(training, steps), schedule(training, steps)
 
-    def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def objective(parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = sums(build(parameters), part, rngs=nnx.Rngs(dropout=key))
-        return total.nats + training.z_loss * total.penalty, total.nats
+        return (total.nats + training.z_loss * total.penalty) / count, total.nats
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        gradients, nats = _accumulated(objective, state.parameters, batch, key, training.grad_accum)
         count = jnp.maximum(jnp.sum(batch.mask_BT), 1.0)
-        gradients, loss = jax.tree.map(lambda g: g / count, gradients), nats / count
+        gradients, nats = _accumulated(partial(objective, count=count), state.parameters, batch, key, training.grad_accum)
+        loss = nats / count
         updates, moments = transform.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
         seen = jnp.stack([loss, jnp.ones(())])
@@ -135,7 +136,7 @@ def traced_programs(
     state = place(abstract_state(config, model, steps))
     train = make_train_step(config, model, steps).trace(state, place(abstract_batch(rows, length)))
     evaluation = make_eval_step(model).trace(state.parameters, place(abstract_batch(eval_rows, length)))
-    options = dict(platform_of(model.platform).options) if compute_dtype(model) == jnp.float32 else {}
+    options = platform_of(model.platform).compiler_options(compute_dtype(model) == jnp.float32, size(state.parameters))
     return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
 
 
