@@ -155,8 +155,10 @@ class TrainingSection(Section):
     batch_size: Count = field(32, "sequences per optimizer step, all accumulation steps together")
     grad_accum: Count = field(1, "parts a batch is split into to save memory; must divide batch_size")
     seed: Seed = field(42, "seeds weights, data order and dropout")
-    optimizer: Literal["adamw", "muon"] = field("adamw", "muon: matrices by Muon, all else by AdamW")
-    lr: Positive = field(3e-4, "peak learning rate of AdamW")
+    optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
+        "adamw", "muon: matrices by Muon, all else by AdamW"
+    )
+    lr: Positive = field(3e-4, "peak learning rate (muon: of all that is no hidden matrix)")
     muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(0.02, "peak learning rate of Muon's matrices")
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = field(
         0.1, "last learning rate as a share of the peak"
@@ -167,8 +169,15 @@ class TrainingSection(Section):
         0.2, "wsd: share of the steps spent in the final decay"
     )
     weight_decay: NonNegative = field(0.1, "decoupled decay, on matrices only")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = field(0.9, "AdamW: decay of the first moment")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = field(0.95, "AdamW: decay of the second moment")
+    beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", lambda kind: kind != "adafactor"))] = field(
+        0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
+    )
+    beta2: Annotated[
+        float, Field(ge=0, lt=1), Needs(("training.optimizer", lambda kind: kind in ("adamw", "muon", "lion")))
+    ] = field(0.95, "AdamW: decay of the second moment; Lion: of its momentum")
+    ema: Annotated[float, Field(ge=0, lt=1)] = field(
+        0.0, "decay of a moving average of the weights, which is what is evaluated, sampled and exported; 0: none"
+    )
     grad_clip: NonNegative = field(1.0, "largest global gradient norm; 0 switches clipping off")
     z_loss: NonNegative = field(0.0, "weight of the squared log-normaliser penalty")
     eval_every: Count = field(250, "steps between evaluations")

@@ -236,13 +236,13 @@ class _Trainer:
         self.console.evaluation(row)
         self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
         if self.progress.best_step == self.step:
-            save_weights(self.run.weights, jax.device_get(self.state.parameters))
+            save_weights(self.run.weights, jax.device_get(self.state.weights))
 
     def _validation_loss(self) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
         nats = count = 0.0
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
-            part = jax.device_get(self.programs.evaluate(self.state.parameters, batch))
+            part = jax.device_get(self.programs.evaluate(self.state.weights, batch))
             nats, count = nats + float(part.nats), count + float(part.targets)
             if self.stop.signal is not None:
                 return None
@@ -252,7 +252,7 @@ class _Trainer:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
         build, _ = blueprint(self.model)
         try:
-            text = sample(build(self.state.parameters))
+            text = sample(build(self.state.weights))
             self.run.samples.mkdir(exist_ok=True)
             atomic_write(self.run.samples / f"step_{self.step}.txt", text)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, AdamW and Muon."""
+"""Learning-rate schedules, the optimizers, and the moving average of the weights."""
 
 import math
 from collections.abc import Callable
@@ -61,18 +61,94 @@ def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def optimizer(training: TrainingSection, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW (Loshchilov & Hutter 2019, algorithm 2) or Muon with AdamW for what is no hidden matrix."""
+    """Clipping, then the rule of `training.optimizer`; with `training.ema` its state is an `Averaged`."""
     factor = schedule(training, steps)
-    adamw = optax.adamw(
-        lambda step: training.lr * factor(step),
-        b1=training.beta1,
-        b2=training.beta2,
-        weight_decay=training.weight_decay,
-        mask=lambda parameters: {name: p.ndim >= 2 for name, p in parameters.items()},  # no scales, no biases
-    )
-    matrices = muon(lambda step: training.muon_lr * factor(step), training.weight_decay)
-    rule = _split(matrices, adamw) if training.optimizer == "muon" else adamw
-    return optax.chain(optax.clip_by_global_norm(training.grad_clip), rule) if training.grad_clip else rule
+    rule = RULES[training.optimizer](training, lambda step: training.lr * factor(step))
+    if training.optimizer == "muon":
+        rule = _split(muon(lambda step: training.muon_lr * factor(step), training.weight_decay), rule)
+    if training.grad_clip:
+        rule = optax.chain(optax.clip_by_global_norm(training.grad_clip), rule)
+    return averaging(rule, training.ema) if training.ema else rule
+
+
+def _decayed(parameters: Parameters) -> dict[str, bool]:
+    """Weight decay is for matrices: not for scales, not for biases."""
+    return {name: p.ndim >= 2 for name, p in parameters.items()}
+
+
+def _adamw(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
+    """Loshchilov & Hutter 2019, algorithm 2."""
+    return optax.adamw(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decayed)
+
+
+def _lion(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
+    """The sign of an interpolated momentum (Chen et al. 2023, algorithm 2): rates a third to a tenth of AdamW's."""
+    return optax.lion(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decayed)
+
+
+def _sgd(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
+    """Nesterov momentum (Sutskever et al. 2013, equation 3) with decoupled decay."""
+    momentum = optax.trace(training.beta1, nesterov=True)
+    return optax.chain(momentum, optax.add_decayed_weights(training.weight_decay, _decayed), optax.scale_by_learning_rate(rate))
+
+
+def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
+    """Second moments as the product of row and column means (Shazeer & Stern 2018, algorithm 4), which take next to no memory.
+
+    Without momentum, updates clipped to a root mean square of 1, rates absolute as those of AdamW.
+    """
+    factored = _on_matrices(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
+    return optax.chain(factored, optax.add_decayed_weights(training.weight_decay, _decayed), optax.scale_by_learning_rate(rate))
+
+
+RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "muon": _adamw,  # for what is no hidden matrix
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
+}
+
+
+def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A rule that sees hidden matrices with two axes, fan in and fan out."""
+
+    def flat(tree: Parameters) -> Parameters:
+        return {name: p.reshape(as_matrix(name, p.shape) or p.shape) for name, p in tree.items()}
+
+    def update(gradients: Parameters, state: Any, parameters: Any = None) -> tuple[Parameters, Any]:
+        updates, state = rule.update(flat(gradients), state, None if parameters is None else flat(parameters))
+        return {name: u.reshape(gradients[name].shape) for name, u in updates.items()}, state
+
+    return optax.GradientTransformation(lambda parameters: rule.init(flat(parameters)), update)
+
+
+class Averaged(NamedTuple):
+    """The state of a rule, and beside it the moving average of the weights and how many steps are in that."""
+
+    rule: Any
+    average: Parameters
+    steps: jax.Array
+
+
+def averaging(rule: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """The same updates, and a moving average of the weights that they lead to (Polyak & Juditsky 1992).
+
+    After step t, counted from 0, the average moves by 1 − min(decay, (1 + t) / (10 + t)) of the way to the weights: its memory
+    grows with the run up to 1 / (1 − decay) steps, so that it leaves the first weights behind.
+    """
+
+    def init(parameters: Parameters) -> Averaged:
+        return Averaged(rule.init(parameters), jax.tree.map(jnp.array, parameters), jnp.zeros((), jnp.int32))
+
+    def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, Averaged]:
+        updates, inner = rule.update(gradients, state.rule, parameters)
+        t = state.steps.astype(jnp.float32)
+        share = 1 - jnp.minimum(decay, (1 + t) / (10 + t))
+        average = jax.tree.map(lambda a, p, u: a + share * (p + u - a), state.average, parameters, updates)
+        return updates, Averaged(inner, average, state.steps + 1)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _split(matrices: optax.GradientTransformation, others: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -19,7 +19,7 @@ from dantinox.programs import compiled, size
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums, sums
-from dantinox.training.optimizer import optimizer, schedule
+from dantinox.training.optimizer import Averaged, optimizer, schedule
 
 EVAL_TOKENS_PER_CALL = 8192
 
@@ -35,6 +35,11 @@ class State(NamedTuple):
     optimizer: Any
     since_row: jax.Array
     since_line: jax.Array
+
+    @property
+    def weights(self) -> Parameters:
+        """What is evaluated, sampled and exported: the moving average where there is one, else the parameters."""
+        return self.optimizer.average if isinstance(self.optimizer, Averaged) else self.parameters
 
 
 class Metrics(NamedTuple):

@@ -52,7 +52,7 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
         ("at least one of sliding, full, got []",),
         2,
     ),
-    "other optimizer": ("training:\n  optimizer: adam\n", ("must be one of adamw, muon, got 'adam'",), 2),
+    "other optimizer": ("training:\n  optimizer: adam\n", ("must be one of adamw, muon, lion, adafactor, sgd, got 'adam'",), 2),
     "off for a name": ("training:\n  schedule: off\n", ("one of cosine, linear, wsd, constant, got false",), 2),
     "number for a section": ("training: 5\n", ("training must be a section of keys, got 5",), 1),
     "list for a section": ("training: [1]\n", ("training must be a section of keys, got [1]",), 1),

@@ -96,7 +96,7 @@ def test_no_flag_changes_nothing():
         ("--greedy maybe", "generation.greedy must be true or false, got 'maybe' (command line)"),
         ("--greedy 1", "generation.greedy must be true or false, got 1 (command line)"),
         ("--steps 1e3", "training.steps must be an integer in [1, 2^31), or null, got 1000.0 (command line)"),
-        ("--optimizer adam", "training.optimizer must be one of adamw, muon, got 'adam' (command line)"),
+        ("--optimizer adam", "training.optimizer must be one of adamw, muon, lion, adafactor, sgd, got 'adam' (command line)"),
         ("--log_file a/b", "logging.log_file must be a file name of letters, digits, - and _ and ., got 'a/b' (command line)"),
         (
             "--max_generations 5 --max_new_tokens 6",

@@ -4,6 +4,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.model import Transformer
@@ -55,6 +56,20 @@ def test_the_exported_weights_are_those_of_the_best_evaluation(workshop):
     best = min(rows, key=lambda row: row["val_loss"])
     assert loss == pytest.approx(best["val_loss"], rel=1e-5)
     assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / 600)
+
+
+def test_a_moving_average_is_what_is_measured_sampled_and_exported(workshop):
+    """Beside a run without one, whose steps are the same."""
+    plain, config = small_config(), small_config(training__ema=0.9, training__sample_every=24)
+    seen = []
+    run = workshop.train("run", config, sample=lambda model: seen.append(nnx.to_flat_state(nnx.state(model))) or "text")
+    rows, others = read_csv(run.log(config)), read_csv(workshop.train("plain", plain).log(plain))
+    assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in others]
+    assert all(row["val_loss"] != other["val_loss"] for row, other in zip(rows, others, strict=True))
+    assert rows[-1]["val_loss"] == min(row["val_loss"] for row in rows)
+    sampled = {"/".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in seen[-1]}
+    exported = _weights(run, config)
+    assert all(np.array_equal(p, sampled[name]) for name, p in exported.items())
 
 
 def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):

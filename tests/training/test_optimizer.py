@@ -105,7 +105,7 @@ def test_muon_directions_agree_with_optax():
         assert np.linalg.norm(got) == pytest.approx(scale * math.sqrt(min(expected.shape)), rel=0.2)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor", "sgd"])
 def test_weight_decay_acts_on_matrices_only(kind):
     config = small_config(
         training__optimizer=kind, training__weight_decay=0.5, training__warmup_steps=0, model__norm="layernorm"
@@ -120,21 +120,67 @@ def test_weight_decay_acts_on_matrices_only(kind):
         assert (p.ndim < 2) == ("norm" in name)
 
 
-def test_adamw_against_its_definition():
-    config = small_config(training__optimizer="adamw", training__grad_clip=0.0, training__weight_decay=0.2)
+def adamw(t, g, m, v, step):
+    m, v = t.beta1 * m + (1 - t.beta1) * g, t.beta2 * v + (1 - t.beta2) * g**2
+    return m / (1 - t.beta1**step) / (np.sqrt(v / (1 - t.beta2**step)) + 1e-8), m, v
+
+
+def lion(t, g, m, v, step):
+    return np.sign(t.beta1 * m + (1 - t.beta1) * g), t.beta2 * m + (1 - t.beta2) * g, v
+
+
+def sgd(t, g, m, v, step):
+    m = g + t.beta1 * m
+    return g + t.beta1 * m, m, v
+
+
+def adafactor(t, g, m, v, step):
+    decay = 1 - step**-0.8
+    rows, columns = decay * v[:, :1] + (1 - decay) * (g**2).mean(1, keepdims=True), (g**2).mean(0, keepdims=True)
+    m = decay * m + (1 - decay) * columns  # the column means; v holds the row means
+    direction = g / np.sqrt(rows * m / rows.mean())
+    return direction / max(1, np.sqrt((direction**2).mean())), m, np.broadcast_to(rows, g.shape)
+
+
+@pytest.mark.parametrize(("rule", "shape"), [(adamw, (3, 4)), (lion, (3, 4)), (sgd, (3, 4)), (adafactor, (130, 140))])
+def test_rules_against_their_definition(rule, shape):
+    config = small_config(training__optimizer=rule.__name__, training__grad_clip=0.0, training__weight_decay=0.2)
     t, rng = config.training, np.random.default_rng(1)
-    rule, factor = optimizer(t, 24), schedule(t, 24)
-    weights = rng.normal(size=(3, 4))
+    ours, factor = optimizer(t, 24), schedule(t, 24)
+    weights = rng.normal(size=shape)
     parameters = {"embed": jnp.array(weights, jnp.float32)}
-    state, m, v = rule.init(parameters), np.zeros((3, 4)), np.zeros((3, 4))
+    state, m, v = ours.init(parameters), np.zeros(shape), np.zeros(shape)
     for step in range(1, 6):
-        gradient = rng.normal(size=(3, 4))
-        updates, state = rule.update({"embed": jnp.array(gradient, jnp.float32)}, state, parameters)
+        gradient = rng.normal(size=shape)
+        updates, state = ours.update({"embed": jnp.array(gradient, jnp.float32)}, state, parameters)
         parameters = optax.apply_updates(parameters, updates)
-        m, v = t.beta1 * m + (1 - t.beta1) * gradient, t.beta2 * v + (1 - t.beta2) * gradient**2
-        direction = m / (1 - t.beta1**step) / (np.sqrt(v / (1 - t.beta2**step)) + 1e-8)
+        direction, m, v = rule(t, gradient, m, v, step)
         weights = weights - t.lr * float(factor(step - 1)) * (direction + t.weight_decay * weights)
-    np.testing.assert_allclose(parameters["embed"], weights, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(parameters["embed"], weights, rtol=2e-5, atol=2e-6)
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_a_hidden_matrix():
+    config = small_config(training__optimizer="adafactor", model__dim=128, model__n_heads=8)
+    kernel = {"blocks/0/attention/qkv/kernel": jax.ShapeDtypeStruct((128, 8, 3, 16), jnp.float32)}
+    state = jax.eval_shape(optimizer(config.training, 24).init, kernel)
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(state))
+    assert sizes[-2:] == [128, 8 * 3 * 16] and sum(sizes[:-2]) < 8
+
+
+def test_the_moving_average_follows_the_weights_and_changes_no_update():
+    t = small_config(training__ema=0.5, training__optimizer="sgd").training
+    plain, averaged = (optimizer(t.model_copy(update={"ema": ema}), 24) for ema in (0.0, 0.5))
+    parameters = {"embed": jnp.arange(6.0).reshape(2, 3)}
+    state, other = averaged.init(parameters), plain.init(parameters)
+    expected = np.arange(6.0).reshape(2, 3)
+    for step in range(12):
+        gradients = {"embed": jnp.full((2, 3), 0.1 * step)}
+        (updates, state), (same, other) = (r.update(gradients, s, parameters) for r, s in ((averaged, state), (plain, other)))
+        assert np.array_equal(updates["embed"], same["embed"])
+        parameters = optax.apply_updates(parameters, updates)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * np.asarray(parameters["embed"], np.float64)
+    np.testing.assert_allclose(state.average["embed"], expected, rtol=1e-6)
 
 
 def test_clipping_limits_the_norm_and_zero_switches_it_off():
