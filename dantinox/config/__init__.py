@@ -3,8 +3,9 @@
 from dantinox.config.files import build_config, differences, dump_config, json_schema, load_config
 from dantinox.config.generation import GenerationSection
 from dantinox.config.kv import KVSection
+from dantinox.config.model import ModelConfig, RopeScaling
 from dantinox.config.overlay import overlay, settings_of
-from dantinox.config.sections import Config, DataSection, ModelConfig, TokenizerSection
+from dantinox.config.sections import Config, DataSection, TokenizerSection
 from dantinox.files import UserError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "GenerationSection",
     "KVSection",
     "ModelConfig",
+    "RopeScaling",
     "TokenizerSection",
     "UserError",
     "build_config",

@@ -4,10 +4,8 @@ The tree `Config` has one frozen section per YAML section. Flags, error sentence
 are derived from it.
 """
 
-import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -22,11 +20,11 @@ from dantinox.config.base import (
     Positive,
     Section,
     Seed,
-    as_tuple,
     field,
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
 from dantinox.config.kv import KVSection, kv_conflicts
+from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
 from dantinox.config.needs import Needs, given, idle_among
 from dantinox.config.router import RouterSection, router_conflicts
 
@@ -34,73 +32,6 @@ from dantinox.config.router import RouterSection, router_conflicts
 RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json")
 
 PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
-Position = Literal["rope", "learned", "sinusoidal", "none"]
-
-
-class ModelSection(Section):
-    """Size and shape of the transformer."""
-
-    dim: Count = field(256, "width of the residual stream")
-    n_heads: Count = field(8, "query heads per layer")
-    kv_heads: Count | None = field(None, "key/value heads per layer (null: as many as n_heads; 1: multi-query)")
-    head_size: Count | None = field(None, "width of one head (null: dim / n_heads)")
-    num_blocks: Count = field(6, "number of layers")
-    hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
-    max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
-    weight_tying: bool = field(True, "the output layer is the embedding table")
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
-    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation before each sub-layer")
-    norm_epsilon: Positive = field(1e-5, "added to the variance inside the normalisations")
-    qk_norm: bool = field(False, "RMS-normalise queries and keys per head before positions are applied")
-    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout in training only")
-    gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
-    remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
-        "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = field(
-        "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
-    )
-
-
-EXPERTS = Needs(("moe.use_moe", True))
-
-
-class MoESection(Section):
-    """The feed-forward expansion, and the keys of older files about experts, which this version does not have."""
-
-    use_moe: bool = field(False, "experts in place of the dense feed-forward layer: not in this version")
-    n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer: not in this version")
-    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts per token: not in this version")
-    expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
-    alpha_balance: Annotated[NonNegative, EXPERTS] = field(
-        0.01, "weight of the experts' load-balance loss: not in this version"
-    )
-
-
-SLIDING = Needs(("attention.sliding_window", True))
-
-
-class AttentionSection(Section):
-    """Positions and what attention may see."""
-
-    use_rotary_pos: bool = field(True, "rotary positions (RoPE, half-split layout)")
-    trainable_pos: bool = field(False, "learned position embeddings")
-    absolute_pos: bool = field(False, "sinusoidal position embeddings")
-    rope_theta: Annotated[Positive, Needs(("attention.use_rotary_pos", True))] = field(
-        10000.0, "base of the rotary frequencies"
-    )
-    sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
-    context_window: Annotated[CountOrZero | None, SLIDING] = field(
-        None, "keys before the query's own that a sliding layer sees"
-    )
-    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
-        ("sliding",), "with sliding_window: the kind of each layer, repeated over the depth"
-    )
-    kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
-        "auto",
-        "how training computes it: xla makes all scores at once, chunked some at a time, cudnn is a GPU's, splash a TPU's",
-    )
-    no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
 
 
 class TokenizerSection(Section):
@@ -204,38 +135,6 @@ class LoggingSection(Section):
 UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
-
-    `windows` holds for each layer the number of keys a query sees, its own included, or None for all. `platform` is what it is
-    compiled for; `auto`: the machine at hand.
-    """
-
-    vocab_size: int
-    dim: int
-    n_heads: int
-    kv_heads: int
-    head_size: int
-    num_blocks: int
-    hidden_dim: int
-    max_context: int
-    windows: tuple[int | None, ...]
-    position: Position = "rope"
-    rope_theta: float = 10000.0
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_epsilon: float = 1e-5
-    qk_norm: bool = False
-    no_sink: bool = False
-    kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
-    weight_tying: bool = True
-    dropout_rate: float = 0.0
-    remat: Literal["none", "full", "dots"] = "none"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-
-
 class Config(Section):
     """All settings of a run, one section per part of the YAML file."""
 
@@ -259,30 +158,12 @@ class Config(Section):
 
     def conflicts(self) -> Iterator[str]:
         """A sentence for each rule across settings that is broken."""
-        m, a, t, d, k, log = self.model, self.attention, self.training, self.data, self.tokenizer, self.logging
-        kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
-        positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
+        t, d, k, log = self.training, self.data, self.tokenizer, self.logging
         if self.moe.use_moe or d.streaming or d.dataset_source != "local":
             yield (
                 "this version has no experts and no remote data sets: moe.use_moe must be false, data.dataset_source local and "
                 "data.streaming false, with the corpus on disk at data.path"
             )
-        if m.head_size is None and m.dim % m.n_heads:
-            yield f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
-        if m.n_heads % kv_heads:
-            yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
-        if a.use_rotary_pos and head_size % 2:
-            yield f"model.head_size must be even with attention.use_rotary_pos, got {head_size}"
-        if a.absolute_pos and m.dim % 2:
-            yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
-        if m.hidden_dim is not None and self.moe.expansion is not None:
-            yield "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them"
-        if len(positions) > 1:
-            yield f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false"
-        if a.sliding_window and a.context_window is None:
-            yield "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null"
-        if not a.layer_types:
-            yield "attention.layer_types must name at least one of sliding, full, got []"
         if t.batch_size % t.grad_accum:
             yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if t.steps is not None and t.warmup_steps > t.steps:
@@ -296,46 +177,14 @@ class Config(Section):
                 "logging.log_file and logging.summary_file must differ from each other and from "
                 f"{', '.join(RUN_FILES)}, got {log.log_file} and {log.summary_file}"
             )
+        yield from model_conflicts(self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
         yield from router_conflicts(self.router)
         yield from kv_conflicts(self.kv)
 
     def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
         """The resolved architecture for a vocabulary of `vocab_size` tokens, on a platform of `dantinox.platform`."""
-        m, a = self.model, self.attention
-        gated = m.activation in ("swiglu", "geglu")
-        default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
-        if self.moe.expansion is not None:
-            default_hidden = max(1, round(self.moe.expansion * m.dim))
-        window = None if a.context_window is None else a.context_window + 1
-        kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
-        position: Position = (
-            "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
-        )
-        return ModelConfig(
-            vocab_size=vocab_size,
-            dim=m.dim,
-            n_heads=m.n_heads,
-            kv_heads=m.kv_heads or m.n_heads,
-            head_size=m.head_size or m.dim // m.n_heads,
-            num_blocks=m.num_blocks,
-            hidden_dim=m.hidden_dim or default_hidden,
-            max_context=m.max_context,
-            windows=tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
-            position=position,
-            rope_theta=a.rope_theta,
-            activation=m.activation,
-            norm=m.norm,
-            norm_epsilon=m.norm_epsilon,
-            qk_norm=m.qk_norm,
-            no_sink=a.no_sink,
-            kernel=a.kernel,
-            weight_tying=m.weight_tying,
-            dropout_rate=m.dropout_rate,
-            remat=m.remat_policy if m.gradient_checkpointing else "none",
-            dtype=m.dtype,
-            platform=platform,
-        )
+        return architecture(self.model, self.moe, self.attention, vocab_size, platform)
 
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]

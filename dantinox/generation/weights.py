@@ -163,6 +163,8 @@ def with_head_order(model: Transformer, order: HeadOrder | None) -> Transformer:
             linear = getattr(attention, name)
             if linear is not None:
                 setattr(attention, name, _with_heads(linear, index_K, by_output))
+        if attention.sinks is not None:
+            attention.sinks = nnx.Param(attention.sinks[...][index_K])
     return model
 
 

@@ -17,6 +17,7 @@ from dantinox.measure.reading import batches, positions_of
 from dantinox.model import KVCache, Transformer
 from dantinox.model.attention import attention, visible
 from dantinox.model.cache import spans
+from dantinox.model.layers import SOFTMAX
 from dantinox.model.store import Store
 from dantinox.sampling.search import crossing_key, ordered_keys
 
@@ -43,12 +44,12 @@ class Limited:
     from_B: jax.Array
     best: bool
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         keys_B1S = positions_BT[:, None]
         store = Store.of(k_BTKH, v_BTKH, q_BTKGH.dtype)
         valid_BKTS = visible(positions_BT, keys_B1S, window)
         if self.best:
-            weights_BKGTS = attention(q_BTKGH, store, valid_BKTS).weights_BKGTS
+            weights_BKGTS = attention(q_BTKGH, store, valid_BKTS, softmax).weights_BKGTS
             mean_BKTS = jnp.where(valid_BKTS, jnp.mean(weights_BKGTS, axis=2), 0)
             largest = jax.vmap(jax.vmap(jax.vmap(_largest, (0, None))), (0, None))
             kept_BKTS = largest(mean_BKTS, jnp.minimum(self.kept_K, store.slots))
@@ -56,7 +57,7 @@ class Limited:
             oldest_BKT = positions_BT[:, None] - (self.kept_K - SINKS)[None, :, None]
             kept_BKTS = (keys_B1S < SINKS)[:, :, None] | (keys_B1S[:, :, None] > oldest_BKT[..., None])
         whole_B1T1 = (positions_BT < self.from_B[:, None])[:, None, :, None]
-        seen = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS))
+        seen = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS), softmax)
         return seen.out_BTKGH, self, None
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.chunked import BLOCK
-from dantinox.model.layers import Linear, RMSNorm
+from dantinox.model.layers import SOFTMAX, Linear, RMSNorm, Softmax, capped
 from dantinox.model.positions import rotate
 from dantinox.model.store import BITS, Store
 
@@ -37,6 +37,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
         self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
+        self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
         qkv = self.qkv(x_BTD)
@@ -45,26 +46,27 @@ class Attention(nnx.Module):
             q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
         if angles is not None:
             q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
-        a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe)
+        softmax = Softmax(self.cap, None if self.sinks is None else self.sinks[...])
+        a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
         return self.out(a_BTKGH), memory, probed
 
 
 class Attended(NamedTuple):
-    """What attention found: its output, the scaled scores, and the float32 weights after the softmax."""
+    """What attention found: its output, the scores that the softmax gets, and the float32 weights it gives."""
 
     out_BTKGH: jax.Array
     scores_BKGTS: jax.Array
     weights_BKGTS: jax.Array
 
 
-def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array) -> Attended:
+def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array, softmax: Softmax = SOFTMAX) -> Attended:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
 
     Args:
       valid_BKTS: which keys each query may see (the K axis may be 1). A query that may see none gets an average of all, to be
-        ignored.
+        ignored, or with sinks nothing.
     """
     B, T, K, G, H = q_BTKGH.shape
     # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
@@ -73,13 +75,22 @@ def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array) -> Attend
     if store.k_scale_BKS is not None:
         scores_BKMS *= store.k_scale_BKS[:, :, None]
     scores = scores_BKMS.reshape(B, K, G, T, -1)
+    scores = scores if softmax.cap is None else capped(scores, softmax.cap)
     masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(masked, axis=-1)
+    weights = jax.nn.softmax(masked, axis=-1) if softmax.sinks_KG is None else _beside(masked, softmax.sinks_KG)
     weights_BKMS = weights.reshape(scores_BKMS.shape)
     if store.v_scale_BKS is not None:
         weights_BKMS *= store.v_scale_BKS[:, :, None]
     out_BKMH = _product(weights_BKMS.astype(q_BTKGH.dtype), store.v_BKSH, q_BTKGH.dtype)
     return Attended(out_BKMH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4), scores, weights)
+
+
+def _beside(scores_BKGTS: jax.Array, sinks_KG: jax.Array) -> jax.Array:
+    """The softmax among scores and a sink, without the sink's weight."""
+    sinks_KG11 = sinks_KG[:, :, None, None]
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11))
+    weights = jnp.exp(scores_BKGTS - largest)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks_KG11 - largest))
 
 
 def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
@@ -140,6 +151,7 @@ def attend(
     window: int | None,
     probe: Probe | None,
     counted_BT: jax.Array | None = None,
+    softmax: Softmax = SOFTMAX,
 ) -> Reading:
     """Attention over a store, of many queries block by block: the scores of all of them never exist.
 
@@ -154,7 +166,7 @@ def attend(
     ) -> tuple[jax.Array | None, tuple[jax.Array, Any]]:
         q_BRKGH, positions_BR, counted_BR = part
         valid_BKRS = visible(positions_BR, held_BKS, window)
-        seen = attention(q_BRKGH, store, valid_BKRS)
+        seen = attention(q_BRKGH, store, valid_BKRS, softmax)
         if sum_BKS is not None:
             sum_BKS += jnp.sum(seen.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
         return sum_BKS, (seen.out_BTKGH, probed(probe, seen, valid_BKRS, positions_BR))
@@ -166,7 +178,7 @@ def attend(
         return Reading(out_BTKGH, got_BKS, told)
     got_BKS, (out_nBRKGH, _) = jax.lax.scan(block, zero_BKS, jax.tree.map(_in_blocks, whole))
     out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, H)[:, :T]
-    return Reading(out_BTKGH, got_BKS, probed_alone(probe, q_BTKGH, store, positions_BT, held_BKS, window))
+    return Reading(out_BTKGH, got_BKS, probed_alone(probe, q_BTKGH, store, positions_BT, held_BKS, window, softmax))
 
 
 def _in_blocks(x_BT: jax.Array) -> jax.Array:
@@ -197,6 +209,7 @@ def probed_alone(
     positions_BT: jax.Array,
     held_BKS: jax.Array,
     window: int | None,
+    softmax: Softmax = SOFTMAX,
 ) -> Any:
     """`probed` where there are no scores: those of the newest queries are made for it."""
     if probe is None:
@@ -204,4 +217,4 @@ def probed_alone(
     rows, newest_B = jnp.arange(q_BTKGH.shape[0]), jnp.argmax(positions_BT, axis=1)
     q_B1KGH, positions_B1 = (x[rows, newest_B][:, None] for x in (q_BTKGH, positions_BT))
     valid_BK1S = visible(positions_B1, held_BKS, window)
-    return probed(probe, attention(q_B1KGH, store, valid_BK1S), valid_BK1S, positions_B1)
+    return probed(probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1)

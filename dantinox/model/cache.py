@@ -1,8 +1,8 @@
 """What attention reads: the keys and values of a sequence, fresh or remembered.
 
-Every kind answers one call, `attend(q, k, v, positions, window, probe) -> (out, next kind, probed)`: take in the new keys and
-values, let the queries see what they may, hand back the updated self. Attention has no branch per kind. A kind is a tree of
-arrays whose first axis is the batch, and `attend` keeps its shapes: it is repeated for samples and carried in loops.
+Every kind answers one call, `attend(q, k, v, positions, window, probe, softmax) -> (out, next kind, probed)`: take in the new
+keys and values, let the queries see what they may, hand back the updated self. Attention has no branch per kind. A kind is a
+tree of arrays whose first axis is the batch, and `attend` keeps its shapes: it is repeated for samples and carried in loops.
 
 A position of −1 marks padding: it writes nothing and nobody attends to it. The valid positions of a row are consecutive
 and stand before its padding.
@@ -20,6 +20,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.attention import attend, attention, probed, probed_alone, visible
 from dantinox.model.compressed import Compressed, Compression
 from dantinox.model.kernels import kernel_for
+from dantinox.model.layers import SOFTMAX
 from dantinox.model.store import BITS, Store
 from dantinox.platform import platform_of
 
@@ -31,9 +32,10 @@ class Full:
 
     store: Store
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         after = self.with_(k_BTKH, v_BTKH, positions_BT)
-        out_BTKGH, _, told = attend(q_BTKGH, after.store, positions_BT, jnp.arange(self.store.slots)[None, None], window, probe)
+        held_11S = jnp.arange(self.store.slots)[None, None]
+        out_BTKGH, _, told = attend(q_BTKGH, after.store, positions_BT, held_11S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
 
     def with_(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Full":
@@ -49,7 +51,7 @@ class Ring:
 
     store: Store
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         """Several queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
         after = self.with_(k_BTKH, v_BTKH, positions_BT)
         if positions_BT.shape[1] == 1:
@@ -57,7 +59,7 @@ class Ring:
         else:
             store = self.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
             held_B1S = jnp.concatenate([self._held(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
-        out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe)
+        out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
 
     def with_(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Ring":
@@ -90,19 +92,19 @@ class Fresh:
     platform: str = "auto"
     kept: Full | Ring | None = None
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         dtype = k_BTKH.dtype if self.kept is None else self.kept.store.dtype
         store, held_B1T = Store.of(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
         after = self if self.kept is None else self.kept.with_(k_BTKH, v_BTKH, positions_BT)
-        kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype)
+        kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax)
         if kernel is not None and (probe is None or self.segments_BT is None):
             k_BTKH, v_BTKH = store.wide(k_BTKH.dtype)
             out_BTKGH = kernel(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window)
-            return out_BTKGH, after, probed_alone(probe, q_BTKGH, store, positions_BT, held_B1T, window)
+            return out_BTKGH, after, probed_alone(probe, q_BTKGH, store, positions_BT, held_B1T, window, softmax)
         valid_BKTS = visible(positions_BT, held_B1T, window)
         if self.segments_BT is not None:
             valid_BKTS &= (self.segments_BT[:, :, None] == self.segments_BT[:, None, :])[:, None]
-        seen = attention(q_BTKGH, store, valid_BKTS)
+        seen = attention(q_BTKGH, store, valid_BKTS, softmax)
         return seen.out_BTKGH, after, probed(probe, seen, valid_BKTS, positions_BT)
 
 

@@ -14,19 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dantinox.model.layers import SOFTMAX, Softmax
+
 BLOCK = 128  # queries
 GROUPS = 8  # of blocks: those of a group see the same keys, which are sliced once
 SCORES = 1 << 23  # held at a time: as many heads go together as have these; 32 MiB
 
 
-def chunked_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: int | None) -> Array:
-    """Causal attention of tokens that stand in order, `[B, T, K, G, H]`.
+def chunked_attention(
+    q_BTKGH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segments_BT: Array | None,
+    window: int | None,
+    softmax: Softmax = SOFTMAX,
+) -> Array:
+    """Causal attention of tokens that stand in order, `[B, T, K, G, H]`; values may have another size than keys.
 
     Args:
       segments_BT: document numbers, which attention never crosses; None: a document per row.
       window: keys that a query sees, its own included; None: all before it.
     """
-    B, T, K, G, H = q_BTKGH.shape
+    B, T, K, G, _ = q_BTKGH.shape
     blocks = -(-T // BLOCK)
     span = min(T, BLOCK) * -(-blocks // GROUPS)  # queries of a group
     padding = -T % span
@@ -38,26 +47,40 @@ def chunked_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT:
 
     q_NGTH = flat(q_BTKGH).swapaxes(1, 2)
     segments_NT = flat(jnp.broadcast_to(segments_BT[:, :, None], (B, T, K)))
-    out_NGTH = _attend(window, span, q_NGTH, flat(k_BTKH), flat(v_BTKH), segments_NT)
-    return out_NGTH[:, :, :T].reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
+    sinks_NG = None if softmax.sinks_KG is None else jnp.tile(softmax.sinks_KG, (B, 1))
+    out_NGTH = _attend(window, span, softmax.cap, q_NGTH, flat(k_BTKH), flat(v_BTKH), segments_NT, sinks_NG)
+    return out_NGTH[:, :, :T].reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(window: int | None, span: int, q_NGTH: Array, k_NTH: Array, v_NTH: Array, segments_NT: Array) -> Array:
-    return _forward(window, span, q_NGTH, k_NTH, v_NTH, segments_NT)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(
+    window: int | None,
+    span: int,
+    cap: float | None,
+    q_NGTH: Array,
+    k_NTH: Array,
+    v_NTH: Array,
+    segments_NT: Array,
+    sinks_NG: Array | None,
+) -> Array:
+    return _forward(window, span, cap, q_NGTH, k_NTH, v_NTH, segments_NT, sinks_NG)[0]
 
 
-def _forward(window: int | None, span: int, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    def head(q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array) -> tuple[Array, Array]:
+def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
+    def head(q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array, sinks_G: Array | None) -> tuple[Array, Array]:
         outs, normalisers = [], []
         for first, low, high in _groups(k_TH.shape[0], span, window):
 
             def block(_: None, start: Array, first: int = first, low: int = low, high: int = high) -> tuple[None, Any]:
                 q_GRH = _rows(q_GTH, start)
-                scores_GRS = _scores(q_GRH, k_TH[low:high], segments_T, start, low, window)
+                scores_GRS = _scores(q_GRH, k_TH[low:high], segments_T, start, low, window, cap)[0]
                 largest_GR1 = jnp.max(scores_GRS, axis=-1, keepdims=True)
+                if sinks_G is not None:
+                    largest_GR1 = jnp.maximum(largest_GR1, sinks_G[:, None, None])
                 weights_GRS = jnp.exp(scores_GRS - largest_GR1)
                 mass_GR1 = jnp.sum(weights_GRS, axis=-1, keepdims=True)
+                if sinks_G is not None:
+                    mass_GR1 += jnp.exp(sinks_G[:, None, None] - largest_GR1)
                 out_GRH = _product("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
                 return None, (out_GRH.astype(q_GRH.dtype), (largest_GR1 + jnp.log(mass_GR1))[..., 0])
 
@@ -70,10 +93,19 @@ def _forward(window: int | None, span: int, *inputs: Array) -> tuple[Array, tupl
     return out_NGTH, (*inputs, out_NGTH, normaliser_NGT)
 
 
-def _backward(window: int | None, span: int, kept: tuple[Array, ...], d_out_NGTH: Array) -> tuple[Array | None, ...]:
+def _backward(
+    window: int | None, span: int, cap: float | None, kept: tuple[Array | None, ...], d_out_NGTH: Array
+) -> tuple[Array | None, ...]:
     def head(
-        q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array, out_GTH: Array, normaliser_GT: Array, d_out_GTH: Array
-    ) -> tuple[Array, Array, Array]:
+        q_GTH: Array,
+        k_TH: Array,
+        v_TH: Array,
+        segments_T: Array,
+        sinks_G: Array | None,
+        out_GTH: Array,
+        normaliser_GT: Array,
+        d_out_GTH: Array,
+    ) -> tuple[Array, Array, Array, Array | None]:
         size = q_GTH.shape[-1]
         # Σ over keys of weight · d weight, which the softmax's derivative takes off.
         mean_GT = jnp.sum(out_GTH.astype(jnp.float32) * d_out_GTH.astype(jnp.float32), axis=-1)
@@ -85,22 +117,26 @@ def _backward(window: int | None, span: int, kept: tuple[Array, ...], d_out_NGTH
                 sums: tuple[Array, Array], start: Array, k_SH: Array = k_SH, v_SH: Array = v_SH, low: int = low
             ) -> tuple[tuple[Array, Array], Array]:
                 q_GRH, d_out_GRH = _rows(q_GTH, start), _rows(d_out_GTH, start)
-                scores_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window)
+                scores_GRS, slope_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window, cap)
                 weights_GRS = jnp.exp(scores_GRS - _rows(normaliser_GT, start)[..., None])
                 d_weights_GRS = _product("GRH,SH->GRS", d_out_GRH, v_SH)
                 d_scores_GRS = weights_GRS * (d_weights_GRS - _rows(mean_GT, start)[..., None]) * size**-0.5
+                d_scores_GRS = d_scores_GRS if slope_GRS is None else d_scores_GRS * slope_GRS
                 weights_GRS, d_scores_GRS = weights_GRS.astype(v_SH.dtype), d_scores_GRS.astype(q_GRH.dtype)
                 d_k_SH = _product("GRS,GRH->SH", d_scores_GRS, q_GRH)
                 d_v_SH = _product("GRS,GRH->SH", weights_GRS, d_out_GRH)
                 return (sums[0] + d_k_SH, sums[1] + d_v_SH), _product("GRS,SH->GRH", d_scores_GRS, k_SH)
 
-            zero = jnp.zeros(k_SH.shape, jnp.float32)
-            (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, (zero, zero), _starts(first, span))
+            zero = jnp.zeros(k_SH.shape, jnp.float32), jnp.zeros(v_SH.shape, jnp.float32)
+            (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, zero, _starts(first, span))
             d_k_TH, d_v_TH = d_k_TH.at[low:high].add(d_k_SH), d_v_TH.at[low:high].add(d_v_SH)
             d_q.append(_joined(d_q_nGRH))
-        return jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype), d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype)
+        d_sinks_G = None if sinks_G is None else -jnp.sum(jnp.exp(sinks_G[:, None] - normaliser_GT) * mean_GT, axis=-1)
+        d_q_GTH = jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype)
+        return d_q_GTH, d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype), d_sinks_G
 
-    return (*_over_heads(head, *kept, d_out_NGTH), None)
+    *d_qkv, d_sinks_NG = _over_heads(head, *kept, d_out_NGTH)
+    return (*d_qkv, None, d_sinks_NG)
 
 
 _attend.defvjp(_forward, _backward)
@@ -115,8 +151,10 @@ def _starts(first: int, span: int) -> Array:
     return first + jnp.arange(0, span, min(span, BLOCK))
 
 
-def _scores(q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int, window: int | None) -> Array:
-    """The scaled scores `[G, R, S]`, float32, least where a query does not see a key."""
+def _scores(
+    q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int, window: int | None, cap: float | None
+) -> tuple[Array, Array | None]:
+    """The scaled scores `[G, R, S]`, float32, least where a query does not see a key; capped ones with the cap's derivative."""
     R, H, S = *q_GRH.shape[1:], k_SH.shape[0]
     query_R1, key_S = (start + jnp.arange(R))[:, None], low + jnp.arange(S)
     seen_RS = key_S <= query_R1
@@ -124,7 +162,11 @@ def _scores(q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int
         seen_RS &= query_R1 - key_S < window
     seen_RS &= lax.dynamic_slice_in_dim(segments_T, start, R)[:, None] == segments_T[low : low + S]
     scores_GRS = _product("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5
-    return jnp.where(seen_RS, scores_GRS, jnp.finfo(jnp.float32).min)
+    least = jnp.finfo(jnp.float32).min
+    if cap is None:
+        return jnp.where(seen_RS, scores_GRS, least), None
+    bent_GRS = jnp.tanh(scores_GRS / cap)
+    return jnp.where(seen_RS, cap * bent_GRS, least), 1 - jnp.square(bent_GRS)
 
 
 def _product(axes: str, x: Array, y: Array) -> Array:
@@ -141,7 +183,7 @@ def _joined(x_nGR: Array) -> Array:
     return jnp.moveaxis(x_nGR, 0, 1).reshape(x_nGR.shape[1], -1, *x_nGR.shape[3:])
 
 
-def _over_heads(head: Callable, *arrays: Array) -> Any:
+def _over_heads(head: Callable, *arrays: Any) -> Any:
     """`head` for each row and key head, as many at once as may hold their scores."""
     N, G, T = arrays[0].shape[:3]
     together = max(1, SCORES // (G * min(T, BLOCK) * T))

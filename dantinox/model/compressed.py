@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.model.attention import Reading, attend
+from dantinox.model.layers import SOFTMAX, Softmax
 from dantinox.model.store import Store
 
 MOST_DECAY = 0.999
@@ -102,7 +103,7 @@ class Group:
     def _protected(self, position_BKS: jax.Array, last_B11: jax.Array) -> jax.Array:
         return (position_BKS < self.rule.sinks) | (position_BKS > last_B11 - self._recent)
 
-    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe) -> tuple["Group", Reading]:
+    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe, softmax) -> tuple["Group", Reading]:
         """Takes the new token in, in place of another if there is no room; then everything held is attended to."""
         B, K, C = self.position_BKS.shape
         t_B11 = positions_B1[:, :, None]
@@ -119,13 +120,13 @@ class Group:
         store = self.store.write(k_B1KH, v_B1KH, slot_BK[:, None])
         importance_BKS = self.importance_BKS
         counted_B1 = None if importance_BKS is None else positions_B1 >= 0
-        found = attend(q_B1KGH, store, positions_B1, position_BKS, window, probe, counted_B1)
+        found = attend(q_B1KGH, store, positions_B1, position_BKS, window, probe, counted_B1, softmax)
         if importance_BKS is not None:
             before = importance_BKS.at[rows, heads, slot_BK].set(0, mode="drop")
             importance_BKS = jnp.where(t_B11 >= 0, self._decay_K1 * before + found.got_BKS, before)
         return self._with(store, position_BKS, importance_BKS), found
 
-    def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe) -> tuple["Group", Reading]:
+    def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax) -> tuple["Group", Reading]:
         """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen."""
         B, K, C = self.position_BKS.shape
         held = self._in_order()
@@ -133,7 +134,8 @@ class Group:
         position_BKU = jnp.concatenate([held.position_BKS, new_BKT], axis=2)
         union = held.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
         last_B11 = jnp.max(positions_BT, axis=1)[:, None, None]
-        found = attend(q_BTKGH, union, positions_BT, position_BKU, window, probe, self._counted(positions_BT, last_B11))
+        counted_BT = self._counted(positions_BT, last_B11)
+        found = attend(q_BTKGH, union, positions_BT, position_BKU, window, probe, counted_BT, softmax)
         importance_BKU = held._importance_of_prompt(found.got_BKS, positions_BT, position_BKU)
         kept = position_BKU >= 0
         if window is not None:
@@ -201,13 +203,14 @@ class Compressed:
             first += heads
         return cls(tuple(groups))
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         groups, found = [], []
         for group in self.groups:
             heads = slice(group.first, group.first + group.position_BKS.shape[1])
             step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
             q, k, v = (x[:, :, heads] for x in (q_BTKGH, k_BTKH, v_BTKH))
-            after, reading = step(q, k, v, positions_BT, window, None if probe is None else _scores_and_validity)
+            tell = None if probe is None else _scores_and_validity
+            after, reading = step(q, k, v, positions_BT, window, tell, _of_heads(softmax, heads))
             groups.append(after)
             found.append(reading)
         outs = [reading.out_BTKGH for reading in found]
@@ -218,6 +221,10 @@ class Compressed:
         wide = [[jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in reading.probed] for reading in found]
         scores_BNS, valid_BNS = (jnp.concatenate(column, axis=1) for column in zip(*wide, strict=True))
         return out_BTKGH, Compressed(tuple(groups)), probe(scores_BNS, valid_BNS)
+
+
+def _of_heads(softmax: Softmax, heads: slice) -> Softmax:
+    return softmax if softmax.sinks_KG is None else softmax._replace(sinks_KG=softmax.sinks_KG[heads])
 
 
 def _scores_and_validity(scores_BNS: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:

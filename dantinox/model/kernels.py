@@ -1,11 +1,11 @@
 """How attention over the keys of one call is computed: with all scores at once, in blocks, by cuDNN, or by TPU's splash kernel.
 
-A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window) -> out_BTKGH` of tokens that stand in order. Where the
-scores themselves are asked for, all of them are made.
+A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window) -> out_BTKGH` of tokens that stand in order; those that
+do more than a softmax take it as `softmax`. Where the scores themselves are asked for, all of them are made.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from jax.typing import DTypeLike
 
 from dantinox.config import UserError
 from dantinox.model.chunked import BLOCK, chunked_attention
+from dantinox.model.layers import SOFTMAX, Softmax
 from dantinox.platform import platform_of
 
-Kernel = Callable[[Array, Array, Array, Array | None, int | None], Array]
+Kernel = Callable[..., Array]
 LANES = 128  # of a TPU; splash takes lengths that are multiples of it
 
 
@@ -37,13 +38,20 @@ def cudnn_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: A
     return out_BTNH.reshape(q_BTKGH.shape)
 
 
-def splash_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: int | None) -> Array:
+def splash_attention(
+    q_BTKGH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segments_BT: Array | None,
+    window: int | None,
+    softmax: Softmax = SOFTMAX,
+) -> Array:
     """JAX's Pallas kernel for TPUs, which skips the blocks that no query sees."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     B, T, K, G, H = q_BTKGH.shape
     q_BKGTH, k_BKTH, v_BKTH = q_BTKGH.transpose(0, 2, 3, 1, 4) * H**-0.5, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-    kernel = _splash(T, G, window)
+    kernel = _splash(T, G, window, softmax.cap)
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
     def row(q_KGTH: Array, k_KTH: Array, v_KTH: Array, segments_T: Array) -> Array:
@@ -54,7 +62,7 @@ def splash_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: 
 
 
 @lru_cache(maxsize=16)
-def _splash(length: int, heads: int, window: int | None) -> Callable:
+def _splash(length: int, heads: int, window: int | None, cap: float | None) -> Callable:
     """The kernel for the query heads of one key head."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -62,38 +70,57 @@ def _splash(length: int, heads: int, window: int | None) -> Callable:
     shape = length, length
     one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     with jax.ensure_compile_time_eval():
-        return splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * heads))
+        return splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * heads), attn_logits_soft_cap=cap)
 
 
 KERNELS: dict[str, Kernel] = {"chunked": chunked_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
 
-def kernel_for(name: str, platform: str, shape: tuple[int, ...], dtype: DTypeLike) -> Kernel | None:
+def kernel_for(
+    name: str,
+    platform: str,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    softmax: Softmax = SOFTMAX,
+    value_size: int | None = None,
+) -> Kernel | None:
     """The kernel for queries `[B, T, K, G, H]` of a dtype; None: all scores at once.
 
     Args:
       name: `auto` takes the platform's own where it can be had, blocks for the other texts that are longer than one, and else
         all scores.
+      softmax: what it is to do beside a softmax.
+      value_size: of the values' heads, where it is another than H.
 
     Raises:
       UserError: the kernel that is named does not take such queries.
     """
     T, H, own = shape[1], shape[-1], platform_of(platform).kernel
+    other = value_size is not None and value_size != H
     if name == "auto":
-        fitting = own is not None and T > BLOCK and not _refusal(own, platform, T, H, dtype)
+        fitting = own is not None and T > BLOCK and not _refusal(own, platform, T, H, dtype, softmax, other)
         name = own if fitting and own is not None else "chunked" if T > BLOCK else "xla"
-    elif refusal := _refusal(name, platform, T, H, dtype):
+    elif refusal := _refusal(name, platform, T, H, dtype, softmax, other):
         raise UserError(f"attention.kernel {name} {refusal}")
-    return KERNELS.get(name)
+    kernel = KERNELS.get(name)
+    return kernel if kernel is None or softmax.plain else partial(kernel, softmax=softmax)
 
 
-def _refusal(name: str, platform: str, length: int, head_size: int, dtype: DTypeLike) -> str:
+def _refusal(
+    name: str, platform: str, length: int, head_size: int, dtype: DTypeLike, softmax: Softmax, other_values: bool
+) -> str:
     """Why a kernel does not take queries of this length, head size and dtype on a platform; "" if it does."""
     needed = {"cudnn": "gpu", "splash": "tpu"}.get(name)
     if needed and platform_of(platform).name != needed:
         return f"needs a {needed.upper()}, and this is a {platform_of(platform).name.upper()}"
     if name == "cudnn" and (head_size % 8 or head_size > 128 or jnp.dtype(dtype) == jnp.float32):
         return f"takes bfloat16 and heads of up to 128 that are multiples of 8, got {jnp.dtype(dtype).name} and {head_size}"
+    if name == "cudnn" and softmax.cap is not None:
+        return "has no cap of scores (attention.attn_logit_softcapping)"
+    if name in ("cudnn", "splash") and softmax.sinks_KG is not None:
+        return "has no sinks (attention.sink_logits)"
+    if name in ("cudnn", "splash") and other_values:
+        return "takes keys and values of one size (attention.v_head_dim)"
     if name == "splash" and length % LANES:
         return f"takes lengths that are multiples of {LANES}, got {length}"
     return ""

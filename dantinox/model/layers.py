@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,31 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = product(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
         return checkpoint_name(y, PRODUCT)
+
+
+class Softmax(NamedTuple):
+    """How scores become weights, where that is more than a softmax.
+
+    Attributes:
+      cap: scores are first `capped` at it.
+      sinks_KG: float32, a logit per query head that stands among the scores and has no value (Agarwal et al. 2025, gpt-oss).
+    """
+
+    cap: float | None = None
+    sinks_KG: jax.Array | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a softmax and nothing else."""
+        return self.cap is None and self.sinks_KG is None
+
+
+SOFTMAX = Softmax()
+
+
+def capped(scores: jax.Array, cap: float) -> jax.Array:
+    """cap · tanh(scores / cap) (Gemma Team 2024, section 2)."""
+    return cap * jnp.tanh(scores / cap)
 
 
 class RMSNorm(nnx.Module):

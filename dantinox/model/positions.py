@@ -1,14 +1,52 @@
-"""Positions: rotary angles, sinusoidal embeddings."""
+"""Positions: rotary angles and their scaling for longer texts, sinusoidal embeddings."""
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import RopeScaling
 
 
-def rotary_angles(positions_BT: jax.Array, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[B, T, H/2]` of position · theta^(−2i/H) (Su et al. 2021, eq. 15)."""
-    frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    angles = positions_BT[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+def rotary_angles(
+    positions_BT: jax.Array, head_size: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[B, T, H/2]` of position · theta^(−2i/H) (Su et al. 2021, eq. 15), or of frequencies scaled."""
+    if scaling is None:
+        frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+        angles = positions_BT[..., None].astype(jnp.float32) * frequencies
+        return jnp.cos(angles), jnp.sin(angles)
+    numbers, gain = scaled_frequencies(head_size, theta, scaling)
+    angles = positions_BT[..., None].astype(jnp.float32) * numbers.astype(np.float32)
+    return gain * jnp.cos(angles), gain * jnp.sin(angles)
+
+
+def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    """The rotary frequencies `[H/2]` in float64 for texts `scaling.factor` times as long, and a factor on cosines and sines.
+
+    `linear` divides all of them (Chen et al. 2023). `llama3` divides those whose wave is longer than the original context /
+    `low_freq_factor`, keeps those shorter than it / `high_freq_factor`, and blends between (Llama 3.1). `yarn` divides those
+    that turn less than `beta_slow` times in the original context, keeps those that turn more than `beta_fast` times, and goes
+    linearly in the index between; scores are sharper by the factor's square (Peng et al. 2023, sections 3.2 to 3.4).
+    """
+    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
+    slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)
+    if scaling.kind == "linear":
+        return slow, 1.0
+    if scaling.kind == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 - kept) * slow + kept * frequencies, 1.0
+
+    def index(turns: float) -> float:
+        """Where a frequency turns so often, as a number of its pair."""
+        return head_size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = max(math.floor(index(scaling.beta_fast)), 0), min(math.ceil(index(scaling.beta_slow)), head_size - 1)
+    kept = 1 - np.clip((np.arange(head_size // 2) - first) / max(last - first, 1e-3), 0, 1)
+    gain = 0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor
+    return (1 - kept) * slow + kept * frequencies, gain
 
 
 def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

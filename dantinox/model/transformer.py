@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
-from dantinox.model.layers import NORMS, PRODUCT, Linear, dropout, feed_forward, product
+from dantinox.model.layers import NORMS, PRODUCT, Linear, capped, dropout, feed_forward, product
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
 
@@ -107,8 +107,9 @@ class Transformer(nnx.Module):
         layers: tuple[Any, ...] = cache.layers if cache is not None else (self._fresh(segments_BT),) * len(self.blocks)
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(len(layers) + 1)]
         x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
-        rope = self.config.position == "rope"
-        angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta) if rope else None
+        angles = None
+        if self.config.position == "rope":
+            angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, self.config.rope_scaling)
         memories: list[Any] = []
         probed = []
         for block, memory, key in zip(self.blocks, layers, keys, strict=False):
@@ -129,8 +130,10 @@ class Transformer(nnx.Module):
           rounded_DV: the `output_weights` in the compute dtype, for who asks again and again.
         """
         if self.head is not None and rounded_DV is None:
-            return self.head(x_BTD)
-        return product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
+            logits = self.head(x_BTD)
+        else:
+            logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
+        return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
         """The weights `[D, V]` that logits are made with."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.config import ModelConfig
+from dantinox.config import ModelConfig, RopeScaling
 
 Array = np.ndarray
 Weights = dict[Any, Any]
@@ -31,11 +31,35 @@ def normalise(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
     return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * weights["scale"]
 
 
-def rotated(x_H: Array, position: int, theta: float) -> Array:
-    """RoPE (Su et al. 2021, eq. 13): the numbers x_i + j·x_{i+H/2}, each turned by position · theta^(−2i/H)."""
+def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> float:
+    """That of the i-th pair of a head, lowered by the formulas of transformers' `modeling_rope_utils`."""
+    plain = theta ** (-2 * i / size)
+    if scaling is None or scaling.kind == "linear":
+        return plain / (1 if scaling is None else scaling.factor)
+    old = scaling.original_context
+    if scaling.kind == "llama3":
+        wave = 2 * math.pi / plain
+        if wave < old / scaling.high_freq_factor:
+            return plain
+        if wave > old / scaling.low_freq_factor:
+            return plain / scaling.factor
+        smooth = (old / wave - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return (1 - smooth) * plain / scaling.factor + smooth * plain
+    low, high = (
+        size * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+    ramp = min(max((i - low) / (high - low if high != low else 0.001), 0), 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+def rotated(x_H: Array, position: int, theta: float, scaling: RopeScaling | None = None) -> Array:
+    """RoPE (Su et al. 2021, eq. 13): the numbers x_i + j·x_{i+H/2}, each turned by position · frequency."""
     half = len(x_H) // 2
     z = np.array([complex(x_H[i], x_H[i + half]) for i in range(half)])
-    z = z * np.array([np.exp(1j * position * theta ** (-2 * i / len(x_H))) for i in range(half)])
+    z = z * np.array([np.exp(1j * position * frequency(i, len(x_H), theta, scaling)) for i in range(half)])
+    if scaling is not None and scaling.kind == "yarn":
+        z = z * (0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor)
     return np.concatenate([z.real, z.imag])
 
 
@@ -90,12 +114,19 @@ def attention(
             q_TH = np.array([normalise("rmsnorm", q, weights["q_norm"], config.norm_epsilon) for q in q_TH])
             k_TH = np.array([normalise("rmsnorm", k, weights["k_norm"], config.norm_epsilon) for k in k_TH])
         if config.position == "rope":
-            q_TH = np.array([rotated(q, p, config.rope_theta) for q, p in zip(q_TH, positions, strict=True)])
-            k_TH = np.array([rotated(k, p, config.rope_theta) for k, p in zip(k_TH, positions, strict=True)])
+            q_TH = np.array(
+                [rotated(q, p, config.rope_theta, config.rope_scaling) for q, p in zip(q_TH, positions, strict=True)]
+            )
+            k_TH = np.array(
+                [rotated(k, p, config.rope_theta, config.rope_scaling) for k, p in zip(k_TH, positions, strict=True)]
+            )
         for t in range(T):
             scores_S = k_TH @ q_TH[t] / math.sqrt(config.head_size)
-            weight_S = np.where(sees_TS[t], np.exp(scores_S - scores_S[sees_TS[t]].max()), 0)
-            head_H = weight_S @ v_TH / weight_S.sum()
+            if config.softcap is not None:
+                scores_S = config.softcap * np.tanh(scores_S / config.softcap)
+            weight_S = np.where(sees_TS[t], np.exp(scores_S), 0)
+            sink = np.exp(weights["sinks"][pair, group]) if config.sink_logits else 0
+            head_H = weight_S @ v_TH / (weight_S.sum() + sink)
             if config.no_sink:
                 head_H = head_H * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, pair, group])
             out_TD[t] += head_H @ weights["out"]["kernel"][pair, group]
@@ -132,4 +163,5 @@ def forward(
         x_TD = x_TD + np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
     x_TD = norm(x_TD, weights["norm_f"])
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
-    return x_TD @ head_DV, probed
+    cap = config.final_softcap
+    return x_TD @ head_DV if cap is None else cap * np.tanh(x_TD @ head_DV / cap), probed

@@ -28,6 +28,7 @@ CONFIGS = [
     for w, windows in enumerate(WINDOWS)
     for n, k in [HEADS[(p + w) % 3]]
 ]
+CONFIGS.append(config(windows=(4, None), sink_logits=True, softcap=1.5, final_softcap=2.0))
 MIXED = config(windows=(1, 23, 4, None), head_size=6)
 
 # A schedule is a list of calls; a call says how many tokens each row reads next.

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.model import Compression
+from dantinox.model.cache import Full
 from dantinox.model.compressed import Compressed, hashed
+from dantinox.model.layers import Softmax
+from dantinox.model.store import Store
 
 from .kv_reference import HeadReference
 
@@ -344,3 +347,16 @@ def test_hash():
             x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
             assert HASHES[head, position] == ((x ^ x >> 16) >> 8) / 2**24
     assert len(np.unique(HASHES)) == HASHES.size
+
+
+def test_sinks_and_a_cap_of_scores_are_those_of_each_head():
+    """Nothing is dropped here: every head must give what a cache of everything gives."""
+    layout = Layout(2, ((1, 80), (2, 70)), None, sinks=2, recent=3, window=5, pool=3)
+    softmax = Softmax(2.0, jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32))
+    text, held, whole = Text.of(layout, 0), layout.empty("snapkv+ema"), Full(Store.empty(ROWS, 3, SIZE, 80, "float32"))
+    read = jax.jit(lambda memory, *x: memory.attend(*x, None, None, softmax)[:2])
+    for counts in [(CHUNK, 3, 9), (1, 1, 1)]:
+        inputs = text.next(counts)
+        (out, held), (wanted, whole) = read(held, *inputs), read(whole, *inputs)
+        for row, count in enumerate(counts):
+            np.testing.assert_allclose(out[row, :count], wanted[row, :count], atol=2e-6)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.config import Config, ModelConfig
+from dantinox.config import Config, ModelConfig, RopeScaling
 
 from . import reference
 from .builder import build, config, places, texts
@@ -28,6 +28,10 @@ GRID = {
     "output gate": {"no_sink": True, "kv_heads": 1},
     "qk-norm": {"qk_norm": True},
     "qk-norm, no rotation": {"qk_norm": True, "position": "learned", "kv_heads": 4},
+    "sinks and caps": {"sink_logits": True, "softcap": 1.5, "final_softcap": 2.0, "windows": (4, None)},
+    "linear": {"rope_scaling": RopeScaling("linear", 3.0)},
+    "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 100, 2.0, 5.0), "head_size": 24},
+    "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0), "head_size": 24},
     "large epsilon": {"norm_epsilon": 0.3, "qk_norm": True},
     "large epsilon, layernorm": {"norm_epsilon": 0.3, "norm": "layernorm", "activation": "gelu"},
     "everything": {

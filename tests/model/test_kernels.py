@@ -11,40 +11,46 @@ from dantinox.config import UserError
 from dantinox.model import chunked
 from dantinox.model.chunked import chunked_attention
 from dantinox.model.kernels import KERNELS, kernel_for
-from dantinox.model.layers import product
+from dantinox.model.layers import SOFTMAX, Softmax, product
 
 B, K, G, H = 2, 2, 3, 8
 
 
-def in_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window):
+def in_float64(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, cap=None, sinks_KG=None):
     """Attention written out, query by query."""
     out = np.zeros(q_BTKGH.shape)
     for b, t, k in np.ndindex(B, q_BTKGH.shape[1], K):
         first = 0 if window is None else max(0, t - window + 1)
         seen = [s for s in range(first, t + 1) if segments_BT[b, s] == segments_BT[b, t]]
         scores = q_BTKGH[b, t, k].astype(np.float64) @ k_BTKH[b, seen, k].T.astype(np.float64) / H**0.5
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[b, t, k] = weights / weights.sum(axis=1, keepdims=True) @ v_BTKH[b, seen, k]
+        weights = np.exp(scores if cap is None else cap * np.tanh(scores / cap))
+        sinks = 0 if sinks_KG is None else np.exp(sinks_KG[k].astype(np.float64))[:, None]
+        out[b, t, k] = weights / (weights.sum(axis=1, keepdims=True) + sinks) @ v_BTKH[b, seen, k]
     return out
 
 
-def derivatives_in_float64(q, k, v, segments, window, d_out):
+def derivatives_in_float64(q, k, v, segments, window, d_out, cap=None, sinks_KG=None):
     """Those of the same, by hand: softmax's derivative is weight · (d weight − Σ weight · d weight)."""
-    d_q, d_k, d_v = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    d_q, d_k, d_v, d_sinks = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros((K, G))
     for b, t, j in np.ndindex(B, q.shape[1], K):
         first = 0 if window is None else max(0, t - window + 1)
         seen = [s for s in range(first, t + 1) if segments[b, s] == segments[b, t]]
         keys, values = k[b, seen, j].astype(np.float64), v[b, seen, j].astype(np.float64)
         scores = q[b, t, j] @ keys.T / H**0.5
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        bent = scores if cap is None else cap * np.tanh(scores / cap)
+        sink = np.zeros((G, 1)) if sinks_KG is None else np.exp(sinks_KG[j].astype(np.float64))[:, None]
+        weights = np.exp(bent)
+        whole = weights.sum(axis=1, keepdims=True) + sink
+        weights, sink = weights / whole, sink / whole
         d_weights = d_out[b, t, j] @ values.T
-        d_scores = weights * (d_weights - (weights * d_weights).sum(axis=1, keepdims=True)) / H**0.5
+        mean = (weights * d_weights).sum(axis=1, keepdims=True)
+        d_scores = weights * (d_weights - mean) / H**0.5 * (1 if cap is None else 1 - (bent / cap) ** 2)
+        d_sinks[j] -= (sink * mean)[:, 0]
         d_q[b, t, j] = d_scores @ keys
         for place, s in enumerate(seen):
             d_k[b, s, j] += d_scores[:, place] @ q[b, t, j]
             d_v[b, s, j] += weights[:, place] @ d_out[b, t, j]
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v, d_sinks
 
 
 def drawn(T, seed=0):
@@ -72,13 +78,32 @@ def test_chunked_attention_is_attention(monkeypatch, T, window, block, groups, s
 
     out, found = run(q, k, v)
     np.testing.assert_allclose(out, in_float64(q, k, v, segments, window), atol=2e-6)
-    for mine, theirs in zip(found, derivatives_in_float64(q, k, v, segments, window, d_out), strict=True):
+    for mine, theirs in zip(found, derivatives_in_float64(q, k, v, segments, window, d_out)[:3], strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def test_chunked_attention_of_one_document_a_row():
     q, k, v, _ = drawn(20)
     np.testing.assert_allclose(chunked_attention(q, k, v, None, None), in_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
+
+
+@pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
+def test_chunked_attention_caps_its_scores_and_has_sinks(monkeypatch, cap, with_sinks):
+    for name, value in (("BLOCK", 8), ("GROUPS", 2)):
+        monkeypatch.setattr(chunked, name, value)
+    q, k, v, segments = drawn(29)
+    sinks = np.random.default_rng(2).standard_normal((K, G)).astype(np.float32) if with_sinks else None
+
+    def out_of(q, k, v, sinks):
+        return chunked_attention(q, k, v, jnp.asarray(segments), 9, Softmax(cap, sinks))
+
+    d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
+    out, mine = jax.jit(lambda d_out, *x: (lambda out, back: (out, back(d_out)))(*jax.vjp(out_of, *x)))(d_out, q, k, v, sinks)
+    np.testing.assert_allclose(out, in_float64(q, k, v, segments, 9, cap, sinks), atol=2e-6)
+    theirs = derivatives_in_float64(q, k, v, segments, 9, d_out, cap, sinks)
+    for a, b in zip(mine, theirs, strict=True):
+        if a is not None:
+            np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_chunked_attention_holds_no_square_of_the_length():
@@ -93,14 +118,21 @@ def test_chunked_attention_holds_no_square_of_the_length():
 
 
 def test_the_kernel_that_is_taken():
-    def taken(name, platform, T=256, size=64, dtype=jnp.bfloat16):
-        kernel = kernel_for(name, platform, (1, T, 2, 2, size), dtype)
+    def taken(name, platform, T=256, size=64, dtype=jnp.bfloat16, softmax=SOFTMAX):
+        kernel = kernel_for(name, platform, (1, T, 2, 2, size), dtype, softmax)
+        kernel = getattr(kernel, "func", kernel)
         return next((name for name, known in KERNELS.items() if known is kernel), "xla")
 
     assert [taken("auto", on) for on in ("cpu", "gpu", "tpu")] == ["chunked", "cudnn", "splash"]
     assert [taken("auto", on, T=64) for on in ("cpu", "gpu", "tpu")] == ["xla"] * 3
     assert taken("auto", "gpu", dtype=jnp.float32) == taken("auto", "gpu", size=256) == taken("auto", "tpu", T=200) == "chunked"
     assert taken("xla", "tpu") == "xla" and taken("chunked", "gpu", T=8) == "chunked"
+    cap, sinks = Softmax(30.0), Softmax(None, jnp.zeros((2, 2)))
+    assert [taken("auto", on, softmax=cap) for on in ("gpu", "tpu")] == ["chunked", "splash"]
+    assert [taken("auto", on, softmax=sinks) for on in ("gpu", "tpu")] == ["chunked"] * 2
+    for name, on, softmax in (("cudnn", "gpu", cap), ("cudnn", "gpu", sinks), ("splash", "tpu", sinks)):
+        with pytest.raises(UserError, match=rf"attention\.kernel {name} has no "):
+            taken(name, on, softmax=softmax)
     with pytest.raises(UserError, match=r"attention\.kernel splash takes lengths that are multiples of 128, got 200"):
         taken("splash", "tpu", T=200)
     with pytest.raises(UserError, match=r"attention\.kernel cudnn takes bfloat16 .* got float32 and 64"):

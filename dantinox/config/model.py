@@ -1,0 +1,252 @@
+"""The settings that decide what the transformer is, and the architecture they resolve to."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dantinox.config.base import Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
+from dantinox.config.needs import Needs
+
+Position = Literal["rope", "learned", "sinusoidal", "none"]
+Platform = Literal["auto", "cpu", "gpu", "tpu"]
+
+
+class ModelSection(Section):
+    """Size and shape of the transformer."""
+
+    dim: Count = field(256, "width of the residual stream")
+    n_heads: Count = field(8, "query heads per layer")
+    kv_heads: Count | None = field(None, "key/value heads per layer (null: as many as n_heads; 1: multi-query)")
+    head_size: Count | None = field(None, "width of one head (null: dim / n_heads)")
+    num_blocks: Count = field(6, "number of layers")
+    hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
+    max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
+    weight_tying: bool = field(True, "the output layer is the embedding table")
+    final_logit_softcapping: Positive | None = field(
+        None, "logits of the next token are capped at ± this: cap · tanh(logit / cap) (null: not)"
+    )
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
+    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation before each sub-layer")
+    norm_epsilon: Positive = field(1e-5, "added to the variance inside the normalisations")
+    qk_norm: bool = field(False, "RMS-normalise queries and keys per head before positions are applied")
+    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout in training only")
+    gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
+    remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
+        "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = field(
+        "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
+    )
+
+
+EXPERTS = Needs(("moe.use_moe", True))
+
+
+class MoESection(Section):
+    """The feed-forward expansion, and the keys of older files about experts, which this version does not have."""
+
+    use_moe: bool = field(False, "experts in place of the dense feed-forward layer: not in this version")
+    n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer: not in this version")
+    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts per token: not in this version")
+    expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
+    alpha_balance: Annotated[NonNegative, EXPERTS] = field(
+        0.01, "weight of the experts' load-balance loss: not in this version"
+    )
+
+
+SLIDING = Needs(("attention.sliding_window", True))
+SCALED = Needs(("attention.rope_scaling", lambda kind: kind != "none"))
+LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
+
+
+class AttentionSection(Section):
+    """Positions and what attention may see."""
+
+    use_rotary_pos: bool = field(True, "rotary positions (RoPE, half-split layout)")
+    trainable_pos: bool = field(False, "learned position embeddings")
+    absolute_pos: bool = field(False, "sinusoidal position embeddings")
+    rope_theta: Annotated[Positive, Needs(("attention.use_rotary_pos", True))] = field(
+        10000.0, "base of the rotary frequencies"
+    )
+    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn"], Needs(("attention.use_rotary_pos", True))] = field(
+        "none", "lower rotary frequencies, for texts longer than those of a first training: all, or the low ones"
+    )
+    rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), SCALED] = field(
+        1.0, "what frequencies are divided by: how many times longer texts become"
+    )
+    rope_original_context: Annotated[
+        Count | None, Needs(("attention.rope_scaling", "llama3"), ("attention.rope_scaling", "yarn"))
+    ] = field(None, "llama3, yarn: tokens of the texts before the scaling")
+    low_freq_factor: Annotated[Positive, LLAMA3] = field(
+        1.0, "llama3: frequencies that turn less often than this in the original context are divided"
+    )
+    high_freq_factor: Annotated[Positive, LLAMA3] = field(4.0, "llama3: those that turn more often are kept")
+    beta_fast: Annotated[Positive, YARN] = field(
+        32.0, "yarn: frequencies that turn more often in the original context are kept"
+    )
+    beta_slow: Annotated[Positive, YARN] = field(1.0, "yarn: those that turn less often are divided")
+    rope_attention_factor: Annotated[Positive | None, YARN] = field(
+        None, "yarn: factor on queries and keys (null: 0.1 ln rope_factor + 1)"
+    )
+    sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
+    context_window: Annotated[CountOrZero | None, SLIDING] = field(
+        None, "keys before the query's own that a sliding layer sees"
+    )
+    layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
+        ("sliding",), "with sliding_window: the kind of each layer, repeated over the depth"
+    )
+    kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
+        "auto",
+        "how training computes it: xla makes all scores at once, chunked some at a time, cudnn is a GPU's, splash a TPU's",
+    )
+    no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
+    attn_logit_softcapping: Positive | None = field(
+        None, "scores are capped at ± this before the softmax: cap · tanh(score / cap) (null: not)"
+    )
+    sink_logits: bool = field(False, "a learned logit per head that takes part in the softmax and has no value")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are lowered for texts `factor` times as long as `original_context` (see `model.positions`).
+
+    `kind` reads those of the other numbers that its formula has.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_context: int = 1
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
+
+    `windows` holds for each layer the number of keys a query sees, its own included, or None for all. `platform` is what it is
+    compiled for; `auto`: the machine at hand.
+    """
+
+    vocab_size: int
+    dim: int
+    n_heads: int
+    kv_heads: int
+    head_size: int
+    num_blocks: int
+    hidden_dim: int
+    max_context: int
+    windows: tuple[int | None, ...]
+    position: Position = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float = 1e-5
+    qk_norm: bool = False
+    no_sink: bool = False
+    softcap: float | None = None
+    sink_logits: bool = False
+    final_softcap: float | None = None
+    kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
+    weight_tying: bool = True
+    dropout_rate: float = 0.0
+    remat: Literal["none", "full", "dots"] = "none"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+
+
+def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[str]:
+    """A sentence for each rule across settings of the architecture that is broken."""
+    kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
+    positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
+    if m.head_size is None and m.dim % m.n_heads:
+        yield f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
+    if m.n_heads % kv_heads:
+        yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
+    if a.use_rotary_pos and head_size % 2:
+        yield f"model.head_size must be even with attention.use_rotary_pos, got {head_size}"
+    if a.absolute_pos and m.dim % 2:
+        yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
+    if m.hidden_dim is not None and moe.expansion is not None:
+        yield "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them"
+    if len(positions) > 1:
+        yield f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false"
+    if a.rope_scaling != "none" and a.rope_factor == 1:
+        yield f"attention.rope_factor must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
+    if a.rope_scaling in ("llama3", "yarn") and a.rope_original_context is None:
+        yield f"attention.rope_original_context must be given with attention.rope_scaling: {a.rope_scaling}"
+    if a.rope_scaling == "llama3" and a.low_freq_factor >= a.high_freq_factor:
+        yield (
+            "attention.low_freq_factor must be less than attention.high_freq_factor, "
+            f"got {a.low_freq_factor:g} and {a.high_freq_factor:g}"
+        )
+    if a.rope_scaling == "yarn" and (a.beta_slow >= a.beta_fast or a.rope_theta <= 1):
+        yield (
+            "attention.rope_scaling: yarn needs attention.beta_slow < attention.beta_fast and attention.rope_theta > 1, "
+            f"got {a.beta_slow:g}, {a.beta_fast:g} and {a.rope_theta:g}"
+        )
+    if a.sliding_window and a.context_window is None:
+        yield "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null"
+    if not a.layer_types:
+        yield "attention.layer_types must name at least one of sliding, full, got []"
+
+
+def rope_scaling(a: AttentionSection) -> RopeScaling | None:
+    """The scaling that is asked for, with the numbers its formula has."""
+    if a.rope_scaling == "none" or not a.use_rotary_pos:
+        return None
+    if a.rope_scaling == "linear":
+        return RopeScaling("linear", a.rope_factor)
+    original = a.rope_original_context or 1
+    if a.rope_scaling == "llama3":
+        return RopeScaling("llama3", a.rope_factor, original, a.low_freq_factor, a.high_freq_factor)
+    betas = {"beta_fast": a.beta_fast, "beta_slow": a.beta_slow}
+    return RopeScaling("yarn", a.rope_factor, original, **betas, attention_factor=a.rope_attention_factor)
+
+
+def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
+    """What these settings resolve to."""
+    gated = m.activation in ("swiglu", "geglu")
+    default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
+    if moe.expansion is not None:
+        default_hidden = max(1, round(moe.expansion * m.dim))
+    window = None if a.context_window is None else a.context_window + 1
+    kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
+    position: Position = (
+        "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
+    )
+    return ModelConfig(
+        vocab_size=vocab_size,
+        dim=m.dim,
+        n_heads=m.n_heads,
+        kv_heads=m.kv_heads or m.n_heads,
+        head_size=m.head_size or m.dim // m.n_heads,
+        num_blocks=m.num_blocks,
+        hidden_dim=m.hidden_dim or default_hidden,
+        max_context=m.max_context,
+        windows=tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
+        position=position,
+        rope_theta=a.rope_theta,
+        rope_scaling=rope_scaling(a),
+        activation=m.activation,
+        norm=m.norm,
+        norm_epsilon=m.norm_epsilon,
+        qk_norm=m.qk_norm,
+        no_sink=a.no_sink,
+        softcap=a.attn_logit_softcapping,
+        sink_logits=a.sink_logits,
+        final_softcap=m.final_logit_softcapping,
+        kernel=a.kernel,
+        weight_tying=m.weight_tying,
+        dropout_rate=m.dropout_rate,
+        remat=m.remat_policy if m.gradient_checkpointing else "none",
+        dtype=m.dtype,
+        platform=platform,
+    )
