@@ -50,7 +50,9 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_type": ("byte",), "tokenizer.vocab_size": (270,),
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
-    "data.path": ("b.txt",), "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
+    "data.path": ("b.txt",), "data.packing": ("best_fit",),
+    "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
+    "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
     "data.text_field": ("body", {"data.path": "c.jsonl"}),
     "data.streaming": (True,), "data.dataset_source": ("huggingface",),
     "training.steps": (7, {"training.warmup_steps": 2}),
@@ -177,9 +179,9 @@ REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache"
 
 
 def written(config, directory):
-    """The tokenizer and the tokens that a corpus becomes."""
+    """The tokenizer, the tokens that a corpus becomes, and the first batch."""
     tokenizer, store = prepare_data(config, directory)
-    return tokenizer.fingerprint, store.training_ids.tolist(), store.validation_ids.tolist()
+    return tokenizer.fingerprint, store.training_ids.tolist(), store.validation_ids.tolist(), store.batch(0).tokens_BT.tolist()
 
 
 def started(config):

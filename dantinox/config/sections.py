@@ -20,6 +20,7 @@ from dantinox.config.base import (
     Positive,
     Section,
     Seed,
+    as_tuple,
     field,
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
@@ -57,11 +58,21 @@ def may_hold_records(corpus: Any) -> bool:
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
 
+def is_list(paths: Any) -> bool:
+    return isinstance(paths, tuple)
+
+
 class DataSection(Section):
     """The corpus."""
 
     path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = field(
-        None, "text file, folder, glob, .jsonl[.gz], builtin:python, builtin:recall, or a list of these"
+        None, "text file, folder, glob, .jsonl[.gz|.zst], builtin:python, builtin:recall, or a list of these"
+    )
+    mixture: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), Needs(("data.path", is_list))] = field(
+        None, "with a list as path: how often a row of a batch is from each of its entries, relative to the others"
+    )
+    packing: Literal["windows", "best_fit"] = field(
+        "windows", "windows of the running text, or rows of whole documents that are cut only where they are longer"
     )
     val_path: str | None = field(None, "a separate validation text (null: the end of the corpus)")
     val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
@@ -170,6 +181,8 @@ class Config(Section):
             yield f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file"
+        if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
+            yield f"data.mixture must have a number for each entry of data.path, got {len(d.mixture)} for {len(d.path)}"
         if d.path == ():
             yield "data.path must name at least one file, got []"
         if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:

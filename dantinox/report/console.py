@@ -18,6 +18,13 @@ class Console:
 
     def __init__(self, stream: TextIO):
         self.stream = stream
+        self.stages: set[str] = set()
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """What goes on before the first step, on so many characters; called again as it gets on."""
+        if name not in self.stages:
+            self.stages.add(name)
+            self.note(f"{name}: {human_count(total)} characters")
 
     def start(self, total_steps: int, step: int = 0) -> None:
         """Called before the first step; `step` is the one a resumed run stands at."""

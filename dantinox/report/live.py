@@ -35,8 +35,20 @@ class LiveConsole(Console):
         self.live = Live(console=self.screen, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
         self.newest: dict[str, object] = {}
         self.best: float | None = None
+        self.bar: Progress | None = None  # of a stage
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        if name not in self.stages:
+            self._end_stage()
+            self.bar = Progress(BarColumn(bar_width=None), TaskProgressColumn(), console=self.screen, transient=True)
+            self.bar.add_task(name, total=total)
+            self.bar.start()
+        super().stage(name, done, total)
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, refresh=done >= total)
 
     def start(self, total_steps: int, step: int = 0) -> None:
+        self._end_stage()
         self.progress.update(self.task, total=total_steps, completed=step)
         self.live.update(Group(self.progress, Text("compiling the first step …", style="dim")))
         self.live.start()
@@ -62,4 +74,10 @@ class LiveConsole(Console):
         self.screen.print(Text(printable(text)))
 
     def close(self) -> None:
+        self._end_stage()
         self.live.stop()
+
+    def _end_stage(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None

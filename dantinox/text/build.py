@@ -36,27 +36,29 @@ class Chunk(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What to encode: the corpora, their contents, and the character of the first at which validation begins."""
+    """What to encode: the corpora, their contents, and the character of each at which validation begins."""
 
     corpora: tuple[Corpus, ...]
     extents: tuple[Extent, ...]
-    cut: int
+    cuts: tuple[int, ...]
 
     @property
     def characters(self) -> int:
         return sum(extent.characters for extent in self.extents)
 
     def stretches(self) -> Iterator[Chunk]:
-        """All the text, in order."""
-        for number, (corpus, extent) in enumerate(zip(self.corpora, self.extents, strict=True)):
-            position = 0
-            for document, text in corpus.pieces(extent.digest):
-                split = min(max(self.cut - position, 0), len(text)) if number == 0 else 0
-                position += len(text)
-                if split:
-                    yield Chunk(0, (number, document), text[:split])
-                if split < len(text):
-                    yield Chunk(1, (number, document), text[split:])
+        """All the text: that of part 0 comes before that of part 1, for which several corpora are read once for each."""
+        divided = sum(0 < cut < extent.characters for cut, extent in zip(self.cuts, self.extents, strict=True))
+        for parts in [(0,), (1,)] if divided > 1 else [(0, 1)]:
+            for number, (corpus, extent, cut) in enumerate(zip(self.corpora, self.extents, self.cuts, strict=True)):
+                position = 0
+                for document, text in corpus.pieces(extent.digest):
+                    split = min(max(cut - position, 0), len(text))
+                    position += len(text)
+                    if split and 0 in parts:
+                        yield Chunk(0, (number, document), text[:split])
+                    if split < len(text) and 1 in parts:
+                        yield Chunk(1, (number, document), text[split:])
 
 
 def prepare_data(
@@ -81,12 +83,14 @@ def prepare_data(
     plan = _plan(config)
     if tokenizer is None:
         tokenizer = _make_tokenizer(config, plan, progress)
-    wanted = {
+    wanted: Header = {
         "format": FORMAT,
         "sources": [extent.digest for extent in plan.extents],
         "tokenizer": tokenizer.fingerprint,
         "options": {"text_field": config.data.text_field, "val_fraction": config.data.val_fraction},
     }
+    if config.data.mixture:
+        wanted["options"]["sources"] = len(config.data.mixture)
     directory = Path(directory)
     header = _read_header(directory, wanted) or _build(plan, tokenizer, directory, wanted, progress)
     return tokenizer, _open(directory, header, config, tokenizer)
@@ -123,21 +127,28 @@ def has_changed(config: Config, directory: str | Path) -> bool:
 
 
 def _corpora(config: Config) -> tuple[Corpus, ...]:
-    """The corpus, and the validation text where it is a separate one."""
+    """The corpus, or those of a mixture, and the validation text where it is a separate one."""
     data = config.data
     if data.path is None:
         raise UserError("no text to train on: set data.path in the config, or give --data_path")
-    return tuple(Corpus.open(path, data.text_field) for path in (data.path, data.val_path) if path is not None)
+    paths = data.path if data.mixture and isinstance(data.path, tuple) else (data.path,)
+    return tuple(Corpus.open(path, data.text_field) for path in (*paths, data.val_path) if path is not None)
 
 
 def _plan(config: Config) -> _Plan:
     corpora = _corpora(config)
     extents = tuple(corpus.scan() for corpus in corpora)
-    ends, total = extents[0].ends, extents[0].characters
-    cut = total if len(corpora) > 1 else int(total * (1 - config.data.val_fraction))
-    if len(corpora) == 1 and len(ends) > 1:
-        cut = int(ends[np.abs(ends[:-1] - total * (1 - config.data.val_fraction)).argmin()])
-    return _Plan(corpora, extents, cut)
+    if config.data.val_path is not None:
+        return _Plan(corpora, extents, (*(extent.characters for extent in extents[:-1]), 0))
+    return _Plan(corpora, extents, tuple(_cut(extent, config.data.val_fraction) for extent in extents))
+
+
+def _cut(extent: Extent, val_fraction: float) -> int:
+    """The character at which validation begins: the end of a document nearest to it, where there are several."""
+    ends, total = extent.ends, extent.characters
+    if len(ends) == 1:
+        return int(total * (1 - val_fraction))
+    return int(ends[np.abs(ends[:-1] - total * (1 - val_fraction)).argmin()])
 
 
 def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> Tokenizer:
@@ -190,13 +201,15 @@ def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
         leftover.unlink()
     partial = directory / ".tokens.tmp"
     digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)
+    sources = [0] * len(plan.corpora)  # training tokens of each
     try:
         with open(partial, "wb") as file:
-            for part, ids, added in _encoded(plan, tokenizer, progress):
+            for part, source, ids, added in _encoded(plan, tokenizer, progress):
                 data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
                 counts[part] += added
+                sources[source] += len(ids) if part == 0 else 0
             file.flush()
             os.fsync(file.fileno())
         train, val = (Counts(*numbers)._asdict() for numbers in counts.tolist())
@@ -205,6 +218,8 @@ def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
     finally:
         partial.unlink(missing_ok=True)
     header = wanted | {"file": name, "dtype": dtype, "train": train, "val": val}
+    if "sources" in wanted["options"]:
+        header["mixture"] = sources[: wanted["options"]["sources"]]
     atomic_write(directory / HEADER, json.dumps(header, indent=1))
     for old in directory.glob("tokens-*.bin"):
         if old.name != name:
@@ -212,8 +227,8 @@ def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, p
     return header
 
 
-def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[tuple[int, np.ndarray, Counts]]:
-    """(part, its next token ids, what they add to its counts); begin and end tokens come by themselves."""
+def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[tuple[int, int, np.ndarray, Counts]]:
+    """(part, corpus, its next token ids, what they add to its counts); begin and end tokens come by themselves."""
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
     part, document, done = 0, (-1, 0), 0
     for batch in _batches(_chunks(plan, tokenizer)):
@@ -225,15 +240,15 @@ def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> It
         for chunk, ids in zip(batch, encoded, strict=True):
             begins = chunk.document != document
             if begins and done:
-                yield part, end, Counts(len(end), 0, 0, 0)
+                yield part, document[0], end, Counts(len(end), 0, 0, 0)
             if begins:
-                yield chunk.part, begin, Counts(len(begin), 0, 0, 0)
+                yield chunk.part, chunk.document[0], begin, Counts(len(begin), 0, 0, 0)
             starts = begins or chunk.part != part
-            yield chunk.part, ids, Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
+            yield chunk.part, chunk.document[0], ids, Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
             part, document, done = chunk.part, chunk.document, done + len(chunk.text)
         if progress:
             progress("encoding the corpus", done, plan.characters)
-    yield part, end, Counts(len(end), 0, 0, 0)
+    yield part, document[0], end, Counts(len(end), 0, 0, 0)
 
 
 def _read_header(directory: Path, wanted: Header) -> Header | None:
@@ -244,6 +259,7 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
         tokens = Counts(**header["train"]).tokens + Counts(**header["val"]).tokens
         path = directory / Path(header["file"]).name
         sound = header["dtype"] in ("<u2", "<u4") and path.stat().st_size == tokens * np.dtype(header["dtype"]).itemsize
+        sound = sound and sum(header.get("mixture", [])) in (0, header["train"]["tokens"])
         return header if sound and header | wanted | {"file": path.name} == header else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -263,4 +279,6 @@ def _open(directory: Path, header: Header, config: Config, tokenizer: Tokenizer)
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         counts=(train, val),
+        packing=config.data.packing == "best_fit",
+        mixture=list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
     )

@@ -1,21 +1,20 @@
 """A corpus: documents read in pieces, exactly as they are written, with one sentence for whatever is wrong in them."""
 
 import codecs
-import gzip
 import hashlib
 import io
 import json
 import re
-import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dantinox.files import UserError, shown
+from dantinox.text.packed import opened
 from dantinox.text.recall import FIELD
 from dantinox.text.sources import Source, find_sources
 
@@ -110,26 +109,12 @@ def _hash(source: Source) -> Any:
     return hashlib.sha256(b"records" if source.records else b"text")
 
 
-def _open(source: Source) -> BinaryIO:
-    if source.content is not None:
-        return io.BytesIO(source.content)
-    packed = source.path.suffix == ".gz"
-    return gzip.open(source.path, "rb") if packed else open(source.path, "rb")  # type: ignore[return-value]
-
-
 def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
-    """A file by blocks or by lines, which `content` hashes; what the system or gzip has against it becomes a sentence."""
-    try:
-        with _open(source) as stream:
-            while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
-                content.update(data)
-                yield data
-    except EOFError:
-        raise UserError(f"{source.path} ends too early: the gzip file is truncated") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{source.path} is not a sound gzip file: {error}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {source.path}: {error.strerror or error}") from None
+    """A file by blocks or by lines, which `content` hashes."""
+    with opened(source.path) if source.content is None else io.BytesIO(source.content) as stream:
+        while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
+            content.update(data)
+            yield data
 
 
 def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.text.packed import unpacked_name
 from dantinox.text.recall import corpus as with_tasks
 
 BUILTIN, RECALL = "builtin:python", "builtin:recall"
@@ -38,7 +39,7 @@ class Source(NamedTuple):
 def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
     """The files behind `data.path`, in the order given; folders and globs sorted by name, folders with all below them.
 
-    In folders, names that start with a dot and files without a suffix of text (`TEXT_SUFFIXES`, also with `.gz`) are left out.
+    In folders, names that start with a dot and files without a suffix of text (`TEXT_SUFFIXES`, also packed) are left out.
 
     Raises:
       UserError: a path that does not exist, cannot be read, or leads to no text file.
@@ -89,9 +90,9 @@ def _folder(path: Path) -> list[Source]:
             raise UserError(f"{folder} is a link back to a folder that holds it")
         folders[:] = [name for name in folders if not name.startswith(".")]
         visible = (folder / name for name in names if not name.startswith("."))
-        files += [file for file in visible if Path(file.name.removesuffix(".gz")).suffix.lower() in TEXT_SUFFIXES]
+        files += [file for file in visible if Path(unpacked_name(file.name)).suffix.lower() in TEXT_SUFFIXES]
     if not files:
-        raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz)")
+        raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz or .zst)")
     files.sort(key=lambda file: file.relative_to(path).as_posix())
     return [_source(file, _kind(file), named=False) for file in files]
 
@@ -112,9 +113,7 @@ def _source(path: Path, kind: int | None, named: bool) -> Source:
     if not stat.S_ISREG(kind):
         names = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
         raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'not a file')}: a corpus is read more than once, give a file")
-    if path.suffix == ".zst":
-        raise UserError(f"{path} is compressed by zstd, which is not read: unpack it, or pack it with gzip")
-    return Source(path, path.name.removesuffix(".gz").endswith(".jsonl"), named)
+    return Source(path, unpacked_name(path.name).endswith(".jsonl"), named)
 
 
 def _builtin() -> list[Source]:

@@ -1,13 +1,12 @@
 """The tokens of a corpus in memory-mapped arrays, and the batches made of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dantinox.config import UserError
-
-KEPT_EPOCHS = 4
+from dantinox.text.rows import NOTHING, READ_AT_ONCE, Mixture, Packed, Rows, Shuffled, Windows
 
 
 class Batch(NamedTuple):
@@ -37,15 +36,13 @@ class TokenStore:
     """Training and validation tokens.
 
     A training batch is a pure function of (seed, step): the position in the data is one integer, and threads may ask at once.
-    Epoch e cuts the training tokens into windows of T + 1 that share their edge tokens, from a random offset on, and takes each
-    once, shuffled; offset and order depend on (seed, e) alone. Every epoch has `windows_per_epoch` windows, as many as fit
-    whatever the offset below T, so that at most 2 T - 2 targets at the edges sit an epoch out, others in each. Batches run on
-    across the end of an epoch.
+    An epoch takes each of `windows_per_epoch` rows once, shuffled, in an order by (seed, epoch) alone; the rows are
+    those of `dantinox.text.rows`. Batches run on across the end of an epoch. Of a mixture each source has epochs of its own.
 
     Attributes:
       train, val: `Counts` of the two parts.
       training_ids, validation_ids: their tokens in order, mapped from the disk.
-      windows_per_epoch: distinct windows in one pass; one step takes `batch_size` of them.
+      windows_per_epoch: distinct rows in one pass over all sources; one step takes `batch_size` of them.
     """
 
     def __init__(
@@ -59,8 +56,14 @@ class TokenStore:
         eos_id: int | None = None,
         pad_id: int | None = None,
         counts: tuple[Counts, Counts] | None = None,
+        packing: bool = False,
+        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps token arrays (integers of any width; memory maps are read as batches ask for them).
+
+        Args:
+          packing: rows are packed with whole documents, in place of windows of the running text.
+          mixture: of each source, whose training tokens follow one another, how many they are and its weight.
 
         Raises:
           UserError: fewer training tokens than one batch, or no validation target.
@@ -78,26 +81,31 @@ class TokenStore:
         self._eos, self._pad = eos_id, 0 if pad_id is None else pad_id
         self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
-        self.windows_per_epoch = max(1, (len(train) - sequence_length) // sequence_length)
-        self._offsets_T1 = np.arange(sequence_length + 1)
-        self._epochs: dict[int, np.ndarray] = {}
+        self.packing = packing
+        ends = np.cumsum([size for size, _ in mixture] or [len(train)]).tolist()
+        parts = [self.training_ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        sources = [Shuffled(self._cut(part), seed, number) for number, part in enumerate(parts)]
+        self.windows_per_epoch = sum(source.rows.count for source in sources)
+        self._rows = Mixture(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
 
     @property
     def val_bytes_per_token(self) -> float:
         """Bytes of validation text per counted target; bits per byte are a loss in nats / ln 2 / this number."""
-        crossings = 0 if self._eos is None else np.count_nonzero(self.validation_ids[:-1] == self._eos)
-        return float(self.val.bytes / (len(self.validation_ids) - 1 - crossings))
+        ids, crossings = self.validation_ids[:-1], 0
+        for start in range(0, len(ids) if self._eos is not None else 0, READ_AT_ONCE):
+            crossings += int(np.count_nonzero(ids[start : start + READ_AT_ONCE] == self._eos))
+        return float(self.val.bytes / (len(ids) - crossings))
 
     def batch(self, step: int) -> Batch:
         """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length]."""
         first = step * self.batch_size
-        epoch, start = divmod(first, self.windows_per_epoch)
-        starts = self._starts(epoch)[start : start + self.batch_size]
-        while len(starts) < self.batch_size:
-            epoch += 1
-            starts = np.concatenate([starts, self._starts(epoch)[: self.batch_size - len(starts)]])
-        windows = self.training_ids[starts[:, None] + self._offsets_T1].astype(np.int32)
-        return self._batch(np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:]))
+        rows = self._rows.read(np.arange(first, first + self.batch_size))
+        if not self.packing:
+            return self._batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+        filled = rows != NOTHING
+        rows = np.where(filled, rows, self._pad)
+        batch = self._batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+        return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
         """Every validation target once, in order, in windows without overlap; all batches [batch_size, sequence_length].
@@ -118,6 +126,18 @@ class TokenStore:
             batch = self._batch(inputs.reshape(batch_size, length), outputs.reshape(batch_size, length))
             yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
 
+    def _cut(self, ids: np.ndarray) -> Rows:
+        if len(ids) <= self.sequence_length:
+            raise UserError(
+                f"a source of the mixture has {len(ids)} training tokens, fewer than the {self.sequence_length + 1} of a "
+                "window (model.max_context + 1): give more text in data.path"
+            )
+        if not self.packing:
+            return Windows(ids, self.sequence_length)
+        if self._eos is None:
+            raise UserError("data.packing: best_fit needs a tokenizer with an end token: this one has none")
+        return Packed(ids, self.sequence_length, self._eos)
+
     def _batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:
         if self._eos is None:
             return Batch(tokens_BT, targets_BT, np.zeros_like(tokens_BT), np.ones(tokens_BT.shape, np.float32))
@@ -125,17 +145,3 @@ class TokenStore:
         segments = np.cumsum(ends, axis=1, dtype=np.int32)
         segments -= ends
         return Batch(tokens_BT, targets_BT, segments, (~ends).astype(np.float32))
-
-    def _starts(self, epoch: int) -> np.ndarray:
-        """Where the windows of an epoch begin, in the order they are taken."""
-        known = self._epochs.get(epoch)
-        if known is not None:
-            return known
-        # Raw Philox words, and no np.random.Generator on top: only the words are promised to be the same in every NumPy.
-        words = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.windows_per_epoch + 1)
-        slack = len(self.training_ids) - 1 - self.windows_per_epoch * self.sequence_length
-        starts = np.argsort(words[1:], kind="stable") * self.sequence_length + int(words[0]) % (slack + 1)
-        # A new dict each time: another thread may be reading the old one.
-        recent = dict(list(self._epochs.items())[1 - KEPT_EPOCHS :])
-        self._epochs = recent | {epoch: starts}
-        return starts

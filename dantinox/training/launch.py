@@ -10,7 +10,7 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
 from dantinox.report import Console, human_count, open_console, table
 from dantinox.run import RunDirectory, create_run, load_run_config, save_config
-from dantinox.text import Progress, Tokenizer, TokenStore, has_changed, open_store, prepare_data
+from dantinox.text import Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
 from dantinox.training.resume import resumed_config, total_steps
@@ -57,7 +57,7 @@ def dry_run(config: Config) -> Iterator[str]:
 def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
     """A fresh run; on an error the directory is left as it was found, so that the corrected command can be given again."""
     try:
-        tokenizer, store = prepare_data(config, run.data, progress=_stages(console))
+        tokenizer, store = prepare_data(config, run.data, progress=console.stage)
         sample = make_sampler(config, tokenizer)
         atomic_write(run.tokenizer, tokenizer.to_json())
         save_config(run, config)  # last: where it stands, the run can be resumed
@@ -80,25 +80,13 @@ def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
     if store is None:
         if run.data.exists():
             raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
-        _, store = prepare_data(config, run.data, tokenizer, _stages(console))
+        _, store = prepare_data(config, run.data, tokenizer, console.stage)
     elif has_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
     sample = make_sampler(config, tokenizer)
     if config != saved:
         save_config(run, config)
     return config, tokenizer, store, sample
-
-
-def _stages(console: Console) -> Progress:
-    """Says once what is being done to the corpus."""
-    known: set[str] = set()
-
-    def progress(stage: str, done: int, total: int) -> None:
-        if stage not in known:
-            console.note(f"{stage}: {human_count(total)} characters")
-        known.add(stage)
-
-    return progress
 
 
 def _existing(run_dir: str | Path | None) -> RunDirectory:

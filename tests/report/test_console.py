@@ -109,6 +109,17 @@ def test_a_terminal_gets_the_live_display_and_a_dumb_one_does_not(monkeypatch):
     assert type(open_console(Terminal())) is Console
 
 
+def test_a_stage_is_announced_once_and_has_a_bar_on_a_terminal():
+    def stages(console):
+        for name in ("training the tokenizer", "encoding the corpus"):
+            for done in (0, 40_000, 80_000):
+                console.stage(name, done, 80_000)
+
+    plain, live = through_both(stages)
+    assert plain == "training the tokenizer: 80.0k characters\nencoding the corpus: 80.0k characters\n"
+    assert all(line in live for line in plain.splitlines()) and "100%" in live
+
+
 def test_closing_twice_is_fine():
     def close(console):
         console.close()

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +21,12 @@ TEXT = (
 
 
 def settings(path: object, **changes: object) -> Config:
-    base = {"data.path": str(path), "tokenizer.tokenizer_type": "char", "model.max_context": 8, "training.batch_size": 2}
+    base = {
+        "data.path": path if isinstance(path, list) else str(path),
+        "tokenizer.tokenizer_type": "char",
+        "model.max_context": 8,
+        "training.batch_size": 2,
+    }
     return build_config({}, base | changes)
 
 
@@ -85,7 +92,7 @@ def test_bpe_in_chunks_is_bpe_of_the_whole(tmp_path_factory, text: str) -> None:
     text = "via " + text.replace("\n", ".\nx") + " via"
     opened = corpus.Corpus.open(str(write(tmp_path_factory.mktemp("t") / "a.txt", text)))
     extent = opened.scan()
-    plan = build._Plan((opened,), (extent,), extent.characters)
+    plan = build._Plan((opened,), (extent,), (extent.characters,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "CHUNK_CHARACTERS", 50)
         patch.setattr(corpus, "BLOCK_BYTES", 90)
@@ -286,3 +293,55 @@ def test_bits_per_byte_count_the_targets_that_the_loss_counts(tmp_path) -> None:
     _, store = prepare_data(settings(tmp_path, **{"data.val_fraction": 0.6}), tmp_path / "store")
     counted = sum(batch.mask_BT.sum() for batch in store.validation(2))
     assert store.val_bytes_per_token == store.val.bytes / counted
+
+
+def test_a_mixture_keeps_its_sources_apart(tmp_path) -> None:
+    """Training tokens source by source, then validation tokens source by source."""
+    texts = {"a.txt": TEXT, "b.txt": TEXT[::-1], "v.txt": "via smarrita"}
+    paths = [str(write(tmp_path / name, text)) for name, text in texts.items()]
+    config = settings(paths[:2], **{"data.mixture": [3, 1]})
+    tokenizer, store = prepare_data(config, tmp_path / "store")
+    cut, (b, e) = int(len(TEXT) * 0.9), (tokenizer.bos_id, tokenizer.eos_id)
+    train = [[b, *tokenizer.encode(text[:cut]), e] for text in (TEXT, TEXT[::-1])]
+    val = [[b, *tokenizer.encode(text[cut:]), e] for text in (TEXT, TEXT[::-1])]
+    assert parts(store) == (joined(train), joined(val)) and header(tmp_path / "store")["mixture"] == [len(p) for p in train]
+    again = settings(paths[:2], **{"data.mixture": [1, 1]})
+    assert not builds_tokens(again, tmp_path / "store", tokenizer), "weights do not change what is stored"
+    plain = settings(paths[:2])
+    assert builds_tokens(plain, tmp_path / "store", tokenizer)
+    apart = settings(paths[:2], **{"data.mixture": [1, 1], "data.val_path": paths[2]})
+    _, store = prepare_data(apart, tmp_path / "store", tokenizer)
+    assert parts(store)[1] == [b, *tokenizer.encode("via smarrita"), e]
+    with pytest.raises(UserError, match=r"data\.mixture must have a number for each entry of data\.path, got 3 for 2"):
+        settings(paths[:2], **{"data.mixture": [3, 1, 1]})
+
+
+def builds_tokens(config: Config, directory: Path, tokenizer: Tokenizer) -> bool:
+    stages: list[str] = []
+    prepare_data(config, directory, tokenizer, lambda stage, *_: stages.append(stage))
+    return "encoding the corpus" in stages
+
+
+LIMITED = """
+import resource, sys
+from dantinox.config import build_config
+from dantinox.text import prepare_data
+held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (held + int(sys.argv[2]),) * 2)
+config = build_config({}, {"data.path": sys.argv[1], "tokenizer.tokenizer_type": "byte"})
+_, store = prepare_data(config, sys.argv[1] + ".store")
+print(store.train.tokens + store.val.tokens, store.batch(5).tokens_BT.shape, round(store.val_bytes_per_token, 3))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is Linux's")
+def test_a_corpus_larger_than_memory(tmp_path) -> None:
+    """184 MB, whose tokens take 368: the memory that a process may have of its own (RLIMIT_DATA) is 168 above its first."""
+    block = (TEXT.encode() * 5000)[: 1 << 20].decode(errors="ignore").encode()
+    with open(tmp_path / "large.txt", "wb") as file:
+        file.writelines([block] * 176)
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "large.txt"), str(160 << 20)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.startswith(f"{176 * len(block) + 2} (32, 256) ")

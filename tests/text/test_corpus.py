@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from dantinox import cli
 from dantinox.config import UserError
-from dantinox.text import Corpus, corpus
+from dantinox.text import Corpus, corpus, packed
 from dantinox.text.corpus import cut_up
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
 
@@ -81,12 +82,19 @@ def test_lists_and_globs(tmp_path) -> None:
     assert [source.path.name for source in found] == ["3.md", "1.txt", "2.txt"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_json_lines(tmp_path, packed: bool) -> None:
+def zstd(data: bytes) -> bytes:
+    return pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd").compress(data)
+
+
+PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_json_lines(tmp_path, packed: str) -> None:
     texts = [ODD, "", "due\n", "x" * 300_000]
     lines = "\ufeff" + "\n\r\n".join(json.dumps({"id": 1, "body": text}, ensure_ascii=False) for text in texts)
-    path = tmp_path / ("r.jsonl.gz" if packed else "r.jsonl")
-    path.write_bytes(gzip.compress(lines.encode()) if packed else lines.encode())
+    path = tmp_path / f"r.jsonl{packed}"
+    path.write_bytes(PACKERS[packed](lines.encode()))
     assert documents(path, "body") == [ODD, "due\n", "x" * 300_000]
 
 
@@ -147,7 +155,8 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
         "dangling link": (folder / "dangling", "does not exist"),
         "no text file": (folder / "none", "no text file in the folder"),
         "glob": (folder / "*.xyz", "no file matches"),
-        "unread format": (file("a.jsonl.zst", b"x"), "zstd"),
+        "no zstd": (file("z.jsonl.zst", b"xxxxxxxxx"), "zstd"),
+        "truncated zstd": (file("y.jsonl.zst", zstd(os.urandom(9999).hex().encode())[:-20]), "truncated"),
         "NUL in a name": ("a\0b", "cannot read|no corpus"),
         "long name": ("x" * 5000, "cannot read"),
         "empty name": ("", "no corpus at ''"),
@@ -208,7 +217,7 @@ def test_unreadable(tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(corpus, "_open", refuse)  # as root no file is unreadable
+    monkeypatch.setattr(packed, "open", refuse, raising=False)  # as root no file is unreadable
     with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied"):
         Corpus.open(str(path)).scan()
 

@@ -1,5 +1,6 @@
 """Batches: what an epoch covers, what a window holds, against loops in plain Python."""
 
+import itertools
 import threading
 import time
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from dantinox.config import UserError
 from dantinox.text import Batch, TokenStore
+from dantinox.text.rows import best_fit
 
 EOS, PAD = 1, 2
 
@@ -185,3 +187,68 @@ def test_a_batch_takes_microseconds() -> None:
         store.batch(step)
         times.append(time.perf_counter() - start)
     assert np.median(times) < 0.3e-3
+
+
+def piecewise(documents: list[list[int]]) -> list[tuple[int, int]]:
+    """Every (input, target) of documents on their own, the first token of each and what follows its end left out."""
+    return sorted((a, b) for document in documents for a, b in itertools.pairwise(document))
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=6, max_size=25), st.integers(2, 6), st.integers(0, 2**32 - 1), st.sampled_from([1, 0])
+)
+def test_packed_rows_hold_every_target_once_and_cut_no_document_that_fits(sizes, length, seed, ended) -> None:
+    ids, documents = iter(range(10, 10_000)), []
+    for size in sizes:
+        documents.append([next(ids) for _ in range(size)] + [EOS])
+    documents[-1] = documents[-1] if ended else [*documents[-1][:-1], next(ids)]
+    flat = [token for document in documents for token in document]
+    if len(flat) <= length:
+        return
+    if max(map(len, documents)) < 2:
+        with pytest.raises(UserError, match="found no document of two tokens"):
+            make(flat, 1, length, seed, eos_id=EOS, packing=True)
+        return
+    store = make(flat, 1, length, seed, eos_id=EOS, pad_id=PAD, packing=True)
+    for epoch in (0, 1):
+        seen, rows = [], []
+        for step in range(epoch * store.windows_per_epoch, (epoch + 1) * store.windows_per_epoch):
+            batch = store.batch(step)
+            tokens, targets, segments, mask = (array[0].tolist() for array in batch)
+            rows.append(tokens)
+            counted = [i for i in range(length) if mask[i]]
+            seen += [(tokens[i], targets[i]) for i in counted]
+            whole = [d for d in documents if d[0] in tokens and len(d) <= length + 1]
+            assert all(d[:-1] == tokens[tokens.index(d[0]) :][: len(d) - 1] for d in whole if len(d) > 1)
+            by_document = {next(n for n, d in enumerate(documents) if tokens[i] in d): segments[i] for i in counted}
+            assert len(set(by_document.values())) == len(by_document), "no two documents see each other"
+        assert sorted(seen) == piecewise(documents)
+    assert -(-sum(len(d) for d in documents if len(d) > 1) // (length + 1)) <= store.windows_per_epoch
+
+
+def test_best_fit_fills_rows_longest_first() -> None:
+    assert best_fit(np.array([3, 5, 2, 4, 1]), 6).tolist() == [2, 0, 1, 1, 0]
+
+
+def test_a_mixture_has_its_shares_and_each_source_its_epochs() -> None:
+    """Tokens are their own positions: 0 to 199 are the first source, the others the second."""
+    store = make(1000, 10, 4, mixture=[(200, 3.0), (800, 1.0)])
+    rows = np.concatenate([store.batch(step).tokens_BT[:, 0] for step in range(400)])
+    assert store.windows_per_epoch == 49 + 199
+    for start in range(0, 4000, 1000):
+        assert np.count_nonzero(rows[start : start + 1000] < 200) == 750
+    first, second = rows[rows < 200], rows[rows >= 200]
+    for source, count, alone in ((first, 49, make(200, 1, 4)), (second, 199, None)):
+        for epoch in range(2):
+            taken = source[epoch * count : (epoch + 1) * count]
+            assert len(set(taken.tolist())) == count and np.ptp(np.sort(taken)) == 4 * (count - 1)
+        if alone:  # a source of its own goes the same way
+            assert source[:80].tolist() == [int(alone.batch(step).tokens_BT[0, 0]) for step in range(80)]
+    assert np.abs(np.diff(np.flatnonzero(rows[:1000] >= 200))).max() < 40, "sources come mixed"
+    again = make(1000, 10, 4, mixture=[(200, 3.0), (800, 1.0)])
+    assert all(np.array_equal(a, b) for a, b in zip(store.batch(77), again.batch(77), strict=True))
+
+
+def test_a_source_that_is_too_short_is_named() -> None:
+    with pytest.raises(UserError, match="a source of the mixture has 4 training tokens, fewer than the 5 of a window"):
+        make(100, 1, 4, mixture=[(96, 1.0), (4, 1.0)])
