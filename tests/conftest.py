@@ -66,7 +66,7 @@ def make_run(path, end=False):
     """Writes a run directory with a vocabulary of bytes and a model in which the last byte decides the next one."""
     from dantinox.config import TokenizerSection, build_config
     from dantinox.model.parameters import blueprint
-    from dantinox.run import create_run, save_config, save_weights
+    from dantinox.run import create_run, save_config, save_tokenizer, save_weights
     from dantinox.text import train_tokenizer
 
     run = create_run(path)
@@ -88,5 +88,5 @@ def make_run(path, end=False):
         weights["head/kernel"][:, successor] += 2 * embed_VD[token]
     save_config(run, config)
     save_weights(run.weights, weights)
-    run.tokenizer.write_text(tokenizer.to_json(), encoding="utf-8")
+    save_tokenizer(run, tokenizer.to_json())
     return run.path

@@ -387,7 +387,7 @@ def test_a_directory_that_is_no_run(dantinox, tmp_path, copy):
         ("model_weights.msgpack", b"", ["model_weights.msgpack"]),
         ("model_weights.msgpack", b"\x00 no weights", ["model_weights.msgpack"]),
         ("config.yaml", b"model: {dim: [}", ["config.yaml", "line 1"]),
-        ("config.yaml", b"model: {dim: 48, n_heads: 4}", ["model_weights.msgpack", "shape"]),
+        ("config.yaml", b"model: {dim: 48, n_heads: 4}", ["config.yaml is damaged: it has 28 bytes", "--accept"]),
         ("config.yaml", b"\xff\xfe\x00", ["config.yaml"]),
         ("config.yaml", b"modle: {dim: 32}", ["modle", "model"]),
         ("tokenizer.json", b"{}", ["tokenizer.json"]),
@@ -416,6 +416,9 @@ def test_another_runs_tokenizer(dantinox, copy):
 
     characters = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
     (copy / "tokenizer.json").write_text(characters.to_json(), encoding="utf-8")
+    assert_one_sentence(dantinox("generate", "--run_dir", copy), "tokenizer.json is damaged", "--accept")
+    assert dantinox("verify", copy)[0] == 1
+    assert dantinox("verify", copy, "--accept")[0] == 0
     assert_one_sentence(dantinox("generate", "--run_dir", copy), "model_weights.msgpack", "shape")
 
 

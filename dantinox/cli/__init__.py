@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | init | generate | explain | calibrate | eval | info | plan | doctor`: parses, calls,
-prints."""
+"""The command line, `dantinox train | init | generate | explain | calibrate | eval | info | verify | plan | doctor`: parses,
+calls, prints."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import generate, measure, train
+from dantinox.cli import generate, measure, train, verify
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
 
@@ -89,6 +89,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     ),
     "eval": (measure.evaluate, measure.evaluate_flags, "Compare samplers, or compressed caches, on a run's validation text."),
     "info": (measure.info, measure.info_flags, "Describe a run: settings, size, training, and what narrow weights cost."),
+    "verify": (verify.verify, verify.verify_flags, "Compare every file of a run with what was written."),
     "plan": (
         measure.plan,
         measure.plan_flags,

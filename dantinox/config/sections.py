@@ -30,7 +30,9 @@ from dantinox.config.needs import Needs, given, idle_among
 from dantinox.config.router import RouterSection, router_conflicts
 
 # Names in a run directory that its own files bear.
-RUN_FILES = ("config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json")
+RUN_FILES = (
+    "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json", "manifest.txt",
+)  # fmt: skip
 
 PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")
 

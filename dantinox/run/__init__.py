@@ -18,26 +18,42 @@ from dantinox.run.directory import (
     newest_run,
     open_run,
     save_config,
+    save_tokenizer,
 )
+from dantinox.run.manifest import Damage, answer_for, log_damage, put, step_damage, write_step_manifest
+from dantinox.run.verify import ASIDE, SAVING, Verified, accept_run, saved_steps, verify_run
 from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [
+    "ASIDE",
+    "Damage",
     "HeadFile",
     "KVCalibration",
     "KV_FORMAT",
     "RunDirectory",
+    "SAVING",
+    "Verified",
+    "accept_run",
+    "answer_for",
     "create_run",
     "head_names",
     "load_kv_calibration",
     "load_router_calibration",
     "load_run_config",
     "load_weights",
+    "log_damage",
     "newest_run",
     "open_run",
+    "put",
     "read_kv_calibration",
     "save_config",
     "save_kv_calibration",
     "save_router_calibration",
+    "save_tokenizer",
     "save_weights",
+    "saved_steps",
+    "step_damage",
+    "verify_run",
     "weights_digest",
+    "write_step_manifest",
 ]

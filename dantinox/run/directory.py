@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dantinox.config import Config, dump_config, load_config
-from dantinox.files import UserError, atomic_write
+from dantinox.files import UserError
+from dantinox.run.manifest import MANIFEST, Damage, check_files, put, read_manifest
 
 RUNS = Path("runs")
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
@@ -19,6 +20,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
         self.config = self.path / "config.yaml"
+        self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
         self.weights = self.path / "model_weights.msgpack"
         self.data = self.path / "data"  # the tokens
@@ -34,6 +36,23 @@ class RunDirectory:
 
     def summary(self, config: Config) -> Path:
         return self.path / config.logging.summary_file
+
+    def tokens(self, named: bool = False) -> list[str]:
+        """The names of the token files that lie in the run, or that its manifest names."""
+        found = read_manifest(self.manifest)["files"] if named else [str(p.relative_to(self.path)) for p in self.data.iterdir()]
+        return [name for name in found if name.startswith(f"{self.data.name}/tokens")]
+
+    def check(self, *paths: Path) -> None:
+        """Compares files of the run with what was written.
+
+        Raises:
+          UserError: one of them is damaged; the sentence names it, and the way out for whoever changed it on purpose.
+        """
+        try:
+            check_files(self.path, [str(path.relative_to(self.path)) for path in paths])
+        except Damage as error:
+            accept = f"dantinox verify {self.path} --accept"
+            raise UserError(f"{error}: put the right file there, or if this one is right, run `{accept}`") from None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -108,7 +127,7 @@ def open_run(path: str | Path) -> RunDirectory:
     """A trained run, to read from.
 
     Raises:
-      UserError: the directory, its config.yaml or its weights are not there.
+      UserError: the directory, its config.yaml or its weights are not there, or tokenizer or weights are damaged.
     """
     run = RunDirectory(path)
     newest = newest_run()
@@ -125,14 +144,26 @@ def open_run(path: str | Path) -> RunDirectory:
             )
     if not run.weights.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
+    run.check(run.tokenizer, run.weights)
     return run
 
 
 def save_config(run: RunDirectory, config: Config) -> None:
     """Writes every setting, defaults included, so that a later version's defaults change nothing."""
-    atomic_write(run.config, dump_config(config))
+    put(run.path, run.config.name, dump_config(config))
+
+
+def save_tokenizer(run: RunDirectory, content: str) -> None:
+    """Writes the tokenizer, the text of a tokenizer.json."""
+    put(run.path, run.tokenizer.name, content)
 
 
 def load_run_config(run: RunDirectory) -> Config:
-    """The settings the run was started with."""
-    return load_config(run.config)
+    """The settings the run was started with.
+
+    Raises:
+      UserError: they are no settings, or not those that were written.
+    """
+    config = load_config(run.config)  # what is wrong with a line that somebody wrote is said first
+    run.check(run.config)
+    return config

@@ -1,17 +1,16 @@
 """The weights of a run in Flax's msgpack format, read without running or holding anything that does not belong there."""
 
-import hashlib
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, atomic_write, first_line, on_one_line
+from dantinox.files import UserError, first_line, on_one_line
 from dantinox.run.directory import RunDirectory
+from dantinox.run.manifest import entry_while_unchanged, put
 
 # Flax's msgpack format: an array is extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks.
 ARRAY_EXTENSION = 1
@@ -19,18 +18,23 @@ CHUNK_BYTES = 1 << 30
 CHUNKED = "__msgpack_chunked_array__"
 
 
-def save_weights(path: str | Path, parameters: Mapping[str, Any]) -> None:
-    """Writes arrays as float32 in Flax's msgpack format; equal weights give equal bytes.
+def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
+    """Writes arrays as float32 in Flax's msgpack format, and their SHA-256 to the manifest beside them.
+
+    Equal weights give equal bytes.
 
     Args:
       parameters: arrays by their paths, "blocks/0/norm1/scale"; the file holds them as nested dicts.
+      facts: what made them, for the manifest.
 
     Raises:
       UserError: the file cannot be written.
     """
     import msgpack
 
-    atomic_write(path, msgpack.packb(_packable(_nested(parameters)), default=_pack_array, strict_types=True))
+    path = Path(path)
+    content = msgpack.packb(_packable(_nested(parameters)), default=_pack_array, strict_types=True)
+    put(path.parent, path.name, content, facts)
 
 
 def load_weights(
@@ -65,16 +69,9 @@ def load_weights(
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights file, computed once for as long as the file stays as it is."""
     try:
-        now = run.weights.stat()
-        return _digest(run.weights, now.st_ino, now.st_size, now.st_mtime_ns)
+        return entry_while_unchanged(run.weights).sha256
     except OSError as error:
         raise UserError(f"cannot read the weights {run.weights}: {error.strerror}") from None
-
-
-@lru_cache(maxsize=16)
-def _digest(path: Path, *state: int) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _compare(path: Path, found: Mapping[str, np.ndarray], shapes: dict[str, tuple[int, ...]]) -> None:

@@ -1,16 +1,21 @@
 """Checkpoints of a run, written in the background: the latest few and the best."""
 
+import itertools
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from dantinox.files import UserError, first_line
+from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, write_step_manifest
+from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
 
@@ -34,92 +39,182 @@ class Progress:
 
 
 class Restored(NamedTuple):
-    """A checkpoint in memory. `skipped` says for every newer step why it could not be read."""
+    """A checkpoint in memory. `notes` says what is damaged and why that step was taken."""
 
     step: int
     state: State
     progress: Progress
     facts: dict[str, Any]
-    skipped: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class Checkpoints:
     """The directory `checkpoints/` of a run, as an Orbax manager that keeps the latest `keep_last` steps and the best one.
 
+    Orbax does not notice a changed byte, so every step has a manifest, written when Orbax is done with it. Until then a file
+    `12.saving` says that step 12 is unfinished, and the step before it stays.
+
+    Args:
+      logs: files that grow beside the checkpoints; a manifest answers for what they held when its step was saved.
+
     Raises:
       UserError: from every method, where the disk is full, read-only or gone. Older steps are intact then.
     """
 
-    def __init__(self, path: Path, keep_last: int):
+    def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step it takes as a warning
+        self.path, self._keep_last, self._logs = path.absolute(), keep_last, tuple(logs)
+        self._writer = ThreadPoolExecutor(1, "manifest")
+        self._manifest: Future[None] | None = None  # of the last step that was saved
+
+    @cached_property
+    def _manager(self) -> Any:
+        """Made when it is first needed, after `restore` has put aside what Orbax would stumble over."""
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
 
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step it takes as a warning
-        self.path, self._orbax = path.absolute(), orbax
+        # Orbax removes old steps before the manifest of the new one is written: it is to leave one that has its own.
+        latest = policies.LatestN(max(self._keep_last, 2))
         best = policies.BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = orbax.CheckpointManagerOptions(
             # max_to_keep together with best_fn would delete the latest step.
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
+            preservation_policy=policies.AnyPreservationPolicy([latest, best]),
             best_fn=_val_loss,
             best_mode="min",
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
         )
-        self._manager = self._guarded(
-            lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts"))
-        )
+        return self._guarded(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
 
     def save(self, step: int, state: State, progress: Progress, facts: dict[str, Any], val_loss: float | None) -> None:
         """Copies the state and returns; the writing goes on in the background. `val_loss` is that of this very step."""
-        args, record = self._orbax.args, facts | {"progress": asdict(progress)}
+        import orbax.checkpoint as orbax
+
+        self.wait()
+        args, record = orbax.args, facts | {"progress": asdict(progress)}
         arguments = args.Composite(state=args.StandardSave(state._asdict()), facts=args.JsonSave(record))
         metrics = None if val_loss is None else {"val_loss": val_loss}
-        self._guarded(lambda: self._manager.save(step, args=arguments, metrics=metrics, force=True))
+
+        def begin() -> None:
+            manager = self._manager
+            logs = {path: path.stat().st_size for path in self._logs if path.exists()}
+            self._unfinished(step).touch()
+            manager.save(step, args=arguments, metrics=metrics, force=True)
+            self._manifest = self._writer.submit(self._finish, step, facts, logs)
+
+        self._guarded(begin)
+
+    def _finish(self, step: int, facts: dict[str, Any], logs: dict[Path, int]) -> None:
+        self._manager.wait_until_finished()
+        write_step_manifest(self.path / str(step), facts, logs)
+        self._unfinished(step).unlink()
 
     def restore(self, abstract: State) -> Restored | None:
-        """The newest readable step, or None where there is none at all. Steps that are newer and unreadable are removed.
+        """The newest step that is what was written, or None where none was completed.
+
+        Newer steps that are damaged are put aside, as `damaged-12`; nothing is removed but what a killed save left unfinished.
+        Only what differs from its manifest is damage: whatever else goes wrong, no memory or other devices, is raised as it is.
 
         Raises:
-          UserError: there are steps, but none can be read.
+          UserError: there are steps, but all are damaged; or a log is.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        skipped: list[str] = []
-        for step in steps:
-            try:
-                state, facts = self._read(step, abstract)
-            except Exception as error:  # whatever a damaged file makes of itself inside Orbax
-                skipped.append(f"checkpoint {step} cannot be read ({first_line(error)})")
-                continue
-            for damaged in steps[: len(skipped)]:
-                shutil.rmtree(self.path / str(damaged), ignore_errors=True)
-            self._manager.reload()
-            return Restored(step, state, Progress(**facts.pop("progress")), facts, tuple(skipped))
-        if skipped:
-            raise UserError(f"no checkpoint in {self.path} can be read: {skipped[0]}")
+        damaged: dict[int, str] = {}
+        for step in self._finished():
+            problem = next(step_damage(self.path / str(step)), None)
+            if problem is None:
+                return self._restored(step, damaged, abstract)
+            damaged[step] = problem
+        if damaged:
+            raise UserError(f"no checkpoint in {self.path} is whole: {'; '.join(damaged.values())}")
+        self._remove_unfinished()
         return None
+
+    def _restored(self, step: int, damaged: dict[int, str], abstract: State) -> Restored:
+        notes = [f"{problem}: stepping back to step {step}" for problem in damaged.values()]
+        for problem in log_damage(self.path.parent, self.path / str(step)):
+            if "is missing" not in problem:
+                raise UserError(f"{problem}: put the right file there, or move it away to go on without its rows")
+            notes.append(f"{problem}: it begins anew")
+        state, facts = self._read(step, abstract)
+        for older in (number for number in self._finished() if number < step):
+            # Orbax reads their small files when it starts.
+            if problem := next(step_damage(self.path / str(older), quick=True), ""):
+                damaged[older] = problem
+                notes.append(problem)
+        notes += [f"what is damaged stays in {self._put_aside(number)}" for number in damaged]
+        self._remove_unfinished()
+        return Restored(step, state, Progress(**facts.pop("progress")), facts, tuple(notes))
+
+    def read(self, step: int | None, abstract: State) -> State | None:
+        """The state of a step, or None where that step is not there or damaged."""
+        whole = step in self._finished() and not any(step_damage(self.path / str(step)))
+        return self._read(step, abstract)[0] if whole and step is not None else None
 
     def newest(self) -> int | None:
         """The newest step that was written completely."""
-        return self._guarded(self._manager.latest_step)
+        return next(iter(self._finished()), None)
 
     def wait(self) -> None:
-        """Returns when everything is on the disk."""
-        self._guarded(self._manager.wait_until_finished)
+        """Returns when everything is on the disk, and no more than is to be kept."""
+        manifest, self._manifest = self._manifest, None
+        if manifest is None:
+            return
+        self._guarded(manifest.result)
+        steps, best = self._manager.all_steps(), self._manager.best_step()
+        for step in steps[: -self._keep_last]:
+            if step != best:
+                self._guarded(partial(self._manager.delete, step))
 
     def close(self) -> None:
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+            if "_manager" in self.__dict__:
+                self._manager.close()
+
+    def _unfinished(self, step: int) -> Path:
+        return self.path / f"{step}{SAVING}"
+
+    def _finished(self) -> list[int]:
+        """The steps that were written to the end, newest first."""
+        return [
+            step
+            for step in saved_steps(self.path)
+            if not self._unfinished(step).exists() or (self.path / str(step) / MANIFEST).exists()
+        ]
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a save left that was killed; there is nothing in it that its run does not make again."""
+        finished = self._finished()
+        for mark in self.path.glob(f"*{SAVING}"):
+            step = mark.name.removesuffix(SAVING)
+            if int(step) not in finished:
+                shutil.rmtree(self.path / step, ignore_errors=True)
+            mark.unlink()
+
+    def _put_aside(self, step: int) -> Path:
+        """Renames a step: its number will come again."""
+        names = (f"{ASIDE}{step}{more}" for more in itertools.chain([""], (f"-{number}" for number in itertools.count(2))))
+        aside = next(self.path / name for name in names if not (self.path / name).exists())
+        return self._guarded(lambda: (self.path / str(step)).rename(aside))
 
     def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
+        import orbax.checkpoint as orbax
+
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where the arrays are restored to
         placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
-        args = self._orbax.args
+        args = orbax.args
         arguments = args.Composite(state=args.StandardRestore(placed._asdict()), facts=args.JsonRestore())
-        restored = self._manager.restore(step, args=arguments)
+        with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
+            restored = checkpointer.restore(self.path / str(step), args=arguments)
         return State(**restored.state), dict(restored.facts)
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
+        except UserError:
+            raise
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"cannot write checkpoints to {self.path}: {first_line(error)}") from error
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dantinox.config import Config
-from dantinox.files import UserError, atomic_write
+from dantinox.files import UserError
 from dantinox.report import Console, human_count, open_console, table
-from dantinox.run import RunDirectory, create_run, load_run_config, save_config
+from dantinox.run import RunDirectory, answer_for, create_run, load_run_config, save_config, save_tokenizer
 from dantinox.text import Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
@@ -59,11 +59,13 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
     try:
         tokenizer, store = prepare_data(config, run.data, progress=console.stage)
         sample = make_sampler(config, tokenizer)
-        atomic_write(run.tokenizer, tokenizer.to_json())
+        answer_for(run.path, run.tokens())
+        save_tokenizer(run, tokenizer.to_json())
         save_config(run, config)  # last: where it stands, the run can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
-        run.tokenizer.unlink(missing_ok=True)
+        for path in (run.tokenizer, run.manifest):
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (run.path / ".lock").unlink()
             run.path.rmdir()
@@ -73,6 +75,9 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
 
 def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
     """A run with its own tokenizer and tokens."""
+    run.check(run.tokenizer, *(path for path in (run.weights,) if path.exists()))
+    if run.data.exists():
+        run.check(*(run.path / name for name in run.tokens(named=True)))
     saved = load_run_config(run)
     config = resumed_config(saved, config)
     tokenizer = Tokenizer.load(run.tokenizer)
@@ -81,12 +86,24 @@ def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
         if run.data.exists():
             raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
         _, store = prepare_data(config, run.data, tokenizer, console.stage)
+        _check_rebuilt(run)
     elif has_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
     sample = make_sampler(config, tokenizer)
     if config != saved:
         save_config(run, config)
     return config, tokenizer, store, sample
+
+
+def _check_rebuilt(run: RunDirectory) -> None:
+    """Tokens made again must be those that the run was begun with."""
+    try:
+        run.check(*(run.path / name for name in run.tokens(named=True)))
+    except UserError:
+        shutil.rmtree(run.data)
+        raise UserError(
+            f"the tokens of {run.path} are gone, and its corpus has changed since the run began: put one of them back"
+        ) from None
 
 
 def _existing(run_dir: str | Path | None) -> RunDirectory:

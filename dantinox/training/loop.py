@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.files import UserError, atomic_write, first_line
+from dantinox.files import UserError, first_line
 from dantinox.model.parameters import blueprint
 from dantinox.platform import platform_of
 from dantinox.report import Console, MetricsLog, plot_loss
-from dantinox.run import RunDirectory, save_weights
+from dantinox.run import RunDirectory, put, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
@@ -122,12 +122,15 @@ class _Trainer:
         self.model = self.config.architecture(self.tokenizer.vocab_size)
         self.facts = run_facts(self.config, self.tokenizer.fingerprint)
         self.logs = MetricsLog(self.run.log(self.config), self.run.metrics)
-        self.checkpoints = Checkpoints(self.run.checkpoints, self.config.training.keep_last)
+        self.checkpoints = Checkpoints(
+            self.run.checkpoints, self.config.training.keep_last, (self.logs.path_csv, self.logs.path_jsonl)
+        )
         self.state: State
 
     def train(self, resume: bool) -> Progress:
         restored = self._restore() if resume else None
         if restored and self._finished():
+            self._export_what_is_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
         self.programs = Programs(self.config, self.model, self.steps)
@@ -236,7 +239,10 @@ class _Trainer:
         self.console.evaluation(row)
         self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
         if self.progress.best_step == self.step:
-            save_weights(self.run.weights, jax.device_get(self.state.weights))
+            self._export(self.state)
+
+    def _export(self, state: State) -> None:
+        save_weights(self.run.weights, jax.device_get(state.weights), self.facts)
 
     def _validation_loss(self) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
@@ -254,7 +260,7 @@ class _Trainer:
         try:
             text = sample(build(self.state.weights))
             self.run.samples.mkdir(exist_ok=True)
-            atomic_write(self.run.samples / f"step_{self.step}.txt", text)
+            put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
         except Exception as error:
             self.console.note(f"no sample at step {self.step}: {first_line(error)}")
         else:
@@ -279,7 +285,8 @@ class _Trainer:
 
     def _conclude(self) -> None:
         """What a finished run leaves behind. The last checkpoint says that it is finished, so it is written last."""
-        atomic_write(self.run.summary(self.config), json.dumps(self._summary(), indent=1) + "\n")
+        self._export_what_is_missing()
+        put(self.run.path, self.run.summary(self.config).name, json.dumps(self._summary(), indent=1) + "\n")
         if self.config.logging.plot:
             try:
                 plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png")
@@ -289,6 +296,21 @@ class _Trainer:
         self.checkpoints.wait()
         best = f"best val_loss {self.progress.best_loss:.4f} at {self.progress.best_step}"
         self.console.note(f"finished at step {self.step}: {best}")
+
+    def _export_what_is_missing(self) -> None:
+        """The best weights again, or the last, where their file was moved away."""
+        if self.run.weights.exists():
+            return
+        best = self.progress.best_step
+        kept = None if best in (None, self.step) else self.checkpoints.read(best, self._abstract())
+        if kept is None and best != self.step:
+            self.console.note(
+                f"{self.run.weights} is gone, and so is the checkpoint of its step {best}: exporting the last weights"
+            )
+        self._export(kept or self.state)
+
+    def _abstract(self) -> State:
+        return abstract_state(self.config, self.model, self.steps)
 
     def _summary(self) -> dict[str, Any]:
         sizes = {name: p.size for name, p in self.state.parameters.items()}
@@ -305,12 +327,12 @@ class _Trainer:
 
     def _restore(self) -> bool:
         """Takes the newest checkpoint that can be read; False where there is none."""
-        restored = self.checkpoints.restore(abstract_state(self.config, self.model, self.steps))
+        restored = self.checkpoints.restore(self._abstract())
         if restored is None:
             self.console.note("there is no complete checkpoint: starting at step 0")
             return False
-        notes = [f"{reason}: stepping back" for reason in restored.skipped] + check_facts(restored.facts, self.facts)
-        for note in [*notes, f"resumed from step {restored.step}"]:
+        notes = check_facts(restored.facts, self.facts)
+        for note in [*restored.notes, *notes, f"resumed from step {restored.step}"]:
             self.console.note(note)
         self.state, self.progress = restored.state, restored.progress
         self.step = self.saved_step = restored.step

@@ -42,7 +42,7 @@ def run_facts(config: Config, fingerprint: str) -> dict[str, Any]:
     return {
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
-        "versions": {name: version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+        "versions": {name: version(name) for name in ("dantinox", "jax", "flax", "optax", "orbax-checkpoint")},
     }
 
 

@@ -18,7 +18,16 @@ from dantinox.generation.weights import prepare, with_head_order
 from dantinox.measure import eviction
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
-from dantinox.run import KVCalibration, create_run, head_names, open_run, save_config, save_kv_calibration, save_weights
+from dantinox.run import (
+    KVCalibration,
+    create_run,
+    head_names,
+    open_run,
+    save_config,
+    save_kv_calibration,
+    save_tokenizer,
+    save_weights,
+)
 from dantinox.studies import kv, kv_bench, statistics
 from dantinox.studies.continuations import NEUTRAL
 from dantinox.studies.kv import _likeness, _losses, by_seed, default_signal, evaluate_kv, gap_closed
@@ -183,7 +192,7 @@ def toy(tmp_path_factory):
     filled = {name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
     save_config(run, config)
     save_weights(run.weights, {name: (0.5 * x).astype(np.float32) for name, x in filled.items()})
-    run.tokenizer.write_text(tokenizer.to_json(), encoding="utf-8")
+    save_tokenizer(run, tokenizer.to_json())
     prepare_data(config, run.data, tokenizer)
     return path
 

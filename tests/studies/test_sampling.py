@@ -17,7 +17,15 @@ from dantinox.config.router import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
 from dantinox.measure.reading import batches
 from dantinox.model.parameters import blueprint
-from dantinox.run import create_run, open_run, save_config, save_router_calibration, save_weights, weights_digest
+from dantinox.run import (
+    create_run,
+    open_run,
+    save_config,
+    save_router_calibration,
+    save_tokenizer,
+    save_weights,
+    weights_digest,
+)
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.studies import continuations, statistics
@@ -284,7 +292,7 @@ def make_run(path, tokenizer, draw, **sections):
     weights = {name: (draw if len(x.shape) > 1 else np.ones)(x.shape).astype(np.float32) for name, x in shapes.items()}
     save_config(run, config)
     save_weights(run.weights, weights)
-    run.tokenizer.write_text(tokenizer.to_json(), encoding="utf-8")
+    save_tokenizer(run, tokenizer.to_json())
     return config, run
 
 

@@ -91,14 +91,18 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
     config = small_config()
     run = workshop.train("whole", config)
     expected = outcome(run, config)
-    (run.checkpoints / "24" / "state" / "manifest.ocdbt").write_bytes(b"")
+    damaged = run.checkpoints / "24" / "state" / "manifest.ocdbt"
+    damaged.write_bytes(b"")
     assert outcome(workshop.train("whole", config, resume=True), config) == expected
-    assert "checkpoint 24 cannot be read" in workshop.notes.getvalue()
+    assert f"{damaged} is damaged: it has 0 bytes, 115 were written: stepping back to step 18" in workshop.notes.getvalue()
     assert "resumed from step 18" in workshop.notes.getvalue()
-    for step in run.checkpoints.glob("*/state/manifest.ocdbt"):
+    assert (run.checkpoints / "damaged-24" / "state" / "manifest.ocdbt").read_bytes() == b""
+    for step in run.checkpoints.glob("[0-9]*/state/manifest.ocdbt"):
         step.write_bytes(b"")
-    with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: .*24/state/manifest.ocdbt is damaged"):
         workshop.train("whole", config, resume=True)
+    assert sorted(run.path.rglob("*")) == before
 
 
 def test_only_steps_intervals_and_logging_may_differ():

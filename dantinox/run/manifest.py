@@ -1,0 +1,228 @@
+"""Manifests: what was written, so that what is read can be told from it. Nothing here imports jax.
+
+A manifest is a JSON object with SHA-256 and size of every file it answers for, and with what they were made by: settings,
+tokenizer, versions. Its last line is the SHA-256 of the lines above. There are two kinds: one of the run's own files, beside
+them, and one in every checkpoint. A file that was changed, cut, emptied, lost or exchanged is told by it; a manifest that was,
+by its last line.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dantinox.files import UserError, atomic_write
+
+MANIFEST = "manifest.txt"
+FORMAT = 1
+SMALL = 1 << 20  # bytes of a file that a quick look reads too
+
+
+class Damage(UserError):
+    """A file is not what was written."""
+
+
+class Entry(NamedTuple):
+    """The SHA-256 (hex) of a file, or of its first `size` bytes."""
+
+    sha256: str
+    size: int
+
+
+def entry_of_bytes(data: bytes) -> Entry:
+    """What a manifest says of a file with this content."""
+    return Entry(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def entry_of(path: Path, size: int | None = None) -> Entry:
+    """Reads a file, or its first `size` bytes, a piece at a time.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        if size is None:
+            digest = hashlib.file_digest(file, "sha256")
+            return Entry(digest.hexdigest(), file.tell())
+        digest, left = hashlib.sha256(), size
+        while left and (piece := file.read(min(left, SMALL))):
+            digest.update(piece)
+            left -= len(piece)
+        return Entry(digest.hexdigest(), size - left)
+
+
+def entry_while_unchanged(path: Path) -> Entry:
+    """`entry_of`, computed once for as long as the file stays as it is."""
+    now = path.stat()
+    return _entry(path, now.st_ino, now.st_size, now.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _entry(path: Path, *state: int) -> Entry:
+    return entry_of(path)
+
+
+def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
+    """Replaces a manifest and waits for the disk.
+
+    Args:
+      record: `files`, by their names the entries that each may have (null: it may be absent), and whatever they were made by.
+
+    Raises:
+      UserError: the disk is full, read-only or gone.
+    """
+    files = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["files"].items())
+    facts = {"format": FORMAT} | {name: value for name, value in record.items() if name != "files"}
+    text = json.dumps(facts, indent=1, allow_nan=False).removesuffix("\n}") + f',\n "files": {{\n{files}\n }}\n}}\n'
+    atomic_write(path, text + hashlib.sha256(text.encode()).hexdigest() + "\n")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What `write_manifest` wrote, its last line checked.
+
+    Raises:
+      Damage: it is missing or damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise Damage(f"{path} is missing: nothing says whether the files beside it are whole") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    text, _, last = content.removesuffix(b"\n").rpartition(b"\n")
+    if last.decode(errors="replace") != hashlib.sha256(text + b"\n").hexdigest():
+        raise Damage(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
+    record: dict[str, Any] = json.loads(text)
+    if record["format"] != FORMAT:
+        raise UserError(f"{path} has format {record['format']}, this version reads {FORMAT}")
+    return record
+
+
+def put(folder: Path, name: str, data: bytes | str, facts: Mapping[str, Any] | None = None) -> None:
+    """Replaces a file of a run and its entry in the manifest, both or neither: after whatever crash they agree.
+
+    Args:
+      facts: what the file was made by, recorded beside the files.
+
+    Raises:
+      UserError: the disk is full, read-only or gone, and the old file intact; or the manifest is damaged.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    record, new = _record(folder), entry_of_bytes(data)
+    before = record["files"].get(name, [None])[0]
+    # Two files cannot be replaced at once: in between the old one is as good as the new one.
+    _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
+    atomic_write(folder / name, data)
+    _replace(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
+
+
+def answer_for(folder: Path, names: Iterable[str], afresh: bool = False) -> None:
+    """Takes files as they lie there into the manifest of a run.
+
+    Args:
+      afresh: forget what the manifest said before.
+
+    Raises:
+      UserError: one of them cannot be read, or the manifest cannot be written.
+    """
+    record: dict[str, Any] = {"files": {}} if afresh else _record(folder)
+    try:
+        entries = {name: [entry_of(folder / name)] for name in names}
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+    _replace(folder, record | {"files": record["files"] | entries})
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    return read_manifest(folder / MANIFEST) if (folder / MANIFEST).exists() else {"files": {}}
+
+
+def _replace(folder: Path, record: Mapping[str, Any]) -> None:
+    write_manifest(folder / MANIFEST, {**record, "files": dict(sorted(record["files"].items()))})
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Compares files of a run with its manifest.
+
+    Raises:
+      Damage: one of them is not what was written, or nothing says what was; the sentence names it.
+    """
+    files = read_manifest(folder / MANIFEST)["files"]
+    for name in names:
+        if problem := damage(folder, name, files.get(name), entry_while_unchanged):
+            raise Damage(problem)
+
+
+def damage(
+    folder: Path, name: str, expected: Iterable[Any] | None, entry: Callable[[Path], Entry] = entry_of, quick: bool = False
+) -> str:
+    """What is wrong with a file, as a sentence; nothing where it is what was written.
+
+    Args:
+      expected: the entries that it may have; None: no manifest names it.
+      quick: of a large file only the size is looked at.
+    """
+    path = folder / name
+    if expected is None:
+        return f"{path} is named by no manifest" if path.exists() else ""
+    allowed = [tuple(one) if one else None for one in expected]
+    try:
+        size = path.stat().st_size
+        if quick and size > SMALL:
+            return "" if any(one and one[1] == size for one in allowed) else _size_differs(path, size, allowed)
+        found = entry(path)
+    except FileNotFoundError:
+        return "" if None in allowed else f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if found in allowed:
+        return ""
+    if not any(one and one[1] == found.size for one in allowed):
+        return _size_differs(path, found.size, allowed)
+    sha256 = next(one[0] for one in allowed if one)
+    return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, {sha256[:12]}… was written"
+
+
+def _size_differs(path: Path, size: int, allowed: list[Any]) -> str:
+    return f"{path} is damaged: it has {size} bytes, {next(one[1] for one in allowed if one)} were written"
+
+
+def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path, int]) -> None:
+    """Answers for all files of a checkpoint that is complete, and for the first bytes of the logs beside it.
+
+    Args:
+      step: the directory, whose name is the number of the step.
+      logs: for each log how many bytes it had when the step was saved.
+    """
+    files = {name: [entry_of(step / name)] for name in _files(step)}
+    beside = {path.name: [entry_of(path, size)] for path, size in logs.items()}
+    write_manifest(step / MANIFEST, {"step": int(step.name), "files": files, "logs": beside} | dict(facts))
+
+
+def step_damage(step: Path, quick: bool = False) -> Iterator[str]:
+    """A sentence for everything in a checkpoint that is not as it was written; with `quick` large files by their size alone."""
+    try:
+        record = read_manifest(step / MANIFEST)
+    except UserError as error:
+        yield str(error)
+        return
+    if record.get("step") != int(step.name):
+        yield f"{step / MANIFEST} is that of step {record.get('step')}"
+    for name in sorted({*record["files"], *_files(step)}):
+        if problem := damage(step, name, record["files"].get(name), quick=quick):
+            yield problem
+
+
+def log_damage(folder: Path, step: Path) -> Iterator[str]:
+    """A sentence for every log that does not begin with what it held when a checkpoint was saved."""
+    for name, entries in read_manifest(step / MANIFEST)["logs"].items():
+        size = entries[0][1]
+        problem = damage(folder, name, entries, lambda path, size=size: entry_of(path, size))  # type: ignore[misc]
+        if problem:
+            yield f"{problem} up to step {step.name}"
+
+
+def _files(step: Path) -> list[str]:
+    return sorted(str(path.relative_to(step)) for path in step.rglob("*") if not path.is_dir() and path.name != MANIFEST)
