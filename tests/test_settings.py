@@ -64,7 +64,8 @@ OTHER: dict[str, tuple] = {
     "training.grad_clip": (0.5,),
     "training.z_loss": (0.1,), "training.eval_every": (3,), "training.eval_tokens": (64,), "training.checkpoint_every": (3,),
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
-    "training.patience": (1,), "training.init_from": ("runs/x",),
+    "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
+    "training.deterministic": (True,),
     "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),
     "generation.keep_stop": (True, {"generation.stop": ["a"]}),
     "generation.products": ("float32", {"generation.weights": "int8"}),
@@ -174,7 +175,10 @@ def read_by(key, *rooms):
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
 
-LOOP = ("eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from")
+LOOP = (
+    "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
+    "deterministic",
+)  # fmt: skip
 REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products")
 
 

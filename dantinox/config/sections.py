@@ -134,6 +134,12 @@ class TrainingSection(Section):
     keep_last: Count = field(2, "latest checkpoints kept, besides the best")
     patience: Count | None = field(None, "stop after this many evaluations without a better loss")
     init_from: str | None = field(None, "run directory whose weights to start from")
+    nan_policy: Literal["stop", "skip", "rewind"] = field(
+        "stop", "a loss or gradient that is no finite number: stop, skip that update, or go back to a checkpoint and past it"
+    )
+    deterministic: bool = field(
+        False, "the same bits from run to run on a GPU too, and slower; a CPU and a TPU give them anyway"
+    )
 
 
 class LoggingSection(Section):

@@ -31,6 +31,10 @@ class MetricsLog:
         """Adds a row of `logging.log_every` steps to the JSON lines."""
         self._append_json("interval", row)
 
+    def event(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Adds something that happened to the JSON lines; `row` has a `step` no smaller than that of the row before."""
+        self._append_json(kind, row)
+
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """Adds an evaluation to both files.
 

@@ -1,5 +1,6 @@
 """Whether a run is what was written: all its files compared with its manifests. Nothing here imports jax."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,18 +58,19 @@ def _own_files(run: RunDirectory, found: Verified) -> Iterator[str]:
 
 
 def _checkpoints(run: RunDirectory, found: Verified) -> Iterator[str]:
-    steps = saved_steps(run.checkpoints)
-    for number in steps:
+    logs_compared = False
+    for number in saved_steps(run.checkpoints):
         step = run.checkpoints / str(number)
         if (run.checkpoints / f"{number}{SAVING}").exists() and not (step / MANIFEST).exists():
             found.remarks.append(f"{step} is unfinished: the run ended while it was written")
             continue
         for path in step.rglob("*"):
             _count(path, found)
-        problems = list(step_damage(step))
-        yield from problems
-        if number == steps[0] and not problems:
-            yield from log_damage(run.path, step)
+        yield from step_damage(step)
+        if not logs_compared:
+            with contextlib.suppress(UserError):  # the manifest of an older step may do
+                yield from log_damage(run.path, step)
+                logs_compared = True
     for path in sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
         if path.name.startswith(ASIDE):
             found.remarks.append(f"{path} was found damaged and put aside")

@@ -1,12 +1,14 @@
 """Checkpoints of a run, written in the background: the latest few and the best."""
 
+import errno
 import itertools
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +26,20 @@ class Progress:
     """What the loop knows besides the state of the step.
 
     `evaluation_due`: the run was interrupted between a step and its evaluation; the part of the row that is known already.
+    `passed_over`: by how many batches the data are ahead of the step, since a rewind went past some.
     """
 
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
     evaluation_due: dict[str, Any] | None = None
+    passed_over: int = 0
 
     def after(self, val_loss: float, step: int) -> "Progress":
         """The progress after an evaluation; equal losses are not better."""
         if self.best_loss is None or val_loss < self.best_loss:
-            return Progress(val_loss, step)
-        return Progress(self.best_loss, self.best_step, self.evaluations_since_best + 1)
+            return Progress(val_loss, step, passed_over=self.passed_over)
+        return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
 
 
 class Restored(NamedTuple):
@@ -142,6 +146,8 @@ class Checkpoints:
                 damaged[older] = problem
                 notes.append(problem)
         notes += [f"what is damaged stays in {self._put_aside(number)}" for number in damaged]
+        if damaged and "_manager" in self.__dict__:
+            self._manager.reload()
         self._remove_unfinished()
         return Restored(step, state, Progress(**facts.pop("progress")), facts, tuple(notes))
 
@@ -171,7 +177,7 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
             if "_manager" in self.__dict__:
-                self._manager.close()
+                self._guarded(self._manager.close)
 
     def _unfinished(self, step: int) -> Path:
         return self.path / f"{step}{SAVING}"
@@ -216,7 +222,16 @@ class Checkpoints:
         except UserError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"cannot write checkpoints to {self.path}: {first_line(error)}") from error
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise  # memory, not the disk
+            raise UserError(f"cannot write checkpoints to {self.path}: {self._reason(error)}") from error
+
+    def _reason(self, error: Exception) -> str:
+        """What is wrong with the disk, which Orbax may say deep in a long text, or in other words."""
+        if not self.path.is_dir():
+            return "there is no such directory any more"
+        said = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
+        return next((sentence for sentence in said if sentence in str(error)), first_line(error))
 
 
 def _val_loss(metrics: Any) -> float:

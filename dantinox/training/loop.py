@@ -26,13 +26,22 @@ from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, put, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
-from dantinox.training.memory import check_memory, keep_freed_memory, used_gb
+from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory, used_gb
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler
 from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
 from dantinox.training.stopping import StopRequest, stop_request
 
 AHEAD = 4  # batches
+MAX_REWINDS = 3  # to one checkpoint
+
+
+class NotFinite(UserError):
+    """The loss or the gradient of a step is no finite number."""
+
+    def __init__(self, sentence: str, step: int):
+        super().__init__(sentence)
+        self.step = step
 
 
 class Clock:
@@ -97,7 +106,10 @@ def train(
     with stop_request() as stop:
         trainer = _Trainer(config, run, tokenizer, store, console, sample, stop)
         with contextlib.closing(trainer.checkpoints):  # waits for what is on its way to the disk
-            return trainer.train(resume)
+            try:
+                return trainer.train(resume)
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                raise out_of_memory(error, config) or error from error
 
 
 @dataclass
@@ -116,6 +128,8 @@ class _Trainer:
     val_loss: float | None = None  # of this very step
     saved_step: int | None = None
     recent: list[Metrics] = field(default_factory=list)  # of the steps since they were last looked at
+    looked_at: int = 0  # the last step whose numbers were looked at one by one
+    rewinds: int = 0  # since a checkpoint was written
 
     def __post_init__(self) -> None:
         self.steps = total_steps(self.config, self.store.windows_per_epoch)
@@ -137,15 +151,55 @@ class _Trainer:
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         if not restored:
-            given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
-            self.state = initial_state(self.config, self.model, self.steps, given)
+            self._begin()
         self.logs.cut(self.step)
         self.console.start(self.steps, self.step)
-        with contextlib.closing(batches_ahead(self.store.batch, self.step, self.steps)) as batches:
-            self.stop.can_save = True
-            self._loop(batches)
+        self.stop.can_save = True
+        while not self._ran_to_the_end():
+            pass
         self._conclude()
         return self.progress
+
+    def _ran_to_the_end(self) -> bool:
+        """Trains; False where a step was no good and the run went back to a checkpoint."""
+        passed, self.looked_at = self.progress.passed_over, self.step
+        with contextlib.closing(batches_ahead(lambda at: self.store.batch(at + passed), self.step, self.steps)) as batches:
+            try:
+                self._loop(batches)
+            except NotFinite as error:
+                if self.config.training.nan_policy != "rewind":
+                    raise
+                bad = error
+            else:
+                return True
+        self._rewind(bad)
+        return False
+
+    def _rewind(self, bad: NotFinite) -> None:
+        """Takes the newest checkpoint, or the start, and goes on with the batch behind the one that was no good."""
+        self.rewinds += 1
+        if self.rewinds > MAX_REWINDS:
+            raise UserError(f"{bad}; going back {MAX_REWINDS} times did not help")
+        ahead, self.recent, self.val_loss = self.progress, [], None
+        del self.state  # two do not fit
+        if restored := self.checkpoints.restore(self._abstract()):
+            self.step, self.state, self.progress = restored.step, restored.state, restored.progress
+        else:
+            self._begin()
+        self.progress = replace(self.progress, passed_over=ahead.passed_over + bad.step - self.step)
+        self.logs.cut(self.step)
+        self.saved_step = self.step
+        if ahead.best_step not in (None, self.progress.best_step):
+            self._export(self._best())  # those on the disk are of a step that is no more
+        passed = f"the batches of steps {self.step + 1} to {bad.step} are passed over"
+        self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {passed}")
+        row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.passed_over}
+        self.logs.event("rewind", row)
+
+    def _begin(self) -> None:
+        given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
+        self.step, self.progress = 0, Progress()
+        self.state = initial_state(self.config, self.model, self.steps, given)
 
     def _loop(self, batches: Iterator[Batch]) -> None:
         self.clock = Clock()
@@ -183,9 +237,9 @@ class _Trainer:
         return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _log_interval(self) -> None:
-        total, steps = np.asarray(self.state.since_line).tolist()
+        mean = _mean(self.state.since_line)
         self.state = self.state._replace(since_line=jnp.zeros(2))
-        row = {"step": self.step, "train_loss": total / steps} | self._vitals()
+        row = {"step": self.step, "train_loss": mean} | self._vitals()
         self._check_numbers(row["train_loss"])
         self.logs.interval(row)
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (self.steps - self.step)})
@@ -205,20 +259,35 @@ class _Trainer:
         }
 
     def _check_numbers(self, mean_loss: float) -> None:
-        """Stops the run on a loss or gradient that is NaN or infinite; the checkpoints on the disk are from before."""
-        if math.isfinite(mean_loss) and all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:]):
+        """Raises on a loss or gradient that is NaN or infinite; the checkpoints on the disk are from before."""
+        skips = self.config.training.nan_policy == "skip"
+        if skips:
+            self._tell_skipped()
+        if math.isfinite(mean_loss) and (skips or all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:])):
             self.recent = self.recent[-1:]
             return
         known = jax.device_get(self.recent)
         first = self.step - len(known) + 1
-        bad = next((i for i, m in enumerate(known) if not (np.isfinite(m.loss) and np.isfinite(m.grad_norm))), 0)
+        bad = next((i for i, m in enumerate(known) if not _finite(m)), 0)
         self.checkpoints.wait()
         good = self.checkpoints.newest()
         kept = f"the last good checkpoint is step {good}" if good else "there is no checkpoint yet"
-        raise UserError(
+        raise NotFinite(
             f"the loss or its gradient is not a finite number in step {first + bad} "
-            f"(loss {known[bad].loss}, gradient norm {known[bad].grad_norm}): lower training.lr; {kept}"
+            f"(loss {known[bad].loss}, gradient norm {known[bad].grad_norm}): "
+            f"lower training.lr or set training.nan_policy; {kept}",
+            first + bad,
         )
+
+    def _tell_skipped(self) -> None:
+        """Notes the steps whose update was left out since the numbers were last looked at."""
+        known = jax.device_get(self.recent)
+        for number, metrics in enumerate(known, self.step - len(known) + 1):
+            if number > self.looked_at and not _finite(metrics):
+                numbers = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
+                self.console.note(f"step {number} was skipped: {numbers}")
+                self.logs.event("skip", {"step": number})
+        self.looked_at = self.step
 
     def _evaluate(self) -> None:
         """Measures, writes the row, exports the weights if they are the best; when asked to stop, leaves all that for later."""
@@ -230,11 +299,11 @@ class _Trainer:
                 self._log_evaluation(loss, vitals)
 
     def _log_evaluation(self, loss: float, vitals: dict[str, Any]) -> None:
-        total, steps = np.asarray(self.state.since_row).tolist()
-        self._check_numbers(total / steps)
+        mean = _mean(self.state.since_row)
+        self._check_numbers(mean)
         self.state = self.state._replace(since_row=jnp.zeros(2))
         bits = loss / math.log(2) / self.store.val_bytes_per_token
-        row = {"step": self.step, "train_loss": total / steps, "val_loss": loss, "bits_per_byte": bits} | vitals
+        row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | vitals
         self.logs.evaluation(row)
         self.console.evaluation(row)
         self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
@@ -273,7 +342,7 @@ class _Trainer:
         with self.clock.paused():
             self._check_numbers(float(self.state.since_row[0]))
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
-        self.saved_step = self.step
+        self.saved_step, self.rewinds = self.step, 0
 
     def _stop_if_asked(self) -> None:
         if self.stop.signal is None:
@@ -301,13 +370,15 @@ class _Trainer:
         """The best weights again, or the last, where their file was moved away."""
         if self.run.weights.exists():
             return
+        self._export(self._best())
+
+    def _best(self) -> State:
+        """The state of the best evaluation, or the last one where no checkpoint has it."""
         best = self.progress.best_step
         kept = None if best in (None, self.step) else self.checkpoints.read(best, self._abstract())
         if kept is None and best != self.step:
-            self.console.note(
-                f"{self.run.weights} is gone, and so is the checkpoint of its step {best}: exporting the last weights"
-            )
-        self._export(kept or self.state)
+            self.console.note(f"there is no checkpoint of the best step, {best}: exporting the weights of step {self.step}")
+        return kept or self.state
 
     def _abstract(self) -> State:
         return abstract_state(self.config, self.model, self.steps)
@@ -331,9 +402,18 @@ class _Trainer:
         if restored is None:
             self.console.note("there is no complete checkpoint: starting at step 0")
             return False
-        notes = check_facts(restored.facts, self.facts)
+        notes = check_facts(restored.facts, self.facts, self.config.training.deterministic)
         for note in [*restored.notes, *notes, f"resumed from step {restored.step}"]:
             self.console.note(note)
         self.state, self.progress = restored.state, restored.progress
         self.step = self.saved_step = restored.step
         return True
+
+
+def _mean(sum_and_count: jax.Array) -> float:
+    total, count = np.asarray(sum_and_count).tolist()
+    return total / count if count else math.nan
+
+
+def _finite(metrics: Metrics) -> bool:
+    return bool(np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from dantinox.config import Config, UserError
+from dantinox.files import first_line
 from dantinox.programs import available_bytes, bytes_of, size
 from dantinox.report import human_bytes, human_count
 
@@ -41,20 +42,29 @@ def plan_memory(compiled: Any, state: Any) -> MemoryPlan:
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:
     """Raises a UserError that names the settings to lower where the plan does not fit."""
-    if plan.available is None or plan.peak <= plan.available:
-        return
+    if plan.available is not None and plan.peak > plan.available:
+        needs = f"this run needs about {plan.peak / 1e9:.2f} GB of memory and {plan.available / 1e9:.2f} GB are free"
+        raise UserError(f"{needs}: {remedies(config)}")
+
+
+def out_of_memory(error: BaseException, config: Config) -> UserError | None:
+    """The sentence for an error that says that memory ran out while the run was on; None for any other."""
+    if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    return UserError(f"memory ran out ({first_line(error)}): {remedies(config)}")
+
+
+def remedies(config: Config) -> str:
+    """The settings that a run can be made smaller by, with their values."""
     t, m = config.training, config.model
-    remedies = [
+    found = [
         f"raise training.grad_accum ({t.grad_accum})" if t.grad_accum < t.batch_size else "",
         f"lower training.batch_size ({t.batch_size})",
         f"lower model.max_context ({m.max_context})",
         "" if m.gradient_checkpointing else "set model.gradient_checkpointing",
         f"lower model.dim ({m.dim}) or model.num_blocks ({m.num_blocks})",
     ]
-    raise UserError(
-        f"this run needs about {plan.peak / 1e9:.2f} GB of memory and {plan.available / 1e9:.2f} GB are free: "
-        + ", ".join(remedy for remedy in remedies if remedy)
-    )
+    return ", ".join(remedy for remedy in found if remedy)
 
 
 def keep_freed_memory() -> None:

@@ -10,14 +10,25 @@ import jax.numpy as jnp
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.files import UserError, shown
 from dantinox.model.parameters import Parameters, blueprint
+from dantinox.platform import platform_of
 from dantinox.run import load_weights, open_run
 
-# None of these has a part in what a step computes, but for `steps` and `epochs`, which stretch the schedule.
-FREE = ["steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience"]
+# None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
+FREE = [
+    "steps",
+    "epochs",
+    "eval_every",
+    "checkpoint_every",
+    "sample_every",
+    "sample_prompt",
+    "keep_last",
+    "patience",
+    "nan_policy",
+]
 
 
 def resumed_config(saved: Config, given: Config) -> Config:
-    """The settings to go on with: those of the run, with steps, intervals, the sample prompt and logging as given now.
+    """The settings to go on with: those of the run, but for steps, intervals, sample prompt, nan_policy and logging.
 
     Raises:
       UserError: another setting differs; the sentence names it with both values.
@@ -26,7 +37,7 @@ def resumed_config(saved: Config, given: Config) -> Config:
         if not key.startswith("logging.") and key.removeprefix("training.") not in FREE:
             raise UserError(
                 f"{key} cannot change when a run is resumed: the run has {shown(old)}, got {shown(new)} "
-                "(only steps, intervals, the sample prompt and logging may differ)"
+                "(only steps, intervals, the sample prompt, nan_policy and logging may differ)"
             )
     return given
 
@@ -46,7 +57,7 @@ def run_facts(config: Config, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def check_facts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool) -> list[str]:
     """Compares a checkpoint's facts with those of this process; returns what deserves a note.
 
     Raises:
@@ -56,7 +67,8 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if old != new:
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
     versions = saved.get("versions", {})
-    return [
+    chance = "this GPU does not add up in a fixed order: the run may not go on bit for bit (training.deterministic: true does)"
+    return [chance] * (platform_of().name == "gpu" and not deterministic) + [
         f"{name} was {versions.get(name)} when the checkpoint was written and is {here}: the run may not go on bit for bit"
         for name, here in now["versions"].items()
         if versions.get(name) != here

@@ -87,12 +87,21 @@ def make_train_step(config: Config, model: ModelConfig, steps: int) -> Any:
         gradients, nats = _accumulated(partial(objective, count=count), state.parameters, batch, key, training.grad_accum)
         loss = nats / count
         updates, moments = transform.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
+        parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         seen = jnp.stack([loss, jnp.ones(())])
+        if training.nan_policy == "skip":
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            seen = jnp.where(finite, seen, 0.0)
+            parameters, moments = _where(finite, (parameters, moments), (state.parameters, state.optimizer))
         following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
-        return following, Metrics(loss, optax.tree.norm(gradients), training.lr * factor(state.step))
+        return following, Metrics(loss, norm, training.lr * factor(state.step))
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _where(finite: jax.Array, after: Any, before: Any) -> Any:
+    """What an update gave where its numbers are finite, else what was before; counts of steps go on, as the schedule does."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
 def _accumulated(
@@ -141,7 +150,10 @@ def traced_programs(
     state = place(abstract_state(config, model, steps))
     train = make_train_step(config, model, steps).trace(state, place(abstract_batch(rows, length)))
     evaluation = make_eval_step(model).trace(state.parameters, place(abstract_batch(eval_rows, length)))
-    options = platform_of(model.platform).compiler_options(compute_dtype(model) == jnp.float32, size(state.parameters))
+    platform = platform_of(model.platform)
+    options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(state.parameters))
+    if config.training.deterministic and platform.name == "gpu":
+        options |= {"xla_gpu_deterministic_ops": "true"}
     return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
 
 

@@ -12,6 +12,7 @@ import pytest
 from dantinox.config import UserError, build_config
 from dantinox.run import (
     RunDirectory,
+    accept_run,
     create_run,
     directory,
     load_run_config,
@@ -68,6 +69,9 @@ def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeyp
     (tmp_path / "runs" / "empty").mkdir()
     assert "it has no config.yaml" in sentence(open_run, "runs/empty")
     Path("runs/old/model_weights.msgpack").touch()
+    assert "manifest.txt is missing" in sentence(open_run, "runs/old")
+    Path("runs/old/tokenizer.json").touch()
+    assert accept_run(RunDirectory("runs/old")) == ["config.yaml", "model_weights.msgpack", "tokenizer.json"]
     assert open_run("runs/old").path == tmp_path / "runs" / "old"
     Path("runs/old/best_model_weights.msgpack").touch()
     says = "runs/old is a run of DantinoX 0, whose weights (best_model_weights.msgpack) this version does not read: train"

@@ -1,0 +1,5 @@
+"""Programs are kept between tests, and between the processes that they start."""
+
+from training.conftest import programs_are_kept
+
+__all__ = ["programs_are_kept"]

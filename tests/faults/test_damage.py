@@ -1,0 +1,165 @@
+"""Whatever happens to a file of a run, it is noticed: 0 silent."""
+
+import shutil
+
+import pytest
+
+from dantinox import load
+from dantinox.config import UserError
+from dantinox.run import RunDirectory, verify_run
+from dantinox.training import checkpoints
+from dantinox.training.checkpoints import Checkpoints
+from dantinox.training.step import abstract_state
+
+from .damages import DAMAGES, STEPS, config, counterpart, files_of, launch, small_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return small_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """(settings, a copy of the run to be damaged)."""
+    return finished[0], RunDirectory(shutil.copytree(finished[1].path, tmp_path / "copy"))
+
+
+def abstract(settings, run):
+    import json
+
+    vocabulary = json.loads(run.summary(settings).read_text())["model"]["vocab_size"]
+    return abstract_state(settings, settings.architecture(vocabulary), STEPS)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_verify_names_every_damaged_file(finished):
+    _, run = finished
+    assert verify_run(run).damage == []
+    files, found = files_of(run), 0
+    assert {"12", "8"} <= {path.relative_to(run.checkpoints).parts[0] for path in files if run.checkpoints in path.parents}
+    for path in files:
+        other = counterpart(path, files)
+        before = path.read_bytes(), other.read_bytes()
+        for name, inflict in DAMAGES.items():
+            inflict(path, other)
+            problems = verify_run(run).damage
+            assert any(str(path) in problem for problem in problems), (name, path, problems)
+            path.write_bytes(before[0])
+            other.write_bytes(before[1])
+            found += 1
+    assert found >= 200
+    assert verify_run(run).damage == []
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_steps_back_and_stays(copied, kind):
+    settings, run = copied
+    files = [path for path in files_of(run) if run.checkpoints / "12" in path.parents]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    other = next(path for path in files_of(run) if run.checkpoints / "8" in path.parents)
+    kept = other.read_bytes()
+    DAMAGES[kind](largest, other)
+    other.write_bytes(kept)
+    before = contents(run.checkpoints / "12")
+    restored = Checkpoints(run.checkpoints, 2, (run.log(settings), run.metrics)).restore(abstract(settings, run))
+    assert restored.step == 8 and int(restored.state.step) == 8
+    assert str(largest) in restored.notes[0] and "stepping back to step 8" in restored.notes[0]
+    aside = run.checkpoints / "damaged-12"
+    assert contents(aside) == before
+    assert any("put aside" in remark for remark in verify_run(run).remarks)
+
+
+def test_a_run_that_stepped_back_ends_as_if_nothing_had_happened(finished, copied):
+    settings, run = copied
+    (run.checkpoints / "12" / "_CHECKPOINT_METADATA").write_bytes(b"{}")
+    (run.checkpoints / "damaged-12").mkdir()  # of an earlier accident
+    notes = launch(settings, run.path, resume=True)
+    assert "resumed from step 8" in notes and f"what is damaged stays in {run.checkpoints / 'damaged-12-2'}" in notes
+    assert run.weights.read_bytes() == finished[1].weights.read_bytes()
+    assert verify_run(run).damage == [] and (run.checkpoints / "12").is_dir()
+
+
+def test_a_damaged_older_step_does_not_stop_the_manager(copied):
+    settings, run = copied
+    (run.checkpoints / "8" / "metrics" / "metrics").write_bytes(b"{")
+    notes = launch(config(settings.data.path, training__steps=14), run.path, resume=True)
+    assert "8/metrics/metrics is damaged" in notes and "resumed from step 12" in notes
+    assert (run.checkpoints / "damaged-8").is_dir() and (run.checkpoints / "14").is_dir()
+
+
+@pytest.mark.parametrize("error", [MemoryError("RESOURCE_EXHAUSTED"), ValueError("sharding"), KeyboardInterrupt()])
+def test_what_is_no_damage_is_raised_as_it_is_and_deletes_nothing(copied, monkeypatch, error):
+    settings, run = copied
+    before = sorted(run.path.rglob("*"))
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "_read", fails)
+    with pytest.raises(type(error)) as raised:
+        Checkpoints(run.checkpoints, 2).restore(abstract(settings, run))
+    assert raised.value is error and sorted(run.path.rglob("*")) == before
+
+
+def test_a_step_whose_save_was_killed_is_no_damage(copied):
+    settings, run = copied
+    (run.checkpoints / "12" / "manifest.txt").unlink()
+    (run.checkpoints / "12.saving").touch()
+    assert verify_run(run).damage == [] and "is unfinished" in verify_run(run).remarks[0]
+    restored = Checkpoints(run.checkpoints, 2).restore(abstract(settings, run))
+    assert restored.step == 8 and restored.notes == ()
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["8"]
+
+
+def test_damaged_logs_are_refused_and_lost_ones_told(copied):
+    settings, run = copied
+    content = run.metrics.read_bytes()
+    run.metrics.write_bytes(content.replace(b"1", b"2", 1))
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* up to step 12: put the right file there"):
+        launch(settings, run.path, resume=True)
+    run.metrics.unlink()
+    assert "metrics.jsonl is missing up to step 12: it begins anew" in launch(settings, run.path, resume=True)
+
+
+def test_weights_that_are_gone_come_back_and_damaged_ones_are_refused(copied):
+    settings, run = copied
+    content = bytearray(run.weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    run.weights.write_bytes(content)
+    for use in (lambda: load(run.path), lambda: launch(settings, run.path, resume=True)):
+        with pytest.raises(UserError, match=r"model_weights.msgpack is damaged: .*dantinox verify .* --accept"):
+            use()
+    run.weights.unlink()
+    launch(settings, run.path, resume=True)
+    content[len(content) // 2] ^= 1
+    assert run.weights.read_bytes() == content
+    load(run.path)
+
+
+def test_tokens_are_those_the_run_began_with(copied):
+    settings, run = copied
+    (store,) = run.data.glob("tokens-*.bin")
+    content = bytearray(store.read_bytes())
+    content[7] ^= 1
+    store.write_bytes(content)
+    with pytest.raises(UserError, match=r"tokens-.*bin is damaged"):
+        launch(settings, run.path, resume=True)
+    shutil.rmtree(run.data)
+    assert "this run is finished" in launch(settings, run.path, resume=True)
+    shutil.rmtree(run.data)
+    with open(settings.data.path, "a+") as corpus:
+        size = corpus.tell()
+        corpus.write("nel mezzo del cammin\n")
+    try:
+        with pytest.raises(UserError, match="its corpus has changed since the run began: put one of them back"):
+            launch(settings, run.path, resume=True)
+        assert not run.data.exists()
+    finally:
+        with open(settings.data.path, "a") as corpus:
+            corpus.truncate(size)
