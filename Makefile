@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser aot lint schema clean
+.PHONY: help demo test test-all test-browser aot faults lint schema clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all      the same, and what takes minutes"
 	@echo "make test-browser  the trace page in chromium"
 	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
+	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make clean         remove caches and build products, not runs"
@@ -25,13 +26,16 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot and not faults"
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser tests/report
 
 aot: $(VENV)/.dev $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/measure
+
+faults: $(VENV)/.dev
+	$(PY) -m pytest -s -m faults tests/faults
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -208,6 +208,12 @@ class Checkpoints:
     def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
+        saved = _shapes(orbax.StandardCheckpointHandler().metadata(self.path / str(step) / "state"))
+        wanted = _shapes(abstract._asdict())
+        for name in sorted(wanted.keys() | saved.keys()):
+            if saved.get(name) != wanted.get(name):
+                has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, wanted))
+                raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where the arrays are restored to
         placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
         args = orbax.args
@@ -232,6 +238,17 @@ class Checkpoints:
             return "there is no such directory any more"
         said = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
         return next((sentence for sentence in said if sentence in str(error)), first_line(error))
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of arrays, or of what is known of them, by their paths: `optimizer/1/momentum/blocks/0/…`."""
+
+    def name(path: tuple[Any, ...]) -> str:
+        return "/".join(
+            str(next(getattr(part, kind) for kind in ("key", "name", "idx") if hasattr(part, kind))) for part in path
+        )
+
+    return {name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _val_loss(metrics: Any) -> float:

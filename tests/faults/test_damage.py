@@ -107,6 +107,19 @@ def test_what_is_no_damage_is_raised_as_it_is_and_deletes_nothing(copied, monkey
     assert raised.value is error and sorted(run.path.rglob("*")) == before
 
 
+def test_a_checkpoint_of_another_shape_is_refused_with_both(copied):
+    settings, run = copied
+    other = abstract(config(settings.data.path, model__dim=32), run)
+    with pytest.raises(
+        UserError, match=r"has the shape \(.*16.*\) in checkpoint 12 of .*, and the shape \(.*32.*\) in this run"
+    ):
+        Checkpoints(run.checkpoints, 2).restore(other)
+    other = abstract(config(settings.data.path, training__optimizer="adamw"), run)
+    with pytest.raises(UserError, match=r"has (no such array|the shape .*) in checkpoint 12 of .* in this run"):
+        Checkpoints(run.checkpoints, 2).restore(other)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["12", "8"]
+
+
 def test_a_step_whose_save_was_killed_is_no_damage(copied):
     settings, run = copied
     (run.checkpoints / "12" / "manifest.txt").unlink()
@@ -163,3 +176,39 @@ def test_tokens_are_those_the_run_began_with(copied):
     finally:
         with open(settings.data.path, "a") as corpus:
             corpus.truncate(size)
+
+
+@pytest.mark.faults
+def test_200_damages_are_refused_or_stepped_back_from(finished, tmp_path):
+    """Each on a copy of a run that is not at its end, which is then resumed and read from."""
+    settings, whole = finished
+    longer = config(settings.data.path, training__steps=16)
+    expected = launch_copy(whole, tmp_path / "expected", longer)[0]
+    tally = {"refused": 0, "stepped back": 0, "named by verify, the result the same": 0}
+    for number, path in enumerate(files_of(whole)):
+        for kind, inflict in DAMAGES.items():
+            copy = RunDirectory(shutil.copytree(whole.path, tmp_path / f"{number}{kind}"))
+            damaged = copy.path / path.relative_to(whole.path)
+            files = files_of(copy)
+            inflict(damaged, counterpart(damaged, files))
+            named = any(str(damaged) in problem for problem in verify_run(copy).damage)
+            assert named, (kind, path)
+            try:
+                notes = launch(longer, copy.path, resume=True)
+                load(copy.path)
+            except UserError as error:
+                assert any(str(file) in str(error) for file in files), (kind, path, error)
+                tally["refused"] += 1
+            else:
+                assert copy.weights.read_bytes() == expected, (kind, path)
+                tally["stepped back" if "stepping back" in notes else "named by verify, the result the same"] += 1
+            shutil.rmtree(copy.path)
+    print(tally)
+    assert sum(tally.values()) >= 200
+
+
+def launch_copy(whole, path, settings):
+    """(weights, notes) of a copy that was trained on."""
+    copy = RunDirectory(shutil.copytree(whole.path, path))
+    notes = launch(settings, copy.path, resume=True)
+    return copy.weights.read_bytes(), notes

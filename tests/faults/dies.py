@@ -1,0 +1,38 @@
+"""Trains a small run in a process of its own, which kills itself: `dies.py DIRECTORY [resume] [after N | at SECONDS]`.
+
+`after N`: when Python has opened, renamed, made or removed its Nth file or directory in the run, whichever thread does. Saving
+is a row of such events, so a count of them is a moment inside a save as often as not.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+
+
+def main(path, *arguments):
+    from training.small import Workshop, small_config
+
+    events = 0
+
+    def watch(event, args):
+        nonlocal events
+        if event in WATCHED and str(args[0]).startswith(path):
+            events += 1
+            if "after" in arguments and events == int(arguments[-1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if "at" in arguments:
+        threading.Timer(float(arguments[-1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    sys.addaudithook(watch)
+    config = small_config(training__checkpoint_every=4, training__eval_every=8)
+    Workshop(Path(path), sys.stderr).train("run", config, resume="resume" in arguments and (Path(path) / "run").exists())
+    print(events)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
