@@ -3,9 +3,6 @@
 import argparse
 from pathlib import Path
 
-from dantinox.report.tables import human_bytes
-from dantinox.run import RunDirectory, accept_run, verify_run
-
 DAMAGED = 1
 
 
@@ -17,6 +14,9 @@ def verify_flags(command: argparse.ArgumentParser) -> None:
 
 def verify(options: argparse.Namespace) -> int:
     """Exits with 0 where every file is what was written, else with 1."""
+    from dantinox.report.tables import human_bytes
+    from dantinox.run import RunDirectory, accept_run, verify_run
+
     run = RunDirectory(options.run_dir)
     if options.accept:
         for name in accept_run(run):
