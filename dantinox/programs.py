@@ -39,6 +39,11 @@ CHIPS = {
 }
 
 
+def chip_of(device: jax.Device) -> Chip | None:
+    """The figures of a device, None where there are none."""
+    return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
+
+
 @dataclass(frozen=True)
 class Bytes:
     """What a compiled program takes; `alias` is the part of the output that stands in the place of donated arguments."""

@@ -667,3 +667,24 @@ def test_dry_run_and_print_config_leave_nothing_behind(dantinox, tmp_path, text,
 def test_doctor(dantinox):
     code, out, err = dantinox("doctor")
     assert (code, err) == (0, "") and "jax " in out and "device 0: " in out and "GFLOP/s" in out
+
+
+def test_plot_draws_runs_and_says_where(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from dantinox.report import MetricsLog
+    from dantinox.run import create_run, save_config
+
+    for name in ("a", "b"):
+        run = create_run(tmp_path / name)
+        save_config(run, build_config({}))
+        MetricsLog(run.path / "training_log.csv", run.metrics).evaluation({"step": 5, "val_loss": 2.0})
+    runs, out = [str(tmp_path / name) for name in ("a", "b")], tmp_path / "ab.png"
+    assert cli.main(["plot", runs[0]]) == 0 and (tmp_path / "a" / "plots" / "loss_by_step.png").is_file()
+    assert cli.main(["plot", *runs, "--by", "time", "--out", str(out)]) == 0 and out.is_file()
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
+    for wrong, message in (
+        (runs, "several runs"),
+        ([str(tmp_path)], "not a run directory"),
+        ([runs[0], "--out=x.svg"], ".png"),
+    ):
+        assert cli.main(["plot", *wrong]) == 2 and message in capsys.readouterr().err

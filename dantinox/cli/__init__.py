@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | init | generate | explain | calibrate | eval | info | verify | plan | doctor`: parses,
-calls, prints."""
+"""The command line, `dantinox train | init | generate | explain | calibrate | eval | info | verify | plan | plot | doctor`:
+parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import generate, measure, train, verify
+from dantinox.cli import generate, measure, train, verify, watch
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
 
@@ -95,5 +95,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         measure.plan_flags,
         "Compile a run's programs for a machine one need not have, and say what they take.",
     ),
+    "plot": (watch.plot, watch.plot_flags, "Draw the losses of runs over each other, by step, tokens or time."),
     "doctor": (measure.doctor, lambda _: None, "Show versions, devices and speed of this machine."),
 }

@@ -19,6 +19,7 @@ from dantinox.generation.weights import prepare
 from dantinox.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import spans
+from dantinox.model.flops import attention_flops, matrix_parameters
 from dantinox.model.parameters import blueprint
 from dantinox.programs import Bytes, Chip, bytes_of, size
 from dantinox.sampling import SamplingParams
@@ -167,22 +168,6 @@ def make_plan(
         formulas=FORMULAS,
         programs=programs,
     )
-
-
-def matrix_parameters(model: ModelConfig) -> int:
-    """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`."""
-    D, Q, F = model.dim, model.head_size, model.hidden_dim
-    attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
-    feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
-    return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
-
-
-def attention_flops(model: ModelConfig, keys: int) -> int:
-    """`4·L·H·Q·T` of one query: scores and weighted values of `keys` keys, in windowed layers of as many as they hold.
-
-    Keys that the causal mask hides count too, as in the formulas' sources.
-    """
-    return 4 * model.n_heads * model.head_size * sum(spans(model, keys))
 
 
 def training_programs(topology: Topology, config: Config, model: ModelConfig, training: Training) -> Iterator[Traced]:

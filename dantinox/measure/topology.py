@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dantinox.config import UserError
 from dantinox.files import first_line, on_one_line
-from dantinox.programs import CHIPS, Chip, available_bytes, compiled
+from dantinox.programs import CHIPS, Chip, available_bytes, chip_of, compiled
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
@@ -88,9 +88,8 @@ def find_topology(name: str | None = None) -> Topology:
     """
     if name is None or name == "cpu":
         device = jax.devices(name)[0]
-        chip = next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
         platform: Any = "gpu" if device.platform == "cuda" else device.platform
-        return Topology(name or platform, platform, device, 1, available_bytes(device), chip)
+        return Topology(name or platform, platform, device, 1, available_bytes(device), chip_of(device))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
     if f"{family}:{model}" not in NAMES or (shape and family != "tpu"):

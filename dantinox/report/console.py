@@ -75,6 +75,7 @@ def headline(row: Row) -> str:
         "bits_per_byte": lambda x: f"{x:.3f} bits/byte",
         "lr": lambda x: f"lr {x:.1e}",
         "tokens_per_s": lambda x: f"{human_count(x)} tok/s",
+        "mfu": lambda x: f"MFU {100 * x:.1f}%",
         "memory_gb": lambda x: f"{x:.2f} GB",
     }
     return " · ".join(form(float(row[name])) for name, form in parts.items() if row.get(name) is not None)

@@ -16,8 +16,9 @@ from typing import Any
 
 from dantinox.files import UserError, atomic_write
 
-HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb"
+HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu"
 COLUMNS = HEADER.split(",")
+LEAST_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log that an older version began is gone on with as it is
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class MetricsLog:
         if unknown:
             raise ValueError(f"no such column: {', '.join(sorted(unknown))}")
         header = _read(self.path_csv).partition(b"\n")[0].decode(errors="replace")
-        if header not in ("", HEADER):
+        columns = header.split(",") if header else COLUMNS
+        if columns != COLUMNS[: len(columns)] or len(columns) < LEAST_COLUMNS:
             raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {HEADER}")
-        cells = ["" if row.get(column) is None else repr(_plain(row[column])) for column in COLUMNS]
+        cells = ["" if row.get(column) is None else repr(_plain(row[column])) for column in columns]
         _append(self.path_csv, "" if header else f"{HEADER}\n", ",".join(cells) + "\n")
         self._append_json("evaluation", row)
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -46,6 +47,67 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     if counted:
         _add_tokens(axes, counted[-1])
     save_files(out.parent, {out.name: partial(as_png, figure)})
+
+
+BY = {"step": "optimizer step", "tokens": "training tokens", "time": "minutes of training"}
+
+
+def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None:
+    """Draws the losses of runs over each other: validation as lines with points, training faintly behind them.
+
+    Args:
+      logs: name → the CSV and the JSON lines of a run.
+      by: a key of `BY`. Time is that of the steps alone, without start, compilation, evaluations and checkpoints.
+
+    Raises:
+      UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.
+    """
+    figure = new_figure(8, 4.8)
+    axes = figure.add_subplot()
+    for number, (name, paths) in enumerate(logs.items()):
+        evaluations, rows = read_csv(paths[0]), read_jsonl(paths[1])
+        intervals = [row for row in rows if row.get("kind") == "interval"] or evaluations
+        place = _places(intervals if by == "time" else [*intervals, *evaluations], by)
+        train, validation = (
+            [(place(step), loss) for step, loss in _points(found, key)]
+            for found, key in ((intervals, "train_loss"), (evaluations, "val_loss"))
+        )
+        if not train and not validation:
+            raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} hold no loss")
+        color = f"C{number % 10}"
+        if train:
+            axes.plot(*zip(*train, strict=True), color=color, linewidth=0.9, alpha=0.4, label=None if validation else name)
+        if validation:
+            axes.plot(*zip(*validation, strict=True), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
+    axes.set_xlabel(BY[by])
+    axes.set_ylabel("loss (nats per token), points: validation")
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
+    axes.legend(frameon=False, loc="upper right")
+    tidy(axes)
+    save_files(out.parent, {out.name: partial(as_png, figure)})
+
+
+def _places(rows: list[dict[str, Any]], by: str) -> Callable[[float], float]:
+    """Where a step lies on the axis `by`: minutes are summed over the rows, and divided evenly between them."""
+    if by == "step":
+        return lambda step: step
+    if by == "tokens":
+        known = [row["tokens"] / row["step"] for row in rows if row.get("tokens") and row.get("step")]
+        return lambda step: step * (known[-1] if known else math.nan)
+    steps, minutes = [0.0], [0.0]
+    for row in rows:
+        if row.get("ms_per_step") is not None and row["step"] > steps[-1]:
+            minutes.append(minutes[-1] + row["ms_per_step"] * (row["step"] - steps[-1]) / 60e3)
+            steps.append(row["step"])
+
+    def at(step: float) -> float:
+        after = min(bisect_left(steps, step), len(steps) - 1)
+        if not after:
+            return 0.0
+        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+        return minutes[after - 1] + share * (minutes[after] - minutes[after - 1])
+
+    return at
 
 
 def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:

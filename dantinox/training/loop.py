@@ -20,8 +20,10 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.files import UserError, first_line
+from dantinox.model.flops import training_flops
 from dantinox.model.parameters import blueprint
 from dantinox.platform import platform_of
+from dantinox.programs import chip_of
 from dantinox.report import Console, MetricsLog, plot_loss
 from dantinox.run import RunDirectory, put, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
@@ -139,6 +141,7 @@ class _Trainer:
         self.checkpoints = Checkpoints(
             self.run.checkpoints, self.config.training.keep_last, (self.logs.path_csv, self.logs.path_jsonl)
         )
+        self.devices = 1  # that share a step
         self.state: State
 
     def train(self, resume: bool) -> Progress:
@@ -249,14 +252,20 @@ class _Trainer:
         metrics = jax.device_get(self.recent[-1])
         ms = self.clock.ms_per_step()
         tokens = self.config.training.batch_size * self.config.model.max_context
-        return {
+        rate = tokens / ms * 1e3
+        vitals = {
             "ms_per_step": ms,
             "lr": float(metrics.lr),
             "grad_norm": float(metrics.grad_norm),
             "tokens": self.step * tokens,
-            "tokens_per_s": tokens / ms * 1e3,
+            "tokens_per_s": rate,
             "memory_gb": used_gb(),
         }
+        chip = chip_of(jax.devices()[0])
+        if chip is not None:  # a share of the published bfloat16 FLOP/s
+            of_a_token = training_flops(self.model, self.config.model.max_context)
+            vitals["mfu"] = rate * of_a_token / chip.flops / self.devices
+        return vitals
 
     def _check_numbers(self, mean_loss: float) -> None:
         """Raises on a loss or gradient that is NaN or infinite; the checkpoints on the disk are from before."""

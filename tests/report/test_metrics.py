@@ -77,6 +77,13 @@ def test_other_columns_in_the_file_are_a_sentence(log):
         log.evaluation({"step": 1})
 
 
+def test_a_log_of_an_older_version_keeps_its_columns(log):
+    older = metrics.HEADER.removesuffix(",mfu")
+    log.path_csv.write_text(f"{older}\n")
+    log.evaluation({"step": 1, "val_loss": 2.0, "mfu": 0.5})
+    assert read_csv(log.path_csv) == [{"step": 1, "val_loss": 2.0}] and log.path_csv.read_text().startswith(f"{older}\n1,")
+
+
 @pytest.mark.parametrize("step", [0, 9, 10, 19, 20, 25, 39, 40])
 def test_a_cut_and_continued_log_is_the_uninterrupted_one(tmp_path, step):
     one = MetricsLog(tmp_path / "one.csv", tmp_path / "one.jsonl")

@@ -6,6 +6,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.report import MetricsLog, plot_loss
+from dantinox.report.plots import BY, plot_runs
 
 
 @pytest.fixture
@@ -31,6 +32,24 @@ def test_one_file_is_enough(log, tmp_path):
     log.path_jsonl.unlink()
     plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("by", BY)
+def test_runs_over_each_other(log, tmp_path, by, monkeypatch):
+    """Points stand where the rows say: after 10 steps of 60 ms and 10 of 120 ms, 1,000 tokens each."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    lines = []
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, **_: lines.append((list(x), list(y))))
+    monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
+    for step, ms in ((10, 60_000), (20, 120_000)):
+        log.interval({"step": step, "train_loss": 5 / step, "tokens": step * 1000, "ms_per_step": ms})
+    log.evaluation({"step": 15, "val_loss": 0.2, "tokens": 15_000})
+    plot_runs(dict.fromkeys(["one", "two"], (log.path_csv, log.path_jsonl)), by, tmp_path / "a.png")
+    places = {"step": ([10, 20], [15]), "tokens": ([10_000, 20_000], [15_000]), "time": ([10, 30], [20])}[by]
+    assert lines == [(places[0], [0.5, 0.25]), (places[1], [0.2])] * 2
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_a_sentence(log, tmp_path):

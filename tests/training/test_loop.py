@@ -1,5 +1,6 @@
 import json
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -78,6 +79,18 @@ def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):
     losses = [row["train_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
     means = [np.mean(losses[i : i + 6]) for i in range(0, 24, 6)]
     np.testing.assert_allclose([row["train_loss"] for row in read_csv(run.log(config))], means, rtol=1e-6)
+
+
+def test_the_share_of_the_chip_is_logged_where_its_figures_are_known(workshop, monkeypatch):
+    config = small_config(training__steps=6)
+    chip = SimpleNamespace(flops=1e9)
+    monkeypatch.setattr("dantinox.training.loop.chip_of", lambda device: chip)
+    run = workshop.train("run", config)
+    row = read_csv(run.log(config))[-1]
+    shapes = {name: leaf.shape for name, leaf in blueprint(config.architecture(VOCABULARY))[1].items()}
+    N = sum(np.prod(shape) for name, shape in shapes.items() if len(shape) > 1)  # tied: the table is the output layer
+    assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 6 * (N + 2 * 16 * 8) / 1e9)
+    assert f"mfu {row['mfu']:.4g}" in workshop.notes.getvalue()
 
 
 def test_patience_ends_a_run_that_gets_no_better(workshop):

@@ -19,7 +19,7 @@ from .small import small_config, small_store
 
 pytestmark = pytest.mark.slow
 
-TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
+TIMES = {"ms_per_step", "tokens_per_s", "memory_gb", "mfu"}
 
 
 class Stumbles(TokenStore):

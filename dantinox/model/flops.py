@@ -1,0 +1,29 @@
+"""What a model computes, by formula: the weights that a token is multiplied by, and its FLOPs."""
+
+from dantinox.config import ModelConfig
+from dantinox.model.cache import spans
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`."""
+    D, Q, F = model.dim, model.head_size, model.hidden_dim
+    attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
+    feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
+    return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
+
+
+def attention_flops(model: ModelConfig, keys: int) -> int:
+    """`4·L·H·Q·T` of one query: scores and weighted values of `keys` keys, in windowed layers of as many as they hold.
+
+    Keys that the causal mask hides count too, as in the formulas' sources.
+    """
+    return 4 * model.n_heads * model.head_size * sum(spans(model, keys))
+
+
+def training_flops(model: ModelConfig, length: int) -> int:
+    """FLOPs of a training step for each token of texts of `length` tokens: `3·(2·N + 4·L·H·Q·T)`.
+
+    Forward once and backward twice (Chowdhery et al. 2022, "PaLM", appendix B); what is computed again to save memory, the
+    optimizer and norms do not count.
+    """
+    return 3 * (2 * matrix_parameters(model) + attention_flops(model, length))
