@@ -55,7 +55,11 @@ OTHER: dict[str, tuple] = {
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
     "data.text_field": ("body", {"data.path": "c.jsonl"}),
-    "data.streaming": (True,), "data.dataset_source": ("huggingface",),
+    **{
+        f"data.{key}": (value, {"data.dataset_source": "huggingface", "data.path": "set"})
+        for key, value in {"streaming": True, "dataset_split": "test", "dataset_config": "small"}.items()
+    },
+    "data.dataset_source": ("huggingface", {"data.path": "set"}),
     "training.steps": (7, {"training.warmup_steps": 2}),
     "training.epochs": (2.5,), "training.batch_size": (8,), "training.grad_accum": (2,),
     "training.seed": (1,), "training.optimizer": ("muon",), "training.lr": (0.1,),
@@ -112,7 +116,7 @@ OTHER |= {  # numbers of the router: half of what they are is another value of e
     if key.startswith("router.") and key not in OTHER
 }
 OTHER["router.explore_top_k_min"] = (3, ROUTER)
-NOT_HERE = ("moe.use_moe", "moe.n_experts", "moe.top_k_mlp", "moe.alpha_balance", "data.dataset_source", "data.streaming")
+NOT_HERE = ("moe.use_moe", "moe.n_experts", "moe.top_k_mlp", "moe.alpha_balance")
 
 
 def settings_of(key):
@@ -130,7 +134,7 @@ def test_a_setting_that_lacks_what_it_needs_is_refused_or_reported(key):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
     if key in NOT_HERE:
-        with pytest.raises(UserError, match=r"no experts and no remote data sets|has no effect while moe\.use_moe is false"):
+        with pytest.raises(UserError, match=r"no experts|has no effect while moe\.use_moe is false"):
             build_config({}, {key: value})
         return
     alone = idle(Config.model_validate({section: {name: value}}, context="unchecked"))
@@ -181,6 +185,7 @@ LOOP = (
     "deterministic",
 )  # fmt: skip
 REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products")
+HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
 
 def written(config, directory):
@@ -211,8 +216,8 @@ def corpora(tmp_path_factory):
 def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging") or name in (*LOOP, *REQUEST):
-        assert read_by(key, "training", "run", "generation", "cli", "measure")
+    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *HUB):
+        assert read_by(key, "text", "training", "run", "generation", "cli", "measure")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})

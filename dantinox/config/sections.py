@@ -64,6 +64,9 @@ def is_list(paths: Any) -> bool:
     return isinstance(paths, tuple)
 
 
+HUB = Needs(("data.dataset_source", "huggingface"))
+
+
 class DataSection(Section):
     """The corpus."""
 
@@ -84,9 +87,11 @@ class DataSection(Section):
         "text", "the field of a JSON Lines record that holds the text"
     )
     dataset_source: Literal["local", "huggingface"] = field(
-        "local", "where the corpus is: local files; no other source in this version"
+        "local", "what path names: files, or data sets of Hugging Face (needs the extra `hf`)"
     )
-    streaming: bool = field(False, "stream a remote data set: not in this version")
+    dataset_split: Annotated[str, HUB] = field("train", "huggingface: which part of the data set")
+    dataset_config: Annotated[str | None, HUB] = field(None, "huggingface: which configuration of it (null: its default)")
+    streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
 
 
 class TrainingSection(Section):
@@ -178,11 +183,8 @@ class Config(Section):
     def conflicts(self) -> Iterator[str]:
         """A sentence for each rule across settings that is broken."""
         t, d, k, log = self.training, self.data, self.tokenizer, self.logging
-        if self.moe.use_moe or d.streaming or d.dataset_source != "local":
-            yield (
-                "this version has no experts and no remote data sets: moe.use_moe must be false, data.dataset_source local and "
-                "data.streaming false, with the corpus on disk at data.path"
-            )
+        if self.moe.use_moe:
+            yield "this version has no experts: moe.use_moe must be false"
         if t.batch_size % t.grad_accum:
             yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if t.steps is not None and t.warmup_steps > t.steps:

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
 from dantinox.text.corpus import Corpus, Extent, cut_up
+from dantinox.text.hub import fetched
 from dantinox.text.store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -80,6 +82,15 @@ def prepare_data(
     Raises:
       UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
     """
+    directory = Path(directory)
+    with fetched(config.data, directory) as data:
+        return _prepare(config.model_copy(update={"data": data}), directory, tokenizer, progress)
+
+
+def _prepare(
+    config: Config, directory: Path, tokenizer: Tokenizer | None, progress: Progress | None
+) -> tuple[Tokenizer, TokenStore]:
+    """`prepare_data` of a corpus on this machine."""
     plan = _plan(config)
     if tokenizer is None:
         tokenizer = _make_tokenizer(config, plan, progress)
@@ -91,7 +102,6 @@ def prepare_data(
     }
     if config.data.mixture:
         wanted["options"]["sources"] = len(config.data.mixture)
-    directory = Path(directory)
     header = _read_header(directory, wanted) or _build(plan, tokenizer, directory, wanted, progress)
     return tokenizer, _open(directory, header, config, tokenizer)
 
@@ -106,9 +116,11 @@ def vocabulary_size(config: Config) -> int:
     """
     if config.tokenizer.tokenizer_type == "bpe":
         return config.tokenizer.vocab_size
-    plan = _plan(config) if config.tokenizer.tokenizer_type == "char" else None
-    stretches = (lambda: iter(())) if plan is None else (lambda: (stretch.text for stretch in plan.stretches()))
-    return train_tokenizer(config.tokenizer, stretches).vocab_size
+    if config.tokenizer.tokenizer_type != "char":
+        return train_tokenizer(config.tokenizer, lambda: iter(())).vocab_size
+    with tempfile.TemporaryDirectory(prefix="dantinox-") as directory, fetched(config.data, Path(directory)) as data:
+        plan = _plan(config.model_copy(update={"data": data}))
+        return train_tokenizer(config.tokenizer, lambda: (stretch.text for stretch in plan.stretches())).vocab_size
 
 
 def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> TokenStore | None:
@@ -118,7 +130,9 @@ def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> T
 
 
 def has_changed(config: Config, directory: str | Path) -> bool:
-    """Whether the corpus is there and is not what the tokens in `directory` were made of."""
+    """Whether the corpus is on this machine and is not what the tokens in `directory` were made of."""
+    if config.data.dataset_source != "local":
+        return False
     try:
         sources = [corpus.digest() for corpus in _corpora(config)]
     except UserError:  # it is gone

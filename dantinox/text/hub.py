@@ -1,0 +1,67 @@
+"""Data sets of Hugging Face, on the hub or in a folder: their texts as JSON Lines, which are then read like any other."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dantinox.config import DataSection
+from dantinox.files import UserError, first_line, on_one_line
+
+
+@contextlib.contextmanager
+def fetched(data: DataSection, directory: Path) -> Iterator[DataSection]:
+    """Inside, the settings name files with the texts of the data sets that they name outside, if they do.
+
+    The files, as large as the text, lie in `directory` and are gone afterwards: what stays are the tokens. With
+    `data.streaming` the data sets are read as they come, and no copy of them is kept in Hugging Face's cache.
+
+    Raises:
+      UserError: the library is not installed, or a data set, its split or its field is not there or cannot be read.
+    """
+    if data.dataset_source == "local" or data.path is None:
+        yield data
+        return
+    names = data.path if isinstance(data.path, tuple) else (data.path,)
+    files = [directory / f".dataset-{number}.jsonl" for number in range(len(names))]
+    try:
+        for name, file in zip(names, files, strict=True):
+            _write(data, name, file)
+        paths = tuple(map(str, files))
+        yield data.model_copy(update={"dataset_source": "local", "path": paths if len(paths) > 1 else paths[0]})
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def _write(data: DataSection, name: str, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "w", encoding="utf-8") as out:
+            for text in _texts(data, name):
+                out.write(json.dumps({data.text_field: text}) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write the texts of {on_one_line(name)} to {file}: {error.strerror or error}") from None
+
+
+def _texts(data: DataSection, name: str) -> Iterator[str]:
+    shown = on_one_line(name)
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(f"the data set {shown} needs Hugging Face's library: pip install 'dantinox[hf]'") from None
+    try:
+        rows: Iterator[dict[str, Any]] = iter(
+            load_dataset(name, data.dataset_config, split=data.dataset_split, streaming=data.streaming)
+        )
+        for row in rows:
+            text = row.get(data.text_field)
+            if not isinstance(text, str):
+                fields = on_one_line(", ".join(map(str, row)))
+                raise UserError(f"the data set {shown} has no text in {data.text_field!r} (data.text_field); it has {fields}")
+            yield text
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:  # of the library, of the formats it reads, of the network
+        raise UserError(f"cannot read the data set {shown}: {first_line(error)}") from error
