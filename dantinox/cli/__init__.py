@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | init | generate | explain | calibrate | eval | info | verify | plan | plot | doctor`:
-parses, calls, prints."""
+"""The command line, `dantinox train | find-lr | init | generate | explain | calibrate | eval | info | verify | plan | plot |
+doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -79,6 +79,7 @@ def _parser() -> Parser:
 # Name → what it runs, what adds its flags, and what it is for.
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (train.train, train.train_flags, "Train a model from a YAML file into a run directory."),
+    "find-lr": (train.find_lr, train.find_lr_flags, "Let the learning rate climb in a short training, and say which to try."),
     "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
     "generate": (generate.generate, generate.generate_flags, "Continue a prompt with a trained model."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),

@@ -7,6 +7,7 @@ from typing import Any
 from dantinox.config import UserError
 from dantinox.config.files import flat_name
 from dantinox.config.flags import overrides
+from dantinox.files import check_writable
 
 DEFAULT_PROMPT = "Nel mezzo del cammin"
 
@@ -47,3 +48,11 @@ def whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {text!r}")
     return int(text)
+
+
+def check_plot(options: argparse.Namespace) -> None:
+    """Raises a UserError where --plot names what a picture cannot be written to."""
+    if options.plot is not None and options.plot.suffix != ".png":
+        raise UserError(f"--plot must name a .png file, got {options.plot}")
+    if options.plot is not None:
+        check_writable(options.plot, "--plot")

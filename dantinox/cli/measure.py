@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import DEFAULT_PROMPT, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.cli.common import DEFAULT_PROMPT, check_plot, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import UserError, load_config, overlay
 from dantinox.config.flags import add_config_flags, overrides
 from dantinox.config.start import DEFAULT, find_config
-from dantinox.files import atomic_write, check_folder, check_writable
+from dantinox.files import atomic_write, check_folder
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
@@ -78,7 +78,7 @@ def explain_flags(command: argparse.ArgumentParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    _check_plot(options)
+    check_plot(options)
     settings = given_settings(options)
     from dantinox.run import load_run_config, open_run
 
@@ -117,7 +117,7 @@ def calibration(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def calibrate(options: argparse.Namespace) -> int:
-    _check_plot(options)
+    check_plot(options)
     flags = calibration(options)
     use_compilation_cache()
     if options.what == "router":
@@ -132,13 +132,6 @@ def calibrate(options: argparse.Namespace) -> int:
     heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=_progress, **flags)
     record, lines = heads.to_dict(), kv_calibration_lines
     return _show(options, record, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
-
-
-def _check_plot(options: argparse.Namespace) -> None:
-    if options.plot is not None and options.plot.suffix != ".png":
-        raise UserError(f"--plot must name a .png file, got {options.plot}")
-    if options.plot is not None:
-        check_writable(options.plot, "--plot")
 
 
 def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], draw: Callable[[], bytes]) -> int:

@@ -1,9 +1,12 @@
 """`dantinox train | init`: their flags, and what they call."""
 
 import argparse
+import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from dantinox.cli.common import use_compilation_cache
+from dantinox.cli.common import check_plot, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
 from dantinox.config.flags import add_config_flags, overrides
 from dantinox.config.start import DEFAULT, find_config, starting_config
@@ -40,6 +43,30 @@ def train(options: argparse.Namespace) -> int:
             print(line, flush=True)
         return 0
     launch(config, run_dir=options.run_dir, resume=options.resume)
+    return 0
+
+
+def find_lr_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, default=DEFAULT, help=f"as of train (default: {DEFAULT})")
+    command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="steps at most (default: 100)")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss over the learning rate")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_flags(command, ("model", "moe", "attention", "tokenizer", "data", "training"))
+
+
+def find_lr(options: argparse.Namespace) -> int:
+    check_plot(options)
+    config = load_config(find_config(options.config), overrides(options))
+    use_compilation_cache()
+    from dantinox.report.plots import draw_rates
+    from dantinox.training.find_lr import find_lr, rate_lines
+
+    found = find_lr(config, options.tries, lambda line: print(line, file=sys.stderr, flush=True))
+    for line in [json.dumps(asdict(found))] if options.json else rate_lines(found):
+        print(line)
+    if options.plot is not None:
+        marks = {"steepest": found.steepest, "lowest": found.lowest}
+        atomic_write(options.plot, draw_rates(found.key, found.rates, found.losses, found.smoothed, marks))
     return 0
 
 

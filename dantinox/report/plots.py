@@ -87,6 +87,23 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
     save_files(out.parent, {out.name: partial(as_png, figure)})
 
 
+def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list[float], marks: Mapping[str, float]) -> bytes:
+    """Losses over climbing learning rates, as PNG; `marks` are rates by their names."""
+    figure = new_figure(8, 4.8)
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color=TRAIN, linewidth=0.9, label="loss")
+    axes.plot(rates, smoothed, color=VALIDATION, linewidth=1.8, label="smoothed")
+    for name, rate in marks.items():
+        axes.axvline(rate, color=GREY, linewidth=0.8, linestyle=":")
+        axes.annotate(f"{name} {rate:.2g}", (rate, max(smoothed)), rotation=90, ha="right", va="top", fontsize=9, color=GREY)
+    axes.set_xscale("log")
+    axes.set_xlabel(key)
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False, loc="lower left")
+    tidy(axes)
+    return as_png(figure)
+
+
 def _places(rows: list[dict[str, Any]], by: str) -> Callable[[float], float]:
     """Where a step lies on the axis `by`: minutes are summed over the rows, and divided evenly between them."""
     if by == "step":

@@ -60,9 +60,13 @@ def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
     return math.prod(shape[:inputs]), math.prod(shape[inputs:])
 
 
-def optimizer(training: TrainingSection, steps: int) -> optax.GradientTransformation:
-    """Clipping, then the rule of `training.optimizer`; with `training.ema` its state is an `Averaged`."""
-    factor = schedule(training, steps)
+def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = None) -> optax.GradientTransformation:
+    """Clipping, then the rule of `training.optimizer`; with `training.ema` its state is an `Averaged`.
+
+    Args:
+      factor: on the peak learning rates, in place of that of `training.schedule`.
+    """
+    factor = factor or schedule(training, steps)
     rule = RULES[training.optimizer](training, lambda step: training.lr * factor(step))
     if training.optimizer == "muon":
         rule = _split(muon(lambda step: training.muon_lr * factor(step), training.weight_decay), rule)

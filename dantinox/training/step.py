@@ -19,7 +19,7 @@ from dantinox.programs import compiled, size
 from dantinox.text import Batch
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums, sums
-from dantinox.training.optimizer import Averaged, optimizer, schedule
+from dantinox.training.optimizer import Averaged, Schedule, optimizer, schedule
 
 EVAL_TOKENS_PER_CALL = 8192
 
@@ -71,11 +71,16 @@ def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
     return State(jax.ShapeDtypeStruct((), jnp.int32), shapes, moments, pair, pair)  # type: ignore[arg-type]
 
 
-def make_train_step(config: Config, model: ModelConfig, steps: int) -> Any:
-    """The optimizer step as one `jax.jit`: (state, which is donated; batch) → (next state, metrics)."""
+def make_train_step(config: Config, model: ModelConfig, steps: int, factor: Schedule | None = None) -> Any:
+    """The optimizer step as one `jax.jit`: (state, which is donated; batch) → (next state, metrics).
+
+    Args:
+      factor: on the peak learning rates, in place of that of `training.schedule`.
+    """
     training = config.training
     build, _ = blueprint(model)
-    transform, factor = optimizer(training, steps), schedule(training, steps)
+    factor = factor or schedule(training, steps)
+    transform = optimizer(training, steps, factor)
 
     def objective(parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = sums(build(parameters), part, rngs=nnx.Rngs(dropout=key))

@@ -1,0 +1,99 @@
+"""Which learning rate: a short training in which it climbs, and the loss beside it (Smith 2017, section 3.3)."""
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import Config, UserError
+from dantinox.text import prepare_data
+from dantinox.training.step import initial_state, make_train_step
+
+SMOOTHING = 0.9  # of the losses, in steps; the mean is corrected for its start
+DIVERGED = 1.5  # times the lowest smoothed loss
+MOST, LEAST = 1e2, 1e-3  # of the settings' own rates
+
+
+@dataclass(frozen=True)
+class RateTest:
+    """Losses of steps whose learning rate climbs by equal factors, up to where they diverged.
+
+    Attributes:
+      key: the setting that the rates are of; with Muon `training.lr` climbed beside it, in proportion.
+      rates: of each step.
+      losses: nats per token, before the step's update.
+      smoothed: their running mean.
+      lowest: the rate at the lowest smoothed loss: the edge of what works.
+      steepest: the rate at which the smoothed loss fell fastest: what to begin with.
+    """
+
+    key: str
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    lowest: float
+    steepest: float
+
+
+def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda line: None) -> RateTest:
+    """Trains from fresh weights for at most `steps` steps, rates from `LEAST` to `MOST` times those of the settings.
+
+    Nothing of it is kept. Warm-up and schedule have no part in it.
+
+    Raises:
+      UserError: no corpus, fewer than 10 steps, or a loss that diverged before it fell.
+    """
+    if steps < 10:
+        raise UserError(f"--tries must be at least 10, got {steps}")
+    with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
+        tokenizer, store = prepare_data(config, directory)
+        model, t = config.architecture(tokenizer.vocab_size), config.training
+        progress(f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context} tokens")
+
+        def factor(step: Any) -> jax.Array:
+            return jnp.exp(math.log(LEAST) + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MOST / LEAST))
+
+        train, state = make_train_step(config, model, steps, factor), initial_state(config, model, steps)
+        losses: list[float] = []
+        for step in range(steps):
+            state, metrics = train(state, store.batch(step))
+            losses.append(float(metrics.loss))
+            if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):
+                break
+    own = {"muon": ("training.muon_lr", t.muon_lr)}.get(t.optimizer, ("training.lr", t.lr))
+    return read_off(own[0], [own[1] * float(factor(step)) for step in range(len(losses))], losses)
+
+
+def read_off(key: str, rates: list[float], losses: list[float]) -> RateTest:
+    """What the losses say, cut where they diverged."""
+    smoothed, mean = [], 0.0
+    for number, loss in enumerate(losses, 1):
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        smoothed.append(mean / (1 - SMOOTHING**number))
+        if not smoothed[-1] <= DIVERGED * min(smoothed):
+            break
+    kept = sum(math.isfinite(loss) for loss in smoothed)
+    rates, losses, smoothed = rates[:kept], losses[:kept], smoothed[:kept]
+    low = int(np.argmin(smoothed)) if smoothed else 0
+    if low < 2:
+        raise UserError(
+            f"the loss never fell, from {key} {rates[0]:.1g} on: lower it" if rates else f"no loss at all: lower {key}"
+        )
+    steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
+    return RateTest(key, rates, losses, smoothed, rates[low], rates[steep])
+
+
+def rate_lines(found: RateTest) -> list[str]:
+    """What was found, as a person reads it."""
+    return [
+        f"{found.key}: the loss fell fastest at {found.steepest:.2g} and was lowest at {found.lowest:.2g}, "
+        f"{found.smoothed[0]:.3f} → {min(found.smoothed):.3f} in {len(found.losses)} steps",
+        f"try {found.steepest:.2g} to {found.lowest / 3:.2g} as the peak, the less the longer the run"
+        if found.steepest < found.lowest / 3
+        else f"try {found.lowest / 3:.2g} as the peak",
+    ]

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from dantinox import cli
+from dantinox.config import UserError
+from dantinox.training import find_lr as finding
+from dantinox.training.find_lr import LEAST, MOST, find_lr, rate_lines, read_off
+
+from .small import Tokens, small_config, small_store
+
+
+def test_rates_climb_by_equal_factors_and_a_training_at_them_is_what_is_measured(monkeypatch):
+    config = small_config()
+    monkeypatch.setattr(finding, "prepare_data", lambda config, directory: (Tokens(), small_store(config)))
+    found = find_lr(config, 60)
+    ratios = np.diff(np.log(found.rates))
+    np.testing.assert_allclose(ratios, np.log(MOST / LEAST) / 59, rtol=1e-4)
+    assert found.rates[0] == pytest.approx(LEAST * config.training.muon_lr) and found.key == "training.muon_lr"
+    assert found.losses[0] == pytest.approx(np.log(11), abs=0.3) and min(found.smoothed) < found.losses[0] - 0.2
+    assert found.rates[0] < found.steepest <= found.lowest <= found.rates[-1]
+    assert found.key in rate_lines(found)[0]
+
+
+def test_what_is_read_off_a_curve_of_known_shape():
+    """A loss that falls fastest at 1e-2, is lowest at 1e-1 and diverges behind it."""
+    x = np.linspace(-4, 1, 200)
+    losses = 3 - 2 / (1 + np.exp(-8 * (x + 2))) + 9 * np.maximum(x + 1, 0) ** 2
+    found = read_off("training.lr", (10**x).tolist(), losses.tolist())
+    delay = 9 * 5 / 199  # of the running mean, in decades: SMOOTHING / (1 - SMOOTHING) steps
+    assert np.log10(found.steepest) == pytest.approx(-2 + delay, abs=0.15)
+    assert np.log10(found.lowest) == pytest.approx(-1 + delay, abs=0.25)
+    assert len(found.losses) < 200 and found.smoothed[-1] <= 1.6 * min(found.smoothed)
+
+
+def test_what_gives_no_answer_is_a_sentence():
+    with pytest.raises(UserError, match=r"the loss never fell, from training\.lr 0\.1 on: lower it"):
+        read_off("training.lr", [0.1, 0.2, 0.3], [2.0, 9.0, float("nan")])
+    with pytest.raises(UserError, match="--tries must be at least 10, got 3"):
+        find_lr(small_config(), 3)
+
+
+def test_the_command_draws_what_it_found(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    found = read_off("training.lr", [0.1, 0.2, 0.3, 0.4], [4.0, 2.0, 1.0, 1.5])
+    monkeypatch.setattr(finding, "find_lr", lambda config, steps, progress: found)
+    assert cli.main(["find-lr", "--plot", str(tmp_path / "a.png"), "--lr", "0.1"]) == 0
+    assert capsys.readouterr().out.startswith("training.lr: the loss fell fastest at")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
