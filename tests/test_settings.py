@@ -25,7 +25,8 @@ SMALL = {
 ROUTER = {"generation.strategy": "entropy"}
 BUDGET = {"kv.budget": 0.5}
 BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
-LINEAR = {"attention.rope_scaling": "linear", "attention.rope_factor": 4.0}
+FOURFOLD = {"attention.rope_factor": 4.0}
+LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
 YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
 # Setting → a value other than its default, and what else it needs.
@@ -34,7 +35,7 @@ OTHER: dict[str, tuple] = {
     "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,), "model.activation": ("relu2",),
     "model.norm": ("layernorm",), "model.norm_epsilon": (1e-3,), "model.qk_norm": (True,), "model.dropout_rate": (0.1,),
     "model.gradient_checkpointing": (True,), "model.remat_policy": ("dots", {"model.gradient_checkpointing": True}),
-    "model.dtype": ("bfloat16",), "model.final_logit_softcapping": (30.0,),
+    "model.dtype": ("bfloat16",), "model.scan_layers": (True,), "model.final_logit_softcapping": (30.0,),
     "moe.use_moe": (True,), "moe.n_experts": (8, {"moe.use_moe": True}), "moe.top_k_mlp": (1, {"moe.use_moe": True}),
     "moe.expansion": (3.0,), "moe.alpha_balance": (0.5, {"moe.use_moe": True}),
     "attention.use_rotary_pos": (False,), "attention.trainable_pos": (True, {"attention.use_rotary_pos": False}),
@@ -43,8 +44,7 @@ OTHER: dict[str, tuple] = {
     "attention.context_window": (2, {"attention.sliding_window": True}),
     "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),
     "attention.no_sink": (True,), "attention.kernel": ("chunked",), "attention.attn_logit_softcapping": (50.0,),
-    "attention.sink_logits": (True,), "attention.rope_scaling": ("linear", {"attention.rope_factor": 4.0}),
-    "attention.rope_factor": (2.0, LINEAR),
+    "attention.sink_logits": (True,), "attention.rope_scaling": ("linear", FOURFOLD), "attention.rope_factor": (2.0, LINEAR),
     "attention.rope_original_context": (16, {**LLAMA3, "attention.rope_original_context": 8}),
     "attention.low_freq_factor": (2.0, LLAMA3), "attention.high_freq_factor": (8.0, LLAMA3),
     "attention.beta_fast": (16.0, YARN), "attention.beta_slow": (2.0, YARN), "attention.rope_attention_factor": (1.5, YARN),

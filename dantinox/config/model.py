@@ -37,6 +37,10 @@ class ModelSection(Section):
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
         "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
     )
+    scan_layers: bool = field(
+        False,
+        "train with the layers stacked, in a loop: compiles in a fraction of the time; files hold them apart all the same",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = field(
         "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
     )
@@ -130,6 +134,7 @@ class RopeScaling:
 class ModelConfig:
     """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
 
+    With `scan_layers` those that recur are stacked, which is how a model is trained; one that decodes has its layers apart.
     `windows` holds for each layer the number of keys a query sees, its own included, or None for all. `platform` is what it is
     compiled for; `auto`: the machine at hand.
     """
@@ -158,8 +163,15 @@ class ModelConfig:
     weight_tying: bool = True
     dropout_rate: float = 0.0
     remat: Literal["none", "full", "dots"] = "none"
+    scan_layers: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+
+    @property
+    def period(self) -> int:
+        """After how many layers the kinds of layers recur, a divisor of their number."""
+        L = self.num_blocks
+        return next(p for p in range(1, L + 1) if L % p == 0 and self.windows[p:] == self.windows[: L - p])
 
 
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[str]:
@@ -247,6 +259,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         weight_tying=m.weight_tying,
         dropout_rate=m.dropout_rate,
         remat=m.remat_policy if m.gradient_checkpointing else "none",
+        scan_layers=m.scan_layers,
         dtype=m.dtype,
         platform=platform,
     )

@@ -221,6 +221,6 @@ def load(run_dir: str | Path) -> Run:
 
 def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:
     """The transformer of a config with the weights of a file, each placed on the device as it is read."""
-    # The kernel is a matter of the machine that trained.
-    build, shapes = blueprint(replace(config.architecture(vocab_size), kernel="auto"))
+    # The kernel is a matter of the machine that trained, and decoding wants the layers apart.
+    build, shapes = blueprint(replace(config.architecture(vocab_size), kernel="auto", scan_layers=False))
     return build(load_weights(weights, shapes, place=lambda _, array: jax.device_put(array)))

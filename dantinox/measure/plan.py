@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -187,7 +187,7 @@ def generation_programs(
     topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
 ) -> Iterator[Traced]:
     """Prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
-    g, rows = config.generation, batch * config.generation.n
+    g, rows, model = config.generation, batch * config.generation.n, replace(model, scan_layers=False)
     weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.products))
     lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
     # Which head gets which share is measured on a trained model: here all are alike.

@@ -1,9 +1,14 @@
-"""The weights of a model as a flat dict from path to array, which is what optimizers and checkpoints work on."""
+"""The weights of a model as a flat dict from path to array, which is what optimizers and checkpoints work on.
 
-from collections.abc import Callable
+Paths are `embed`, `norm_f/scale`, `head/kernel`, `blocks/<layer>/<module>/…/<leaf>`; matrices are called `kernel`. With
+`scan_layers` the layers are `rolled/<kind>/<module>/…/<leaf>`, and have one axis more, the first.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import ModelConfig
@@ -28,6 +33,33 @@ def blueprint(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer],
         return nnx.merge(graph, nnx.from_flat_state(leaves))
 
     return build, shapes
+
+
+def rolled(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The weights of a model with its layers apart as those of one with `scan_layers`; the numbers are the same."""
+    result: dict[str, Any] = {name: array for name, array in parameters.items() if not name.startswith("blocks/")}
+    for name in parameters:
+        head, _, rest = name.partition("/")
+        layer, _, leaf = rest.partition("/")
+        if head == "blocks" and int(layer) < config.period:
+            kind = int(layer)
+            layers = [parameters[f"blocks/{i}/{leaf}"] for i in range(kind, config.num_blocks, config.period)]
+            result[f"rolled/{kind}/{leaf}"] = jnp.stack(layers)
+    return result
+
+
+def unrolled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights with their layers apart, as files hold them and decoding wants them. Others stay as they are."""
+    result: dict[str, Any] = {}
+    period = 1 + max((int(name.split("/")[1]) for name in parameters if name.startswith("rolled/")), default=0)
+    for name, array in parameters.items():
+        head, _, rest = name.partition("/")
+        if head != "rolled":
+            result[name] = array
+            continue
+        kind, _, leaf = rest.partition("/")
+        result |= {f"blocks/{int(kind) + period * turn}/{leaf}": layer for turn, layer in enumerate(array)}
+    return result
 
 
 def initial_parameters(config: ModelConfig, seed: int) -> Parameters:

@@ -52,9 +52,16 @@ def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs)
     return Linear((dim,), (vocab_size,), dtype=dtype, rngs=rngs, out_dtype=jnp.float32)
 
 
+def stacked(blocks: list[Block]) -> Block:
+    """Blocks of one kind as one, whose weights have a first axis for them."""
+    graph, _ = nnx.split(blocks[0])
+    return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.state(block) for block in blocks)))
+
+
 class Transformer(nnx.Module):
     """A decoder-only transformer, built from its `ModelConfig` alone.
 
+    Its layers are `blocks`, or with `scan_layers` the stacks `rolled`: layer i is the (i // period)-th of stack i mod period.
     Weights are float32; activations have the compute dtype; logits are float32.
     """
 
@@ -66,7 +73,10 @@ class Transformer(nnx.Module):
         self.position_embed = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
         )
-        self.blocks = nnx.List([Block(config, window, dtype=self.dtype, rngs=rngs) for window in config.windows])
+        blocks = [Block(config, window, dtype=self.dtype, rngs=rngs) for window in config.windows]
+        self.blocks = nnx.List([] if config.scan_layers else blocks)
+        if config.scan_layers:
+            self.rolled = nnx.List([stacked(blocks[kind :: config.period]) for kind in range(config.period)])
         self.norm_f = NORMS[config.norm](D, config.norm_epsilon)
         untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
         self.head = nnx.data(untied)
@@ -103,13 +113,19 @@ class Transformer(nnx.Module):
         """
         if cache is not None and segments_BT is not None:
             raise ValueError("segments_BT has no effect with a cache: its rows hold one document each")
+        if self.config.scan_layers and (cache is not None or probe is not None):
+            raise ValueError("a model with scan_layers reads whole texts and nothing else: decode with its layers apart")
         constrain = constrain or (lambda x: x)
-        layers: tuple[Any, ...] = cache.layers if cache is not None else (self._fresh(segments_BT),) * len(self.blocks)
-        keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(len(layers) + 1)]
+        fresh, L = self._fresh(segments_BT), self.config.num_blocks
+        layers: tuple[Any, ...] = cache.layers if cache is not None else (fresh,) * L
+        keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(L + 1)]
         x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
         angles = None
         if self.config.position == "rope":
             angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, self.config.rope_scaling)
+        if self.config.scan_layers:
+            x_BTD = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], constrain)
+            return self.norm_f(x_BTD), None, {}
         memories: list[Any] = []
         probed = []
         for block, memory, key in zip(self.blocks, layers, keys, strict=False):
@@ -122,6 +138,22 @@ class Transformer(nnx.Module):
             probed.append(seen)
         aux = {} if probe is None else {"probe": tuple(probed)}
         return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(memories)), aux
+
+    def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any], constrain: Constrain) -> jax.Array:
+        """The residual stream behind all layers, a period of them in a turn of the loop. `seen`: positions, angles, memory."""
+        period, remat = self.config.period, self.config.remat
+        graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
+        stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
+
+        def turn(x_BTD: jax.Array, part: Any) -> tuple[jax.Array, None]:
+            for graph, state, key in zip(graphs, *part, strict=True):
+                x_BTD, _, _ = nnx.merge(graph, state)(x_BTD, *seen, key, None)
+                x_BTD = constrain(x_BTD)
+            return x_BTD, None
+
+        if remat != "none":
+            turn = jax.checkpoint(turn, policy=REMAT[remat], prevent_cse=False)
+        return jax.lax.scan(turn, x_BTD, (list(states), stacked_keys))[0]
 
     def logits(self, x_BTD: jax.Array, rounded_DV: jax.Array | None = None) -> jax.Array:
         """Scores of the next token, float32 `[..., V]`, for any leading axes.

@@ -21,7 +21,7 @@ import numpy as np
 from dantinox.config import Config
 from dantinox.files import UserError, first_line
 from dantinox.model.flops import training_flops
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import blueprint, unrolled
 from dantinox.platform import platform_of
 from dantinox.programs import chip_of
 from dantinox.report import Console, MetricsLog, plot_loss
@@ -320,7 +320,7 @@ class _Trainer:
             self._export(self.state)
 
     def _export(self, state: State) -> None:
-        save_weights(self.run.weights, jax.device_get(state.weights), self.facts)
+        save_weights(self.run.weights, unrolled(jax.device_get(state.weights)), self.facts)
 
     def _validation_loss(self) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
@@ -334,9 +334,9 @@ class _Trainer:
 
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
-        build, _ = blueprint(self.model)
+        build, _ = blueprint(replace(self.model, scan_layers=False))
         try:
-            text = sample(build(self.state.weights))
+            text = sample(build(unrolled(self.state.weights)))
             self.run.samples.mkdir(exist_ok=True)
             put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
         except Exception as error:
@@ -394,7 +394,7 @@ class _Trainer:
 
     def _summary(self) -> dict[str, Any]:
         sizes = {name: p.size for name, p in self.state.parameters.items()}
-        embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "norm")))
+        embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
         return {
             "parameters": sum(sizes.values()),
             "parameters_without_embeddings": sum(sizes.values()) - embeddings,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dantinox.config.sections import TrainingSection
@@ -48,16 +49,18 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """A hidden matrix as Muon sees it, (fan in, fan out), or None for what AdamW trains.
+def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """A hidden matrix as Muon sees it, (fan in, fan out), or None for what AdamW trains; a stack: (matrices, fan in, fan out).
 
     Queries, keys and values are one matrix, as are gate and up. Embeddings, position tables and the output layer have no Muon
     form: a row of them belongs to one token.
     """
-    if not name.startswith("blocks/") or len(shape) < 2:
+    if not name.startswith(("blocks/", "rolled/")) or not name.endswith("kernel"):
         return None
+    stacked = name.startswith("rolled/") + ("/experts/" in name)
+    stack, shape = shape[:stacked], shape[stacked:]
     inputs = len(shape) - 1 if name.endswith("attention/out/kernel") else 1
-    return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    return *((math.prod(stack),) if stack else ()), math.prod(shape[:inputs]), math.prod(shape[inputs:])
 
 
 def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = None) -> optax.GradientTransformation:
@@ -76,8 +79,8 @@ def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = N
 
 
 def _decayed(parameters: Parameters) -> dict[str, bool]:
-    """Weight decay is for matrices: not for scales, not for biases."""
-    return {name: p.ndim >= 2 for name, p in parameters.items()}
+    """Weight decay is for matrices and tables: not for scales, biases and sinks."""
+    return {name: name.endswith(("kernel", "embed")) for name in parameters}
 
 
 def _adamw(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
@@ -115,14 +118,22 @@ RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformat
 
 
 def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule that sees hidden matrices with two axes, fan in and fan out."""
+    """A rule that sees hidden matrices with two axes, fan in and fan out, those of a stack one by one."""
 
     def flat(tree: Parameters) -> Parameters:
-        return {name: p.reshape(as_matrix(name, p.shape) or p.shape) for name, p in tree.items()}
+        matrices = {name: p.reshape(as_matrix(name, p.shape) or p.shape) for name, p in tree.items()}
+        whole = {name: p for name, p in matrices.items() if p.ndim < 3}
+        return whole | {f"{name}/{i}": x for name, p in matrices.items() if p.ndim == 3 for i, x in enumerate(p)}
 
     def update(gradients: Parameters, state: Any, parameters: Any = None) -> tuple[Parameters, Any]:
         updates, state = rule.update(flat(gradients), state, None if parameters is None else flat(parameters))
-        return {name: u.reshape(gradients[name].shape) for name, u in updates.items()}, state
+
+        def joined(name: str, shape: tuple[int, ...]) -> jax.Array:
+            count = (as_matrix(name, shape) or shape)[0]
+            whole = updates[name] if name in updates else jnp.stack([updates[f"{name}/{i}"] for i in range(count)])
+            return whole.reshape(shape)
+
+        return {name: joined(name, g.shape) for name, g in gradients.items()}, state
 
     return optax.GradientTransformation(lambda parameters: rule.init(flat(parameters)), update)
 
@@ -207,20 +218,22 @@ def orthogonalise(gradients: Parameters) -> Parameters:
     wide: Parameters = {}
     tall: Parameters = {}
     for name, g in gradients.items():
-        fan_in, fan_out = as_matrix(name, g.shape) or g.shape
-        x = g.reshape(fan_in, fan_out)
-        (wide if fan_in <= fan_out else tall)[name] = x if fan_in <= fan_out else x.T
+        x = g.reshape(as_matrix(name, g.shape) or g.shape)
+        is_wide = x.shape[-2] <= x.shape[-1]
+        (wide if is_wide else tall)[name] = x if is_wide else x.mT
     both = wide | tall
     roots: Parameters = {}
-    for height in sorted({x.shape[0] for x in both.values()}):
-        names = [name for name, x in both.items() if x.shape[0] == height]
-        grams = jnp.stack([jnp.matmul(both[name], both[name].T, precision=PRECISION) for name in names])
-        roots |= dict(zip(names, _inverse_root(grams), strict=True))
+    for height in sorted({x.shape[-2] for x in both.values()}):
+        names = [name for name, x in both.items() if x.shape[-2] == height]
+        grams = [jnp.matmul(both[name], both[name].mT, precision=PRECISION).reshape(-1, height, height) for name in names]
+        ends = np.cumsum([len(gram) for gram in grams])
+        found = jnp.split(_inverse_root(jnp.concatenate(grams)), ends[:-1])
+        roots |= {name: root.reshape(*both[name].shape[:-1], height) for name, root in zip(names, found, strict=True)}
     result: Parameters = {}
     for name, g in gradients.items():
         x = jnp.matmul(roots[name], both[name], precision=PRECISION)
-        scale = math.sqrt(max(1.0, x.shape[1] / x.shape[0])) if name in wide else 1.0
-        result[name] = (scale * (x if name in wide else x.T)).reshape(g.shape)
+        scale = math.sqrt(max(1.0, x.shape[-1] / x.shape[-2])) if name in wide else 1.0
+        result[name] = (scale * (x if name in wide else x.mT)).reshape(g.shape)
     return result
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.files import UserError, shown
-from dantinox.model.parameters import Parameters, blueprint
+from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
 from dantinox.run import load_weights, open_run
 
@@ -90,5 +91,6 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> Pa
             f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
             f"set tokenizer.tokenizer_type: file and tokenizer.tokenizer_path: {source.tokenizer}"
         )
-    _, shapes = blueprint(model)
-    return load_weights(source.weights, shapes, lambda _, array: jnp.array(array))
+    _, shapes = blueprint(replace(model, scan_layers=False))
+    given = load_weights(source.weights, shapes, lambda _, array: jnp.array(array))
+    return rolled(given, model) if model.scan_layers else given

@@ -1,0 +1,88 @@
+"""Training with the layers stacked: the same numbers in another form, and files that do not tell."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from dantinox.generation.run import load_model
+from dantinox.model.parameters import blueprint, initial_parameters, rolled, unrolled
+from dantinox.training.step import initial_state, make_train_step
+
+from .small import VOCABULARY, small_config, small_store
+
+# Layers 0, 2 and 1, 3 are of one kind each.
+SETTINGS = {
+    "model__num_blocks": 4,
+    "attention__sliding_window": True,
+    "attention__context_window": 2,
+    "attention__layer_types": ["sliding", "full"],
+    "attention__sink_logits": True,
+}
+
+
+@cache
+def trained(scan_layers, optimizer="adamw", **changes):
+    """The losses of three steps, and the weights behind them, with the layers apart."""
+    config = small_config(**SETTINGS, **changes, model__scan_layers=scan_layers, training__optimizer=optimizer)
+    model, store, losses = config.architecture(VOCABULARY), small_store(config), []
+    state, step = initial_state(config, model, 9), make_train_step(config, model, 9)
+    for i in range(3):
+        state, metrics = step(state, store.batch(i))
+        losses.append(float(metrics.loss))
+    return losses, {name: np.asarray(x) for name, x in unrolled(state.parameters).items()}
+
+
+@pytest.mark.parametrize(
+    "optimizer, changes",
+    [
+        ("adamw", {"model__gradient_checkpointing": True}),
+        pytest.param("muon", {}, marks=pytest.mark.exhaustive),
+        pytest.param("adafactor", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
+    (ours, rolled_up), (theirs, apart) = (trained(scan, optimizer, **changes) for scan in (True, False))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert rolled_up.keys() == apart.keys()
+    # Adam divides gradients near zero by themselves: a few numbers move by as much as a step.
+    assert np.mean([np.abs(rolled_up[name] - apart[name]).mean() for name in apart]) < 1e-5
+
+
+def test_rolled_and_apart_again_is_what_it_was():
+    model, other = (small_config(**SETTINGS, model__scan_layers=s).architecture(VOCABULARY) for s in (True, False))
+    assert model.period == 2
+    apart = initial_parameters(other, 1)
+    stacked = rolled(apart, model)
+    assert {name: x.shape for name, x in blueprint(model)[1].items()} == {name: x.shape for name, x in stacked.items()}
+    jax.tree.map(np.testing.assert_array_equal, stacked, initial_parameters(model, 1))
+    jax.tree.map(np.testing.assert_array_equal, unrolled(stacked), apart)
+    np.testing.assert_array_equal(stacked["rolled/1/attention/qkv/kernel"][1], apart["blocks/3/attention/qkv/kernel"])
+
+
+@pytest.mark.parametrize("layers, kinds, period", [(6, 3, 3), (6, 1, 1), (5, 2, 5), (8, 4, 4)])
+def test_the_period_divides_the_depth(layers, kinds, period):
+    settings = SETTINGS | {"model__num_blocks": layers, "attention__layer_types": ["full"] * (kinds - 1) + ["sliding"]}
+    assert small_config(**settings).architecture(VOCABULARY).period == period
+
+
+def test_a_run_with_rolled_layers_is_one_like_any_other(workshop):
+    """Its file holds layers apart, it resumes, and its samples are written by a model with its layers apart."""
+    config = small_config(
+        **SETTINGS, model__scan_layers=True, training__steps=4, training__eval_every=2, training__sample_every=2
+    )
+    seen = []
+    run = workshop.train("rolled", config, sample=lambda model: seen.append(len(model.blocks)) or "text")
+    assert seen == [4, 4] and len(load_model(config, VOCABULARY, run.weights).blocks) == 4
+    longer = small_config(**SETTINGS, model__scan_layers=True, training__steps=6, training__eval_every=2)
+    workshop.train("rolled", longer, resume=True)
+    assert "resumed from step 4" in workshop.notes.getvalue()
+
+
+@pytest.mark.parametrize("what", ["cache", "probe"])
+def test_a_rolled_model_does_not_decode(what):
+    model = small_config(**SETTINGS, model__scan_layers=True).architecture(VOCABULARY)
+    built, _ = blueprint(model)
+    with pytest.raises(ValueError, match="decode with its layers apart"):
+        built(initial_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
