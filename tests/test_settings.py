@@ -25,6 +25,7 @@ SMALL = {
 ROUTER = {"generation.strategy": "entropy"}
 BUDGET = {"kv.budget": 0.5}
 BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
+MOE = {"moe.use_moe": True}
 FOURFOLD = {"attention.rope_factor": 4.0}
 LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -36,8 +37,9 @@ OTHER: dict[str, tuple] = {
     "model.norm": ("layernorm",), "model.norm_epsilon": (1e-3,), "model.qk_norm": (True,), "model.dropout_rate": (0.1,),
     "model.gradient_checkpointing": (True,), "model.remat_policy": ("dots", {"model.gradient_checkpointing": True}),
     "model.dtype": ("bfloat16",), "model.scan_layers": (True,), "model.final_logit_softcapping": (30.0,),
-    "moe.use_moe": (True,), "moe.n_experts": (8, {"moe.use_moe": True}), "moe.top_k_mlp": (1, {"moe.use_moe": True}),
-    "moe.expansion": (3.0,), "moe.alpha_balance": (0.5, {"moe.use_moe": True}),
+    "moe.use_moe": (True,), "moe.n_experts": (8, MOE), "moe.top_k_mlp": (3, MOE), "moe.shared_experts": (1, MOE),
+    "moe.expansion": (3.0,), "moe.score_function": ("sigmoid", MOE), "moe.norm_topk_prob": (False, MOE),
+    "moe.alpha_balance": (0.5, MOE), "moe.router_z_loss": (0.5, MOE), "moe.bias_update_rate": (0.1, MOE),
     "attention.use_rotary_pos": (False,), "attention.trainable_pos": (True, {"attention.use_rotary_pos": False}),
     "attention.absolute_pos": (True, {"attention.use_rotary_pos": False}), "attention.rope_theta": (500.0,),
     "attention.sliding_window": (True, {"attention.context_window": 2}),
@@ -116,7 +118,6 @@ OTHER |= {  # numbers of the router: half of what they are is another value of e
     if key.startswith("router.") and key not in OTHER
 }
 OTHER["router.explore_top_k_min"] = (3, ROUTER)
-NOT_HERE = ("moe.use_moe", "moe.n_experts", "moe.top_k_mlp", "moe.alpha_balance")
 
 
 def settings_of(key):
@@ -133,10 +134,6 @@ def test_the_table_knows_every_setting():
 def test_a_setting_that_lacks_what_it_needs_is_refused_or_reported(key):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if key in NOT_HERE:
-        with pytest.raises(UserError, match=r"no experts|has no effect while moe\.use_moe is false"):
-            build_config({}, {key: value})
-        return
     alone = idle(Config.model_validate({section: {name: value}}, context="unchecked"))
     if key in alone:
         with pytest.raises(UserError, match=rf"^{key} has no effect while .* \(command line\)$"):
@@ -212,7 +209,7 @@ def corpora(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("key", [key for key in FIELDS if key not in NOT_HERE])
+@pytest.mark.parametrize("key", FIELDS)
 def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
@@ -225,7 +222,9 @@ def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
         before = build_config({}, base | needed)
     except UserError:  # what it needs wants it too
         before = build_config({}, base)
-    if section in ("model", "moe", "attention"):
+    if key in ("moe.alpha_balance", "moe.router_z_loss"):
+        assert lowered(dump_config(before)) != lowered(dump_config(after))
+    elif section in ("model", "moe", "attention"):
         assert before.architecture(17) != after.architecture(17)
     elif section in ("tokenizer", "data"):
         monkeypatch.chdir(corpora)

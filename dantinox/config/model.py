@@ -50,14 +50,21 @@ EXPERTS = Needs(("moe.use_moe", True))
 
 
 class MoESection(Section):
-    """The feed-forward expansion, and the keys of older files about experts, which this version does not have."""
+    """Experts, and the feed-forward expansion."""
 
-    use_moe: bool = field(False, "experts in place of the dense feed-forward layer: not in this version")
-    n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer: not in this version")
-    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts per token: not in this version")
+    use_moe: bool = field(False, "experts in place of the dense feed-forward layer")
+    n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer, each as wide as the feed-forward layer")
+    top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts that a token takes")
+    shared_experts: Annotated[CountOrZero, EXPERTS] = field(0, "experts that every token takes besides, as one that is as wide")
     expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
-    alpha_balance: Annotated[NonNegative, EXPERTS] = field(
-        0.01, "weight of the experts' load-balance loss: not in this version"
+    score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field("softmax", "the scores of a token's experts")
+    norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "the weights of a token's experts sum to 1")
+    alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, the mean over layers")
+    router_z_loss: Annotated[NonNegative, EXPERTS] = field(
+        0.0, "weight of the squared log-normaliser of the router's scores, the mean over layers"
+    )
+    bias_update_rate: Annotated[NonNegative, EXPERTS] = field(
+        0.0, "balance without a loss: what a step adds to the choice of experts with few tokens (0: off)"
     )
 
 
@@ -131,6 +138,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Experts in place of a feed-forward layer.
+
+    Attributes:
+      count: of each layer; `top_k` of them are a token's.
+      shared: the width of the layer that all tokens take besides, in experts.
+      score: what a router's logits become; with `normalise` the weights of a token sum to 1.
+      bias: whether the choice has one, see `model.moe.Router`.
+    """
+
+    count: int
+    top_k: int
+    shared: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
 
@@ -159,6 +185,7 @@ class ModelConfig:
     softcap: float | None = None
     sink_logits: bool = False
     final_softcap: float | None = None
+    experts: ExpertsConfig | None = None
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     weight_tying: bool = True
     dropout_rate: float = 0.0
@@ -188,6 +215,10 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
     if m.hidden_dim is not None and moe.expansion is not None:
         yield "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them"
+    if moe.use_moe and moe.top_k_mlp > moe.n_experts:
+        yield f"moe.top_k_mlp must be at most moe.n_experts, got {moe.top_k_mlp} and {moe.n_experts}"
+    if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1:
+        yield "moe.norm_topk_prob must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
     if len(positions) > 1:
         yield f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false"
     if a.rope_scaling != "none" and a.rope_factor == 1:
@@ -229,6 +260,11 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
     default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
     if moe.expansion is not None:
         default_hidden = max(1, round(moe.expansion * m.dim))
+    experts = None
+    if moe.use_moe:
+        experts = ExpertsConfig(
+            moe.n_experts, moe.top_k_mlp, moe.shared_experts, moe.score_function, moe.norm_topk_prob, moe.bias_update_rate > 0
+        )
     window = None if a.context_window is None else a.context_window + 1
     kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
     position: Position = (
@@ -255,6 +291,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         softcap=a.attn_logit_softcapping,
         sink_logits=a.sink_logits,
         final_softcap=m.final_logit_softcapping,
+        experts=experts,
         kernel=a.kernel,
         weight_tying=m.weight_tying,
         dropout_rate=m.dropout_rate,

@@ -183,8 +183,6 @@ class Config(Section):
     def conflicts(self) -> Iterator[str]:
         """A sentence for each rule across settings that is broken."""
         t, d, k, log = self.training, self.data, self.tokenizer, self.logging
-        if self.moe.use_moe:
-            yield "this version has no experts: moe.use_moe must be false"
         if t.batch_size % t.grad_accum:
             yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if t.steps is not None and t.warmup_steps > t.steps:

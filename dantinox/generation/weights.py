@@ -14,6 +14,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.model import Transformer
 from dantinox.model.layers import Linear
+from dantinox.model.moe import ExpertLinear, Rows, grouped_product
 from dantinox.model.store import rounded
 from dantinox.model.transformer import output_layer
 from dantinox.platform import WORTHWHILE, bfloat16_gain, platform_of
@@ -72,6 +73,42 @@ class NarrowLinear(nnx.Module):
         return _with_kernel(self, kernel)
 
 
+class NarrowExperts(nnx.Module):
+    """An `ExpertLinear` stored narrow, `[E, O, I]`, with the precautions and the products of a `NarrowLinear`."""
+
+    def __init__(self, linear: ExpertLinear, dtype: str, bfloat16_from: int | None = None):
+        self.bfloat16_from, self.platform = bfloat16_from, linear.platform
+        self.shape_out, self.dtype = linear.shape_out, linear.dtype
+        self.one = nnx.Param(jnp.ones((), jnp.float32))
+        weights_EOI = linear.kernel[...].reshape(*linear.kernel.shape[:2], -1).swapaxes(1, 2)
+        weights_EOI, scale_EO = rounded(weights_EOI) if dtype == "int8" else (weights_EOI, None)
+        self.scale = None if scale_EO is None else nnx.Param(scale_EO)
+        self.kernel = nnx.Param(weights_EOI.astype(dtype))
+
+    def __call__(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+        together = self.bfloat16_from is not None and len(x_MI) >= self.bfloat16_from
+        y_MO = (self._together if together else self._row_by_row)(x_MI, rows)
+        y_MO = y_MO if self.scale is None else y_MO * self.scale[...][rows.expert_M]
+        return y_MO.astype(self.dtype).reshape(-1, *self.shape_out)
+
+    def _row_by_row(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+        x_MI = jax.lax.optimization_barrier(x_MI.astype(jnp.float32)) / self.one[...]
+        weights_EOI, x_MI = jax.lax.optimization_barrier((self.kernel[...], x_MI))
+        return jnp.stack([x_I @ weights_EOI[e].astype(jnp.float32).T for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
+
+    def _together(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+        weights_EIO = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16).swapaxes(1, 2)
+        return grouped_product(x_MI.astype(jnp.bfloat16), weights_EIO, rows, self.platform)
+
+    def wide(self) -> ExpertLinear:
+        """The plain experts with the same numbers in float32."""
+        weights_EOI = self.kernel[...].astype(jnp.float32)
+        if self.scale is not None:
+            weights_EOI = weights_EOI * self.scale[...][:, :, None]
+        E, _, I = weights_EOI.shape  # noqa: E741
+        return _with_kernel(self, jax.lax.optimization_barrier(weights_EOI.swapaxes(1, 2)).reshape(E, I, *self.shape_out))
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
 @dataclass(frozen=True)
 class Split:
@@ -126,10 +163,13 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
     change = {
         "float32": lambda linear: linear,
         "compute": lambda linear: _with_kernel(linear, linear.kernel[...].astype(linear.dtype)),
-        "bfloat16": lambda linear: NarrowLinear(linear, "bfloat16", together),
-        "int8": lambda linear: NarrowLinear(linear, "int8", together),
+        "bfloat16": lambda linear: NARROW[type(linear)](linear, "bfloat16", together),
+        "int8": lambda linear: NARROW[type(linear)](linear, "int8", together),
     }[weights]
-    return _replace(model, Linear, change)
+    return _replace(model, (Linear, ExpertLinear), change)
+
+
+NARROW: dict[type, type] = {Linear: NarrowLinear, ExpertLinear: NarrowExperts}
 
 
 def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
@@ -144,9 +184,10 @@ def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
 
 def widen(model: Transformer) -> Transformer:
     """The model for products over many rows: narrow projections that are multiplied in float32 are plain ones in it."""
-    if not any(isinstance(node, NarrowLinear) and node.bfloat16_from is None for _, node in nnx.iter_graph(model)):
+    narrow = NarrowLinear, NarrowExperts
+    if not any(isinstance(node, narrow) and node.bfloat16_from is None for _, node in nnx.iter_graph(model)):
         return model
-    return _replace(nnx.clone(model), NarrowLinear, NarrowLinear.wide)
+    return _replace(nnx.clone(model), narrow, lambda linear: linear.wide())
 
 
 def with_head_order(model: Transformer, order: HeadOrder | None) -> Transformer:
@@ -188,19 +229,26 @@ def _with_heads(linear: Linear | NarrowLinear, index_K: jax.Array, by_output: bo
     return linear
 
 
-def _with_kernel(like: Linear | NarrowLinear, kernel: jax.Array) -> Linear:
+def _with_kernel(like: Any, kernel: jax.Array) -> Any:
     """A plain projection of the same axes and dtypes with another kernel."""
-    linear = nnx.eval_shape(
-        lambda: Linear(like.shape_in, like.shape_out, dtype=like.dtype, rngs=nnx.Rngs(0), out_dtype=like.out_dtype)
-    )
+
+    def shapes() -> Linear | ExpertLinear:
+        dtype, rngs = like.dtype, nnx.Rngs(0)
+        if isinstance(like, ExpertLinear | NarrowExperts):
+            E, I = kernel.shape[:2]  # noqa: E741
+            return ExpertLinear(E, I, like.shape_out, dtype=dtype, platform=like.platform, rngs=rngs)
+        return Linear(like.shape_in, like.shape_out, dtype=dtype, rngs=rngs, out_dtype=like.out_dtype)
+
+    linear = nnx.eval_shape(shapes)
     linear.kernel = nnx.Param(kernel)
     return linear
 
 
-def _replace(model: Transformer, kind: type, change) -> Transformer:
-    """Replaces every module of `kind` in place."""
-    for owner in [model, *(part for block in model.blocks for part in (block.attention, block.ffn))]:
+def _replace(model: Transformer, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Transformer:
+    """Replaces every module of these kinds in place."""
+    owners = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module) and not isinstance(node, kinds)]
+    for owner in owners:
         for name, part in list(vars(owner).items()):
-            if isinstance(part, kind):
+            if isinstance(part, kinds):
                 setattr(owner, name, change(part))
     return model

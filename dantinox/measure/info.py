@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import Config
+from dantinox.config import Config, ModelConfig
 from dantinox.generation import Run, load, prepare
 from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
@@ -54,11 +54,18 @@ def _model(run: Run) -> str:
     return table([
         ("parameters", human_count(weight_bytes(run.model) / 4)),
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {m.kv_heads} key/value heads"),
-        ("feed-forward", f"{m.activation}, {m.hidden_dim} wide"),
+        ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
         ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),
         ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size} symbols"),
     ])  # fmt: skip
+
+
+def _experts(m: ModelConfig) -> str:
+    if m.experts is None:
+        return ""
+    shared = f" and {m.experts.shared} shared" if m.experts.shared else ""
+    return f"; {m.experts.count} experts, of which a token takes {m.experts.top_k}{shared}"
 
 
 def _training(directory: RunDirectory, config: Config) -> str:

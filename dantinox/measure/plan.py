@@ -170,6 +170,15 @@ def make_plan(
     )
 
 
+def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
+    """Bytes of the experts that so many tokens leave alone, if all of them take different ones."""
+    if model.experts is None:
+        return 0
+    held = size([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if "experts" in path and path[-1] != "one"])
+    taken = min(model.experts.count, tokens * model.experts.top_k)
+    return held - held * taken // model.experts.count
+
+
 def training_programs(topology: Topology, config: Config, model: ModelConfig, training: Training) -> Iterator[Traced]:
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
     steps = config.training.steps or STEPS
@@ -218,7 +227,8 @@ def generation_programs(
     flops = rows * (token + head + 4 * (model.n_heads // model.kv_heads) * model.head_size * kept_slots(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
-    yield Traced("decode", reads, flops, 0, read + cache, following, {})
+    idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots)
+    yield Traced("decode", reads, flops, 0, read - idle + cache, following, {})
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:

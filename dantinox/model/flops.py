@@ -5,10 +5,16 @@ from dantinox.model.cache import spans
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`."""
+    """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`.
+
+    Of experts those that a token takes, and the router.
+    """
     D, Q, F = model.dim, model.head_size, model.hidden_dim
     attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
     feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
+    if model.experts is not None:
+        taken = model.experts.top_k + model.experts.shared
+        feed_forward = taken * feed_forward + D * model.experts.count
     return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
 
 

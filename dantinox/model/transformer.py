@@ -15,6 +15,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
 from dantinox.model.layers import NORMS, PRODUCT, Linear, capped, dropout, feed_forward, product
+from dantinox.model.moe import MixtureOfExperts
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
 
@@ -37,14 +38,18 @@ class Block(nnx.Module):
         self.norm1 = norm(config.dim, config.norm_epsilon)
         self.attention = Attention(config, window, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.norm2 = norm(config.dim, config.norm_epsilon)
-        self.ffn = feed_forward(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        feeding = feed_forward if config.experts is None else MixtureOfExperts
+        self.ffn = feeding(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.routes = config.experts is not None
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, key: Any, probe: Probe | None):
         keys = (None, None) if key is None else jax.random.split(key)
         a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe)
         x_BTD = x_BTD + dropout(a_BTD, self.dropout_rate, keys[0])
-        x_BTD = x_BTD + dropout(self.ffn(self.norm2(x_BTD)), self.dropout_rate, keys[1])
-        return x_BTD, memory, probed
+        fed: Any = self.ffn(self.norm2(x_BTD))
+        f_BTD, routing = fed if self.routes else (fed, None)
+        x_BTD = x_BTD + dropout(f_BTD, self.dropout_rate, keys[1])
+        return x_BTD, memory, (probed, routing)
 
 
 def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Linear:
@@ -109,7 +114,8 @@ class Transformer(nnx.Module):
           constrain: applied to the residual stream once per block.
 
         Returns:
-          `(x_BTD, cache, aux)`; `aux["probe"]` is a tuple with what the probe returned in each layer.
+          `(x_BTD, cache, aux)`; `aux["probe"]` is a tuple with what the probe returned in each layer, `aux["routing"]` the
+          `Routing` of all layers where there are experts.
         """
         if cache is not None and segments_BT is not None:
             raise ValueError("segments_BT has no effect with a cache: its rows hold one document each")
@@ -124,36 +130,49 @@ class Transformer(nnx.Module):
         if self.config.position == "rope":
             angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, self.config.rope_scaling)
         if self.config.scan_layers:
-            x_BTD = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], constrain)
-            return self.norm_f(x_BTD), None, {}
+            x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], constrain)
+            return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
         memories: list[Any] = []
-        probed = []
+        probed, routings = [], []
         for block, memory, key in zip(self.blocks, layers, keys, strict=False):
             run: Callable = partial(block, probe=probe)
             if self.config.remat != "none":
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
-            x_BTD, memory, seen = run(x_BTD, positions_BT, angles, memory, key)
+            x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, angles, memory, key)
             x_BTD = constrain(x_BTD)
             memories.append(memory)
             probed.append(seen)
+            routings.append(routing)
         aux = {} if probe is None else {"probe": tuple(probed)}
+        if self.config.experts is not None:
+            aux["routing"] = jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
         return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(memories)), aux
 
-    def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any], constrain: Constrain) -> jax.Array:
-        """The residual stream behind all layers, a period of them in a turn of the loop. `seen`: positions, angles, memory."""
+    def _through_rolled(
+        self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any], constrain: Constrain
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.
+
+        `seen`: positions, angles, memory.
+        """
         period, remat = self.config.period, self.config.remat
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
         stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
 
-        def turn(x_BTD: jax.Array, part: Any) -> tuple[jax.Array, None]:
+        def turn(x_BTD: jax.Array, part: Any) -> tuple[jax.Array, list[Any]]:
+            routings = []
             for graph, state, key in zip(graphs, *part, strict=True):
-                x_BTD, _, _ = nnx.merge(graph, state)(x_BTD, *seen, key, None)
+                x_BTD, _, (_, routing) = nnx.merge(graph, state)(x_BTD, *seen, key, None)
                 x_BTD = constrain(x_BTD)
-            return x_BTD, None
+                routings.append(routing)
+            return x_BTD, routings
 
         if remat != "none":
             turn = jax.checkpoint(turn, policy=REMAT[remat], prevent_cse=False)
-        return jax.lax.scan(turn, x_BTD, (list(states), stacked_keys))[0]
+        x_BTD, routings = jax.lax.scan(turn, x_BTD, (list(states), stacked_keys))
+        if self.config.experts is None:
+            return x_BTD, None
+        return x_BTD, jax.tree.map(lambda *kinds: jnp.stack(kinds, axis=1).reshape(-1, *kinds[0].shape[1:]), *routings)
 
     def logits(self, x_BTD: jax.Array, rounded_DV: jax.Array | None = None) -> jax.Array:
         """Scores of the next token, float32 `[..., V]`, for any leading axes.

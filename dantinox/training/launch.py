@@ -118,10 +118,13 @@ def _existing(run_dir: str | Path | None) -> RunDirectory:
 def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
     """What will be trained on what, and for how long."""
     t, m = config.training, config.architecture(tokenizer.vocab_size)
+    wide = f"{m.activation} {m.hidden_dim}"
+    if m.experts is not None:
+        wide += f", {m.experts.top_k} of {m.experts.count} experts"
     steps = total_steps(config, store.windows_per_epoch)
     tokens = steps * t.batch_size * m.max_context
     return table([
-        ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {m.activation} {m.hidden_dim}"),
+        ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {wide}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
         ("text", f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"),
         ("training", f"{steps} steps of {t.batch_size} × {m.max_context} tokens, {tokens / store.train.tokens:.2f} passes"),

@@ -244,8 +244,13 @@ class _Trainer:
         self.state = self.state._replace(since_line=jnp.zeros(2))
         row = {"step": self.step, "train_loss": mean} | self._vitals()
         self._check_numbers(row["train_loss"])
-        self.logs.interval(row)
+        self.logs.interval(row | self._expert_counts())
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (self.steps - self.step)})
+
+    def _expert_counts(self) -> dict[str, Any]:
+        """How many tokens of the last step each expert of each layer got."""
+        counts_LE = self.recent[-1].expert_counts
+        return {} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}
 
     def _vitals(self) -> dict[str, Any]:
         """Waits for the device, then reads what every row ends with."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.model import Transformer
+from dantinox.model.moe import Routing
 from dantinox.platform import platform_of
 
 # Logits held at a time: 64 MiB in float32. More than that goes in chunks.
@@ -17,12 +18,14 @@ class Sums(NamedTuple):
     """Float32 sums over the counted targets of a batch; sums of parts add up to the sum of the whole.
 
     `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
-    `targets`: how many targets count.
+    `targets`: how many targets count. `routing`: where there are experts, the balance and z of the layers' mean, times the
+    targets, and the rows of each expert of each layer `[L, E]`.
     """
 
     nats: jax.Array
     penalty: jax.Array
     targets: jax.Array
+    routing: Routing | None = None
 
 
 def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS) -> Sums:
@@ -37,14 +40,17 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
     B, T = batch.tokens_BT.shape
     # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
-    x_BTD, _, _ = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
+    x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
     x_ND, targets_N, mask_N = x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1)
     size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
     if size >= B * T:
         nats, penalty = _token_losses(model, None, x_ND, targets_N, mask_N)
     else:
         nats, penalty = _in_chunks(model, x_ND, targets_N, mask_N, size)
-    return Sums(nats, penalty, jnp.sum(mask_N))
+    targets, routing = jnp.sum(mask_N), aux.get("routing")
+    if routing is not None:
+        routing = Routing(targets * jnp.mean(routing.balance), targets * jnp.mean(routing.z), routing.counts_E)
+    return Sums(nats, penalty, targets, routing)
 
 
 def _token_losses(

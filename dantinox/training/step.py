@@ -43,11 +43,15 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Scalars of one step, left on the device until they are read. `loss` in nats per token, before the update."""
+    """Of one step, left on the device until they are read. `loss` in nats per token, before the update.
+
+    `expert_counts`: how many tokens each expert of each layer got, `[L, E]`, where there are experts.
+    """
 
     loss: jax.Array
     grad_norm: jax.Array
     lr: jax.Array
+    expert_counts: jax.Array | None = None
 
 
 def abstract_batch(rows: int, length: int) -> Batch:
@@ -82,24 +86,33 @@ def make_train_step(config: Config, model: ModelConfig, steps: int, factor: Sche
     factor = factor or schedule(training, steps)
     transform = optimizer(training, steps, factor)
 
-    def objective(parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def objective(parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array) -> tuple[jax.Array, Any]:
         total = sums(build(parameters), part, rngs=nnx.Rngs(dropout=key))
-        return (total.nats + training.z_loss * total.penalty) / count, total.nats
+        loss = total.nats + training.z_loss * total.penalty
+        if total.routing is None:
+            return loss / count, (total.nats, None)
+        loss += config.moe.alpha_balance * total.routing.balance + config.moe.router_z_loss * total.routing.z
+        return loss / count, (total.nats, total.routing.counts_E)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(random_key(training.seed), state.step)
         count = jnp.maximum(jnp.sum(batch.mask_BT), 1.0)
-        gradients, nats = _accumulated(partial(objective, count=count), state.parameters, batch, key, training.grad_accum)
+        no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
+        gradients, (nats, counts_LE) = _accumulated(
+            partial(objective, count=count), state.parameters, batch, key, training.grad_accum, no_counts
+        )
         loss = nats / count
         updates, moments = transform.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
+        if model.experts is not None and model.experts.bias:
+            parameters = rebalanced(parameters, counts_LE, config.moe.bias_update_rate)
         seen = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             seen = jnp.where(finite, seen, 0.0)
             parameters, moments = _where(finite, (parameters, moments), (state.parameters, state.optimizer))
         following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
-        return following, Metrics(loss, norm, training.lr * factor(state.step))
+        return following, Metrics(loss, norm, training.lr * factor(state.step), counts_LE)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -109,10 +122,22 @@ def _where(finite: jax.Array, after: Any, before: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
+def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float) -> Parameters:
+    """The routers' biases moved by `rate` up where an expert had fewer tokens than the mean, down where more."""
+    moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
+    biases = [name for name in parameters if name.endswith("ffn/router/bias")]
+    kinds = len(biases)  # of rolled layers; of layers apart each is one
+    moved = {}
+    for name in biases:
+        bias, kind = parameters[name], int(name.split("/")[1])
+        moved[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
+    return parameters | moved
+
+
 def _accumulated(
-    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int
-) -> tuple[Parameters, jax.Array]:
-    """Sums of gradients and nats over `parts` equal parts of a batch, one part in memory at a time."""
+    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, no_counts: jax.Array | None
+) -> tuple[Parameters, Any]:
+    """Sums of gradients, nats and experts' tokens over `parts` equal parts of a batch, one part in memory at a time."""
     gradient = jax.grad(objective, has_aux=True)
     if parts == 1:
         return gradient(parameters, batch, key)
@@ -122,7 +147,7 @@ def _accumulated(
         index, micro = part
         return jax.tree.map(jnp.add, total, gradient(parameters, micro, jax.random.fold_in(key, index))), None
 
-    zero = (jax.tree.map(jnp.zeros_like, parameters), jnp.zeros(()))
+    zero = (jax.tree.map(jnp.zeros_like, parameters), (jnp.zeros(()), no_counts))
     total, _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
     return total
 

@@ -16,18 +16,15 @@ logging: {eval_iters: 20, log_file: "training_log.csv"}
 """
 
 
-def test_what_is_not_there_is_said_at_once_and_flags_mend_it(tmp_path):
+def test_all_of_a_config_has_its_meaning_and_what_is_idle_is_said(tmp_path):
     path = tmp_path / "default_config.yaml"
     path.write_text(SECTIONS)
-    with pytest.raises(UserError, match=r"moe\.use_moe must be false"):
-        load_config(path)
-    flags = {"moe.use_moe": False, "data.dataset_source": "local", "data.streaming": False, "data.path": "corpus.txt"}
     with pytest.warns(UserWarning, match=r"has no effect|have no effect") as told:
-        config = load_config(path, flags)
+        config = load_config(path)
     assert any("attention.context_window" in str(warning.message) for warning in told)
     assert any("tokenizer.tokenizer_path" in str(warning.message) for warning in told)
-    assert config.data.path == "corpus.txt" and config.training.eval_every == 20
-    assert config.generation.max_new_tokens == 80 and config.moe.expansion == 4
+    assert config.data.path == "somebody/corpus" and config.data.streaming and config.training.eval_every == 20
+    assert config.generation.max_new_tokens == 80 and config.moe.expansion == 4 and config.moe.use_moe
 
 
 def test_the_older_name_of_the_corpus(tmp_path):

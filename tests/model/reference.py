@@ -92,6 +92,21 @@ def feed_forward(kind: str, x_D: Array, weights: Weights) -> Array:
     return (gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2) @ down_FD
 
 
+def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
+    """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones."""
+    rule, experts = config.experts, weights["experts"]
+    logits_E = x_D @ weights["router"]["kernel"]
+    scores_E = np.exp(logits_E) / np.exp(logits_E).sum() if rule.score == "softmax" else sigmoid(logits_E)
+    chosen_by_E = scores_E + (weights["router"]["bias"] if rule.bias else 0)
+    chosen = sorted(range(rule.count), key=lambda e: -chosen_by_E[e])[: rule.top_k]
+    whole = sum(scores_E[e] for e in chosen) if rule.normalise else 1
+    out_D = feed_forward(config.activation, x_D, weights["shared"]) if rule.shared else np.zeros_like(x_D)
+    for e in chosen:
+        expert = {name: {"kernel": part["kernel"][e]} for name, part in experts.items()}
+        out_D = out_D + scores_E[e] / whole * feed_forward(config.activation, x_D, expert)
+    return out_D
+
+
 def sees(query: int, key: int, positions: Array, segments: Array, window: int | None) -> bool:
     """Whether token number `query` may look at token number `key`."""
     if segments[query] != segments[key] or positions[key] > positions[query]:
@@ -160,7 +175,10 @@ def forward(
         probed.append(tuple(seen))
         x_TD = x_TD + a_TD
         normed_TD = norm(x_TD, block["norm2"])
-        x_TD = x_TD + np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
+        if config.experts is None:
+            x_TD = x_TD + np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
+        else:
+            x_TD = x_TD + np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
     x_TD = norm(x_TD, weights["norm_f"])
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
     cap = config.final_softcap

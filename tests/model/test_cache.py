@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dantinox.config import ExpertsConfig
 from dantinox.model import KVCache, make_cache
 from dantinox.model.cache import Full, Ring
 
@@ -29,6 +30,7 @@ CONFIGS = [
     for n, k in [HEADS[(p + w) % 3]]
 ]
 CONFIGS.append(config(windows=(4, None), sink_logits=True, softcap=1.5, final_softcap=2.0))
+CONFIGS.append(config(windows=(4, None), experts=ExpertsConfig(4, 2, shared=1)))
 MIXED = config(windows=(1, 23, 4, None), head_size=6)
 
 # A schedule is a list of calls; a call says how many tokens each row reads next.

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.config import Config, ModelConfig, RopeScaling
+from dantinox.config import Config, ExpertsConfig, ModelConfig, RopeScaling
 
 from . import reference
 from .builder import build, config, places, texts
@@ -32,6 +32,11 @@ GRID = {
     "linear": {"rope_scaling": RopeScaling("linear", 3.0)},
     "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 100, 2.0, 5.0), "head_size": 24},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0), "head_size": 24},
+    "experts": {"experts": ExpertsConfig(5, 2)},
+    "experts of every kind": {
+        "experts": ExpertsConfig(4, 3, shared=2, score="sigmoid", normalise=False, bias=True),
+        "activation": "relu2",
+    },
     "large epsilon": {"norm_epsilon": 0.3, "qk_norm": True},
     "large epsilon, layernorm": {"norm_epsilon": 0.3, "norm": "layernorm", "activation": "gelu"},
     "everything": {

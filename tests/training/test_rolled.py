@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.generation.run import load_model
 from dantinox.model.parameters import blueprint, initial_parameters, rolled, unrolled
-from dantinox.training.step import initial_state, make_train_step
+from dantinox.training.step import initial_state, make_train_step, rebalanced
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -19,19 +19,23 @@ SETTINGS = {
     "attention__context_window": 2,
     "attention__layer_types": ["sliding", "full"],
     "attention__sink_logits": True,
+    "moe__use_moe": True,
+    "moe__bias_update_rate": 0.01,
+    "training__grad_accum": 2,
 }
 
 
 @cache
 def trained(scan_layers, optimizer="adamw", **changes):
-    """The losses of three steps, and the weights behind them, with the layers apart."""
+    """The losses of three steps, the tokens of experts, and the weights behind the steps, with the layers apart."""
     config = small_config(**SETTINGS, **changes, model__scan_layers=scan_layers, training__optimizer=optimizer)
     model, store, losses = config.architecture(VOCABULARY), small_store(config), []
     state, step = initial_state(config, model, 9), make_train_step(config, model, 9)
     for i in range(3):
         state, metrics = step(state, store.batch(i))
         losses.append(float(metrics.loss))
-    return losses, {name: np.asarray(x) for name, x in unrolled(state.parameters).items()}
+    counts = np.asarray(metrics.expert_counts)
+    return losses, counts, {name: np.asarray(x) for name, x in unrolled(state.parameters).items()}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +47,10 @@ def trained(scan_layers, optimizer="adamw", **changes):
     ],
 )
 def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
-    (ours, rolled_up), (theirs, apart) = (trained(scan, optimizer, **changes) for scan in (True, False))
+    (ours, counts, rolled_up), (theirs, others, apart) = (trained(scan, optimizer, **changes) for scan in (True, False))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_array_equal(counts, others)
+    assert counts.sum() == 4 * 4 * 8 * 2  # layers, rows, tokens, experts of a token
     assert rolled_up.keys() == apart.keys()
     # Adam divides gradients near zero by themselves: a few numbers move by as much as a step.
     assert np.mean([np.abs(rolled_up[name] - apart[name]).mean() for name in apart]) < 1e-5
@@ -86,3 +92,15 @@ def test_a_rolled_model_does_not_decode(what):
     built, _ = blueprint(model)
     with pytest.raises(ValueError, match="decode with its layers apart"):
         built(initial_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
+
+
+def test_a_bias_rises_where_an_expert_has_few_tokens():
+    counts_LE = np.array([[1, 5, 3], [3, 3, 3], [9, 0, 0], [0, 0, 9]])
+    apart = {f"blocks/{i}/ffn/router/bias": np.zeros(3, np.float32) for i in range(4)} | {"embed": np.ones(2)}
+    moved = rebalanced(apart, counts_LE, 0.1)
+    wanted = 0.1 * np.array([[1, -1, 0], [0, 0, 0], [-1, 1, 1], [1, 1, -1]])
+    for i in range(4):
+        np.testing.assert_allclose(moved[f"blocks/{i}/ffn/router/bias"], wanted[i])
+    stacks = rebalanced({f"rolled/{i}/ffn/router/bias": np.zeros((2, 3), np.float32) for i in range(2)}, counts_LE, 0.1)
+    np.testing.assert_allclose(stacks["rolled/1/ffn/router/bias"], wanted[1::2])
+    assert moved["embed"] is apart["embed"]

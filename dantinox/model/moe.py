@@ -1,0 +1,236 @@
+"""Experts: a feed-forward layer of many, of which every token takes a few, and no token is dropped.
+
+A token's copies, one for each expert it takes, are sorted by expert; each expert then multiplies its own stretch of rows. So
+the cost is that of the experts that are taken, however many there are.
+
+Shapes: N tokens, K experts of a token, M = N · K rows, E experts, D model, F an expert's width.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+from dantinox.model.layers import GATED, PLAIN, feed_forward
+from dantinox.platform import platform_of
+
+TILE = 64  # rows that a CPU multiplies at once
+FEW = 16  # rows, up to which each is multiplied alone: of decoding
+
+
+class Routing(NamedTuple):
+    """How a batch was spread over the experts of a layer; of all layers with a first axis for them.
+
+    Attributes:
+      balance: E · Σ over experts of (share of the rows) · (mean score), 1 where all are alike (Fedus et al. 2022, eq. 4).
+      z: the mean squared log-normaliser of the scores (Zoph et al. 2022, eq. 5).
+      counts_E: rows of each expert, int32.
+    """
+
+    balance: Array
+    z: Array
+    counts_E: Array
+
+
+class Rows(NamedTuple):
+    """Rows in the order of their experts: the expert of each, and how many each has."""
+
+    expert_M: Array
+    sizes_E: Array
+
+
+class Router(nnx.Module):
+    """Which experts a token takes, and with what weights; in float32.
+
+    With `bias`, that is added to the scores where experts are chosen and nowhere else. No gradient moves it: training raises it
+    where an expert has fewer rows than others (Wang et al. 2024, algorithm 1).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.experts is not None
+        self.rule, D, E = config.experts, config.dim, config.experts.count
+        self.kernel = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (D, E), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.bias else None
+
+    def __call__(self, x_ND: Array) -> tuple[Array, Array, Routing]:
+        """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread."""
+        K, E = self.rule.top_k, self.rule.count
+        logits_NE = jnp.matmul(x_ND.astype(jnp.float32), self.kernel[...], precision="highest")
+        scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
+        chosen_by_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
+        _, experts_NK = lax.top_k(lax.stop_gradient(chosen_by_NE), K)
+        weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
+        if self.rule.normalise:
+            weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
+        counts_E = jnp.zeros(E, jnp.int32).at[experts_NK.reshape(-1)].add(1)
+        share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
+        balance = E * jnp.sum(counts_E / experts_NK.size * jnp.mean(share_NE, axis=0))
+        z = jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1)))
+        return experts_NK, weights_NK, Routing(balance, z, counts_E)
+
+
+class ExpertLinear(nnx.Module):
+    """A `Linear` for each expert: `kernel [E, I, *shape_out]`, of rows in the order of their experts."""
+
+    def __init__(
+        self, experts: int, size_in: int, shape_out: tuple[int, ...], *, dtype: DTypeLike, platform: str, rngs: nnx.Rngs,
+        gain: float = 1.0,
+    ):  # fmt: skip
+        self.shape_out, self.dtype, self.platform = shape_out, dtype, platform
+        noise = jax.random.normal(rngs.params(), (experts, size_in, *shape_out), jnp.float32)
+        self.kernel = nnx.Param(gain * size_in**-0.5 * noise)
+
+    def __call__(self, x_MI: Array, rows: Rows) -> Array:
+        kernel_EIO = self.kernel[...].reshape(*self.kernel.shape[:2], -1).astype(self.dtype)
+        y_MO = grouped_product(x_MI.astype(self.dtype), kernel_EIO, rows, self.platform)
+        return y_MO.astype(self.dtype).reshape(-1, *self.shape_out)
+
+
+class Experts(nnx.Module):
+    """The feed-forward layers of all experts: `gate_up [E, D, 2, F]` or `up [E, D, F]`, and `down [E, F, D]`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        assert config.experts is not None
+        E, D, F = config.experts.count, config.dim, config.hidden_dim
+        linear = partial(ExpertLinear, E, dtype=dtype, platform=config.platform, rngs=rngs)
+        self.gated = config.activation in GATED
+        self.function = (GATED | PLAIN)[config.activation]
+        if self.gated:
+            self.gate_up = linear(D, (2, F))
+        else:
+            self.up = linear(D, (F,))
+        self.down = linear(F, (D,), gain=out_gain)
+
+    def __call__(self, x_MD: Array, rows: Rows) -> Array:
+        if not self.gated:
+            return self.down(self.function(self.up(x_MD, rows)), rows)
+        gate_up = self.gate_up(x_MD, rows)
+        return self.down(self.function(gate_up[:, 0]) * gate_up[:, 1], rows)
+
+
+class MixtureOfExperts(nnx.Module):
+    """The weighted sum of what a token's experts give (Shazeer et al. 2017, eq. 1), and of shared ones that all tokens take."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        assert config.experts is not None
+        self.router = Router(config, rngs=rngs)
+        self.experts = Experts(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        width, shared = config.experts.shared * config.hidden_dim, None
+        if width:
+            shared = feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.shared = nnx.data(shared)
+
+    def __call__(self, x_BTD: Array) -> tuple[Array, Routing]:
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        experts_NK, weights_NK, routing = self.router(x_ND)
+        expert_M = experts_NK.reshape(-1)
+        order_M = jnp.argsort(expert_M)
+        place_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(len(order_M), dtype=order_M.dtype))
+        rows = Rows(expert_M[order_M], routing.counts_E)
+        y_MD = self.experts(sent(experts_NK.shape[1], x_ND, order_M, place_M), rows)
+        y_NKD = returned(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
+        y_ND = jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
+        y_BTD = y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
+        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), routing
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sent(K: int, x_ND: Array, order_M: Array, place_M: Array) -> Array:
+    """A copy of each token for each of its experts, in their order: row m is token `order_M[m] // K`.
+
+    Its derivative gathers as well: that of a plain gather would be a scatter, a slow loop on a CPU.
+    """
+    return x_ND[order_M // K]
+
+
+def _sent_forward(K: int, x_ND: Array, order_M: Array, place_M: Array):
+    return x_ND[order_M // K], place_M
+
+
+def _sent_backward(K: int, place_M: Array, d_MD: Array):
+    return jnp.sum(d_MD[place_M].reshape(-1, K, d_MD.shape[-1]), axis=1), None, None
+
+
+sent.defvjp(_sent_forward, _sent_backward)
+
+
+@jax.custom_vjp
+def returned(y_MD: Array, order_M: Array, place_M: Array) -> Array:
+    """Rows in the order of their tokens again, the inverse of that permutation."""
+    return y_MD[place_M]
+
+
+returned.defvjp(lambda y_MD, order_M, place_M: (y_MD[place_M], order_M), lambda order_M, d_MD: (d_MD[order_M], None, None))
+
+
+def grouped_product(x_MI: Array, w_EIO: Array, rows: Rows, platform: str) -> Array:
+    """Every row times the weights of its expert, sums in float32: `[M, O]`."""
+    if len(x_MI) <= FEW:
+        chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
+        return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
+    if platform_of(platform).name == "cpu":  # where `ragged_dot` multiplies all rows by all experts
+        return tiled_product(x_MI, w_EIO, rows.sizes_E)
+    return lax.ragged_dot(x_MI, w_EIO, rows.sizes_E, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def tiled_product(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
+    """`ragged_dot` expert by expert, in tiles of rows.
+
+    The last tile of an expert reaches into the rows of the next one, which writes them after it.
+    """
+    return _over_tiles(x_MI, w_EIO, sizes_E)
+
+
+def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
+    M, O = len(x_MI), w_EIO.shape[2]  # noqa: E741
+    padded = jnp.pad(x_MI, ((0, TILE), (0, 0)))
+
+    def expert(y: Array, part: Any) -> tuple[Array, None]:
+        w_IO, start, size = part
+
+        def tile(i: Array, y: Array) -> Array:
+            at = start + i * TILE
+            rows = lax.dynamic_slice_in_dim(padded, at, TILE)
+            return lax.dynamic_update_slice_in_dim(y, jnp.matmul(rows, w_IO, preferred_element_type=jnp.float32), at, 0)
+
+        return lax.fori_loop(0, -(-size // TILE), tile, y), None
+
+    return lax.scan(expert, jnp.zeros((M + TILE, O), jnp.float32), (w_EIO, _starts(sizes_E), sizes_E))[0][:M]
+
+
+def _tiled_forward(x_MI: Array, w_EIO: Array, sizes_E: Array):
+    return _over_tiles(x_MI, w_EIO, sizes_E), (x_MI, w_EIO, sizes_E)
+
+
+def _tiled_backward(kept: Any, d_MO: Array):
+    x_MI, w_EIO, sizes_E = kept
+    d_MO = d_MO.astype(w_EIO.dtype)
+    d_x = _over_tiles(d_MO, w_EIO.swapaxes(1, 2), sizes_E).astype(x_MI.dtype)
+    x_padded, d_padded = (jnp.pad(a, ((0, TILE), (0, 0))) for a in (x_MI, d_MO))
+
+    def expert(_: None, part: Any) -> tuple[None, Array]:
+        start, size = part
+
+        def tile(i: Array, d_w: Array) -> Array:
+            x_RI, d_RO = (lax.dynamic_slice_in_dim(a, start + i * TILE, TILE) for a in (x_padded, d_padded))
+            own_R1 = (jnp.arange(TILE) < size - i * TILE)[:, None]
+            return d_w + jnp.matmul(jnp.where(own_R1, x_RI, 0).T, d_RO, preferred_element_type=jnp.float32)
+
+        return None, lax.fori_loop(0, -(-size // TILE), tile, jnp.zeros(w_EIO.shape[1:], jnp.float32))
+
+    d_w = lax.scan(expert, None, (_starts(sizes_E), sizes_E))[1]
+    return d_x, d_w.astype(w_EIO.dtype), None
+
+
+tiled_product.defvjp(_tiled_forward, _tiled_backward)
+
+
+def _starts(sizes_E: Array) -> Array:
+    return jnp.cumsum(sizes_E) - sizes_E

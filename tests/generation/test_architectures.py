@@ -1,0 +1,33 @@
+"""Other architectures generate as the plain one does: cached as uncached, in a batch as alone, and from narrow weights."""
+
+import numpy as np
+import pytest
+
+from dantinox.config import ExpertsConfig
+from dantinox.generation import generate, prepare
+from dantinox.generation.weights import weight_bytes, widen
+
+from . import builder
+
+pytestmark = pytest.mark.slow
+
+PROMPTS, STEPS = builder.prompts(5, 9, 2), 8
+MODELS = {"experts": builder.config(windows=(None, 4), experts=ExpertsConfig(4, 2, shared=1), softcap=3.0, sink_logits=True)}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
+def test_a_batch_says_what_each_text_says_alone(config):
+    model = builder.model(config)
+    tokens, lengths = builder.padded(PROMPTS)
+    out = generate(model, tokens, STEPS, prompt_lengths=lengths, greedy=True)
+    for row, prompt in zip(out, PROMPTS, strict=True):
+        assert row[len(prompt) : len(prompt) + STEPS].tolist() == builder.slowly(model, prompt, STEPS, greedy=True)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
+def test_narrow_weights_say_what_the_same_numbers_say_wide(config):
+    narrow = prepare(builder.model(config), "int8")
+    assert weight_bytes(narrow) < 0.5 * weight_bytes(builder.model(config))
+    tokens, lengths = builder.padded(PROMPTS)
+    said = [generate(m, tokens, STEPS, prompt_lengths=lengths, greedy=True) for m in (narrow, widen(narrow))]
+    np.testing.assert_array_equal(*said)

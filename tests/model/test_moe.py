@@ -1,0 +1,107 @@
+"""Experts: grouped products and their derivatives, who takes which, and what the router is told to like."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import ExpertsConfig
+from dantinox.generation.weights import NarrowExperts
+from dantinox.model import moe
+from dantinox.model.moe import ExpertLinear, MixtureOfExperts, Rows, grouped_product, tiled_product
+
+from .builder import config
+
+SIZES = {"some and none": (3, 0, 30, 9, 0), "one takes all": (0, 42, 0, 0, 0), "tiles to the brim": (8, 16, 0, 10, 8)}
+
+
+def in_float64(x_MI, w_EIO, sizes_E):
+    expert_M = np.repeat(np.arange(len(sizes_E)), sizes_E)
+    return np.array([x.astype(np.float64) @ w_EIO[e] for x, e in zip(x_MI, expert_M, strict=True)]), expert_M
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_products_in_tiles_and_their_derivatives(monkeypatch, sizes):
+    """d x is d y · wᵀ of the row's expert, d w the sum of x d yᵀ over an expert's rows."""
+    monkeypatch.setattr(moe, "TILE", 8)
+    random = np.random.default_rng(0)
+    x, w, d_y = (random.standard_normal(shape).astype(np.float32) for shape in ((42, 6), (5, 6, 7), (42, 7)))
+    y, back = jax.vjp(lambda x, w: tiled_product(x, w, jnp.asarray(sizes)), x, w)
+    d_x, d_w = back(jnp.asarray(d_y))
+    wanted, expert_M = in_float64(x, w, sizes)
+    np.testing.assert_allclose(y, wanted, atol=1e-5)
+    np.testing.assert_allclose(d_x, [w[e] @ d for d, e in zip(d_y, expert_M, strict=True)], atol=1e-5)
+    for e in range(5):
+        np.testing.assert_allclose(d_w[e], x[expert_M == e].T.astype(np.float64) @ d_y[expert_M == e], atol=1e-5)
+
+
+@pytest.mark.parametrize("platform, rows", [("cpu", 9), ("cpu", 42), ("gpu", 42)])
+def test_every_kind_of_product_is_the_same(platform, rows):
+    random = np.random.default_rng(1)
+    sizes = np.bincount(random.integers(0, 5, rows), minlength=5)
+    x, w = random.standard_normal((rows, 6)).astype(np.float32), random.standard_normal((5, 6, 7)).astype(np.float32)
+    wanted, expert_M = in_float64(x, w, sizes)
+    run = jax.jit(lambda x, w, *rows: grouped_product(x, w, Rows(*rows), platform))
+    np.testing.assert_allclose(run(x, w, expert_M, sizes), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, from_rows", [("int8", 7, None), ("bfloat16", 7, None), ("int8", 20, 8), ("bfloat16", 20, 8)]
+)
+def test_narrow_experts_are_the_wide_ones_they_say(dtype, rows, from_rows):
+    linear = ExpertLinear(3, 6, (2, 4), dtype=jnp.float32, platform="cpu", rngs=nnx.Rngs(0))
+    narrow, random = NarrowExperts(linear, dtype, from_rows), np.random.default_rng(0)
+    expert_M = np.sort(random.integers(0, 3, rows))
+    x, groups = (
+        random.standard_normal((rows, 6)).astype(np.float32),
+        Rows(jnp.asarray(expert_M), jnp.bincount(expert_M, length=3)),
+    )
+    same = narrow.wide().kernel[...]
+    wanted = np.array([np.tensordot(row, same[e], 1) for row, e in zip(x, expert_M, strict=True)])
+    np.testing.assert_allclose(narrow(x, groups), wanted, atol=2e-6 if from_rows is None else 0.03)
+    assert np.abs(same - linear.kernel[...]).max() < 0.01 * np.abs(linear.kernel[...]).max()
+
+
+def test_the_router_and_what_is_said_of_it():
+    """Scores, choice with a bias, balance (Fedus et al. 2022, eq. 4) and z (Zoph et al. 2022, eq. 5) in NumPy."""
+    model_config = config(experts=ExpertsConfig(5, 2, bias=True))
+    layer = MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(0), out_gain=1.0)
+    x_ND = np.random.default_rng(0).standard_normal((30, 12)).astype(np.float32)
+    layer.router.bias[...] = jnp.asarray([0.0, 0.3, -0.3, 0.0, 0.1])
+    experts_NK, weights_NK, routing = layer.router(x_ND)
+    logits_NE = x_ND.astype(np.float64) @ np.asarray(layer.router.kernel[...], np.float64)
+    scores_NE = np.exp(logits_NE) / np.exp(logits_NE).sum(axis=1, keepdims=True)
+    order_NE = np.argsort(-(scores_NE + np.asarray(layer.router.bias[...])), axis=1)
+    np.testing.assert_array_equal(experts_NK, order_NE[:, :2])
+    taken_NK = np.take_along_axis(scores_NE, order_NE[:, :2], axis=1)
+    np.testing.assert_allclose(weights_NK, taken_NK / taken_NK.sum(axis=1, keepdims=True), atol=1e-6)
+    counts_E = np.bincount(order_NE[:, :2].ravel(), minlength=5)
+    np.testing.assert_array_equal(routing.counts_E, counts_E)
+    np.testing.assert_allclose(routing.balance, 5 * np.sum(counts_E / 60 * scores_NE.mean(axis=0)), rtol=1e-5)
+    np.testing.assert_allclose(routing.z, np.mean(np.log(np.exp(logits_NE).sum(axis=1)) ** 2), rtol=1e-5)
+
+
+def test_derivatives_are_those_of_all_experts_at_once():
+    """A sum over every expert with weights of zero for those not taken. The bias and experts without tokens get none."""
+    layer = MixtureOfExperts(config(experts=ExpertsConfig(6, 2, bias=True)), dtype=jnp.float32, rngs=nnx.Rngs(1), out_gain=1.0)
+    x_BTD = np.random.default_rng(0).standard_normal((1, 12, 12)).astype(np.float32)
+    layer.router.bias[...] = jnp.asarray([0.0, 0.0, 0.0, 0.0, 0.0, -9.0])  # the last is never taken
+    graph, state = nnx.split(layer)
+
+    def loss(state):
+        return jnp.sum(jnp.sin(nnx.merge(graph, state)(x_BTD)[0]))
+
+    def dense(state):
+        router, experts = state["router"], state["experts"]
+        scores_NE = jax.nn.softmax(x_BTD[0] @ router["kernel"][...])
+        taken_NE = jnp.argsort(jnp.argsort(-(scores_NE + router["bias"][...]))) < 2
+        weights_NE = jnp.where(taken_NE, scores_NE, 0) / jnp.sum(jnp.where(taken_NE, scores_NE, 0), axis=1, keepdims=True)
+        both = jnp.einsum("nd,edgf->negf", x_BTD[0], experts["gate_up"]["kernel"][...])
+        y_NED = jnp.einsum("nef,efd->ned", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], experts["down"]["kernel"][...])
+        return jnp.sum(jnp.sin(jnp.einsum("ned,ne->nd", y_NED, weights_NE)))
+
+    (ours, mine), (theirs, wanted) = (jax.jit(jax.value_and_grad(f))(state) for f in (loss, dense))
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), mine, wanted)
+    assert not np.any(mine["router"]["bias"][...]) and not np.any(mine["experts"]["down"]["kernel"][...][5])
