@@ -25,6 +25,7 @@ SMALL = {
 ROUTER = {"generation.strategy": "entropy"}
 BUDGET = {"kv.budget": 0.5}
 BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
+LATENT = {"attention.kv_lora_rank": 8}
 MOE = {"moe.use_moe": True}
 FOURFOLD = {"attention.rope_factor": 4.0}
 LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
@@ -46,7 +47,9 @@ OTHER: dict[str, tuple] = {
     "attention.context_window": (2, {"attention.sliding_window": True}),
     "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),
     "attention.no_sink": (True,), "attention.kernel": ("chunked",), "attention.attn_logit_softcapping": (50.0,),
-    "attention.sink_logits": (True,), "attention.rope_scaling": ("linear", FOURFOLD), "attention.rope_factor": (2.0, LINEAR),
+    "attention.kv_lora_rank": (8,), "attention.q_lora_rank": (8, LATENT), "attention.v_head_dim": (6, LATENT),
+    "attention.qk_rope_head_dim": (6, LATENT), "attention.sink_logits": (True,),
+    "attention.rope_scaling": ("linear", FOURFOLD), "attention.rope_factor": (2.0, LINEAR),
     "attention.rope_original_context": (16, {**LLAMA3, "attention.rope_original_context": 8}),
     "attention.low_freq_factor": (2.0, LLAMA3), "attention.high_freq_factor": (8.0, LLAMA3),
     "attention.beta_fast": (16.0, YARN), "attention.beta_slow": (2.0, YARN), "attention.rope_attention_factor": (1.5, YARN),

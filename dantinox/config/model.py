@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
-from dantinox.config.needs import Needs
+from dantinox.config.needs import Needs, given
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
@@ -69,6 +69,7 @@ class MoESection(Section):
 
 
 SLIDING = Needs(("attention.sliding_window", True))
+LATENT = Needs(("attention.kv_lora_rank", given))
 SCALED = Needs(("attention.rope_scaling", lambda kind: kind != "none"))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
 
@@ -117,6 +118,14 @@ class AttentionSection(Section):
     attn_logit_softcapping: Positive | None = field(
         None, "scores are capped at ± this before the softmax: cap · tanh(score / cap) (null: not)"
     )
+    kv_lora_rank: Count | None = field(
+        None, "latent attention: size of the vector that keys and values of all heads are made of (null: attention without one)"
+    )
+    q_lora_rank: Annotated[Count | None, LATENT] = field(None, "size of a vector that queries are made of (null: none)")
+    qk_rope_head_dim: Annotated[Count | None, LATENT] = field(
+        None, "size of the rotated part of queries and keys, beside head_size that is not rotated (null: half of head_size)"
+    )
+    v_head_dim: Annotated[Count | None, LATENT] = field(None, "size of a head's value (null: head_size)")
     sink_logits: bool = field(False, "a learned logit per head that takes part in the softmax and has no value")
 
 
@@ -157,6 +166,16 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Attention over latents of size `rank`, with a rotated part of keys and queries, see `model.latent`."""
+
+    rank: int
+    rotated_size: int
+    value_size: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
 
@@ -186,6 +205,7 @@ class ModelConfig:
     sink_logits: bool = False
     final_softcap: float | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     weight_tying: bool = True
     dropout_rate: float = 0.0
@@ -193,6 +213,11 @@ class ModelConfig:
     scan_layers: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+
+    @property
+    def rotated_size(self) -> int:
+        """How much of a query and a key is rotated."""
+        return self.head_size if self.latent is None else self.latent.rotated_size
 
     @property
     def period(self) -> int:
@@ -209,7 +234,15 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
     if m.n_heads % kv_heads:
         yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
-    if a.use_rotary_pos and head_size % 2:
+    if a.kv_lora_rank is not None:
+        if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
+            yield (
+                "attention.kv_lora_rank needs attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false: "
+                "every head has its own keys, and the latents are normalised"
+            )
+        if (a.qk_rope_head_dim or head_size // 2) % 2:
+            yield f"attention.qk_rope_head_dim must be even, got {a.qk_rope_head_dim or head_size // 2}"
+    elif a.use_rotary_pos and head_size % 2:
         yield f"model.head_size must be even with attention.use_rotary_pos, got {head_size}"
     if a.absolute_pos and m.dim % 2:
         yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
@@ -265,6 +298,10 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         experts = ExpertsConfig(
             moe.n_experts, moe.top_k_mlp, moe.shared_experts, moe.score_function, moe.norm_topk_prob, moe.bias_update_rate > 0
         )
+    latent, head_size = None, m.head_size or m.dim // m.n_heads
+    if a.kv_lora_rank is not None:
+        rotated_size = a.qk_rope_head_dim or head_size // 2
+        latent = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank)
     window = None if a.context_window is None else a.context_window + 1
     kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
     position: Position = (
@@ -275,7 +312,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         dim=m.dim,
         n_heads=m.n_heads,
         kv_heads=m.kv_heads or m.n_heads,
-        head_size=m.head_size or m.dim // m.n_heads,
+        head_size=head_size,
         num_blocks=m.num_blocks,
         hidden_dim=m.hidden_dim or default_hidden,
         max_context=m.max_context,
@@ -292,6 +329,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         sink_logits=a.sink_logits,
         final_softcap=m.final_logit_softcapping,
         experts=experts,
+        latent=latent,
         kernel=a.kernel,
         weight_tying=m.weight_tying,
         dropout_rate=m.dropout_rate,

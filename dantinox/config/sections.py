@@ -198,6 +198,9 @@ class Config(Section):
                 "logging.log_file and logging.summary_file must differ from each other and from "
                 f"{', '.join(RUN_FILES)}, got {log.log_file} and {log.summary_file}"
             )
+        if self.kv.compresses and self.attention.kv_lora_rank is not None:
+            key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
+            yield f"{key} must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
         yield from router_conflicts(self.router)

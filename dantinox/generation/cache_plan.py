@@ -35,6 +35,8 @@ def plan_cache(config: ModelConfig, kv: KVSection, slots: int, calibration: KVCa
     Raises:
       UserError: the budget is less than every head must have, or what it is divided by was not measured.
     """
+    if kv.compresses and config.latent is not None:
+        raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration) if kv.compresses else None)
 

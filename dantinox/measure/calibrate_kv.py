@@ -111,6 +111,8 @@ def _measured(
     weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
     run = load(directory.path)
     config = run.model.config
+    if config.latent is not None:
+        raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): there are no slots to divide")
     if config.max_context < ROWS:
         raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {config.max_context}")
     if data_path is None:

@@ -51,9 +51,10 @@ def _model(run: Run) -> str:
     m = run.model.config
     cache = make_cache(m, 1, m.max_context, run.model.dtype).report()
     windows = sorted({window for window in m.windows if window is not None})
+    keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of {m.latent.rank} + {m.latent.rotated_size}"
     return table([
         ("parameters", human_count(weight_bytes(run.model) / 4)),
-        ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {m.kv_heads} key/value heads"),
+        ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
         ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),

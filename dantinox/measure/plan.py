@@ -224,7 +224,10 @@ def generation_programs(
         return rows * (length * (token + attention_flops(model, length)) + head)
 
     yield Traced("prefill", f"{batch} × {prompt} tokens", forward(batch, prompt), 0, read + cache, first, {})
-    flops = rows * (token + head + 4 * (model.n_heads // model.kv_heads) * model.head_size * kept_slots(model, cache_plan))
+    sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
+    if model.latent is not None:  # which all heads read, as key and as value
+        sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
+    flops = rows * (token + head + 2 * sizes * groups * kept_slots(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots)
@@ -234,7 +237,7 @@ def generation_programs(
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
     """Slots of all key heads of all layers."""
     if plan.compression is None:
-        return model.kv_heads * sum(spans(model, plan.slots))
+        return (model.kv_heads if model.latent is None else 1) * sum(spans(model, plan.slots))
     return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
 
 

@@ -4,7 +4,6 @@ Shapes: B batch, T query time, S key time, D model, K key/value heads, G query h
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.chunked import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, RMSNorm, Softmax, capped
 from dantinox.model.positions import rotate
-from dantinox.model.store import BITS, Store
+from dantinox.model.store import LatentStore, Store
 
 Angles = tuple[jax.Array, jax.Array] | None
 Probe = Callable[[jax.Array, jax.Array], Any]
@@ -61,7 +60,7 @@ class Attended(NamedTuple):
     weights_BKGTS: jax.Array
 
 
-def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array, softmax: Softmax = SOFTMAX) -> Attended:
+def attention(q_BTKGH: jax.Array, store: Store | LatentStore, valid_BKTS: jax.Array, softmax: Softmax = SOFTMAX) -> Attended:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
 
     Args:
@@ -71,18 +70,14 @@ def attention(q_BTKGH: jax.Array, store: Store, valid_BKTS: jax.Array, softmax: 
     B, T, K, G, H = q_BTKGH.shape
     # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores_BKMS = _product(q_BKMH, store.k_BKHS, jnp.float32) * H**-0.5
-    if store.k_scale_BKS is not None:
-        scores_BKMS *= store.k_scale_BKS[:, :, None]
+    scores_BKMS = store.scores(q_BKMH)
     scores = scores_BKMS.reshape(B, K, G, T, -1)
     scores = scores if softmax.cap is None else capped(scores, softmax.cap)
     masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(masked, axis=-1) if softmax.sinks_KG is None else _beside(masked, softmax.sinks_KG)
     weights_BKMS = weights.reshape(scores_BKMS.shape)
-    if store.v_scale_BKS is not None:
-        weights_BKMS *= store.v_scale_BKS[:, :, None]
-    out_BKMH = _product(weights_BKMS.astype(q_BTKGH.dtype), store.v_BKSH, q_BTKGH.dtype)
-    return Attended(out_BKMH.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4), scores, weights)
+    out_BKMV = store.average(weights_BKMS, q_BTKGH.dtype)
+    return Attended(out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights)
 
 
 def _beside(scores_BKGTS: jax.Array, sinks_KG: jax.Array) -> jax.Array:
@@ -91,36 +86,6 @@ def _beside(scores_BKGTS: jax.Array, sinks_KG: jax.Array) -> jax.Array:
     largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11))
     weights = jnp.exp(scores_BKGTS - largest)
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks_KG11 - largest))
-
-
-def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    """x · w for every row and head, w in whatever it is stored in."""
-    if w_BKIO.dtype == x_BKMI.dtype:
-        return _at_once(x_BKMI, w_BKIO, out_dtype)
-    if w_BKIO.dtype == BITS:
-        return _head_by_head(x_BKMI, w_BKIO, out_dtype)
-    ways = {"cpu": partial(_head_by_head, out_dtype=out_dtype), "default": partial(_at_once, out_dtype=out_dtype)}
-    return jax.lax.platform_dependent(x_BKMI, w_BKIO, **ways)
-
-
-def _at_once(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    return jnp.einsum("BKMI,BKIO->BKMO", x_BKMI, w_BKIO.astype(x_BKMI.dtype), preferred_element_type=out_dtype)
-
-
-def _head_by_head(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    """On a CPU the conversion then stays in the cores' caches: at once, it would make a wide copy of the whole layer.
-
-    The barrier keeps XLA from moving it out of the loop to the same end.
-    """
-    B, K = w_BKIO.shape[:2]
-    flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
-    out = jax.lax.map(lambda pair: pair[0].astype(jnp.float32) @ _wide(jax.lax.optimization_barrier(pair[1])), flat)
-    return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
-
-
-def _wide(w: jax.Array) -> jax.Array:
-    """int8, or bfloat16 by its bits, as float32."""
-    return (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
 
 
 def visible(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:
@@ -145,7 +110,7 @@ class Reading(NamedTuple):
 
 def attend(
     q_BTKGH: jax.Array,
-    store: Store,
+    store: Store | LatentStore,
     positions_BT: jax.Array,
     held_BKS: jax.Array,
     window: int | None,
@@ -177,7 +142,7 @@ def attend(
         got_BKS, (out_BTKGH, told) = block(zero_BKS, whole, probe)
         return Reading(out_BTKGH, got_BKS, told)
     got_BKS, (out_nBRKGH, _) = jax.lax.scan(block, zero_BKS, jax.tree.map(_in_blocks, whole))
-    out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, H)[:, :T]
+    out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, out_nBRKGH.shape[-1])[:, :T]
     return Reading(out_BTKGH, got_BKS, probed_alone(probe, q_BTKGH, store, positions_BT, held_BKS, window, softmax))
 
 
@@ -205,7 +170,7 @@ def probed(probe: Probe | None, seen: Attended, valid_BKTS: jax.Array, positions
 def probed_alone(
     probe: Probe | None,
     q_BTKGH: jax.Array,
-    store: Store,
+    store: Store | LatentStore,
     positions_BT: jax.Array,
     held_BKS: jax.Array,
     window: int | None,

@@ -21,7 +21,7 @@ from dantinox.model.attention import attend, attention, probed, probed_alone, vi
 from dantinox.model.compressed import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
-from dantinox.model.store import BITS, Store
+from dantinox.model.store import BITS, LatentStore, Store
 from dantinox.platform import platform_of
 
 
@@ -30,7 +30,12 @@ from dantinox.platform import platform_of
 class Full:
     """One slot per position: slot s holds position s."""
 
-    store: Store
+    store: Store | LatentStore
+
+    @property
+    def begins(self) -> bool:
+        """Whether what it sees is all of this call."""
+        return False
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         after = self.with_(k_BTKH, v_BTKH, positions_BT)
@@ -49,7 +54,12 @@ class Full:
 class Ring:
     """The last W positions of a sliding-window layer: slot p mod W holds the newest position p written there."""
 
-    store: Store
+    store: Store | LatentStore
+
+    @property
+    def begins(self) -> bool:
+        """Whether what it sees is all of this call."""
+        return False
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         """Several queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
@@ -57,7 +67,7 @@ class Ring:
         if positions_BT.shape[1] == 1:
             store, held_B1S = after.store, self._held(positions_BT[:, 0])
         else:
-            store = self.store.join(Store.of(k_BTKH, v_BTKH, self.store.dtype))
+            store = self.store.join(type(self.store).of(k_BTKH, v_BTKH, self.store.dtype))  # type: ignore[arg-type]
             held_B1S = jnp.concatenate([self._held(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
         out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
@@ -68,8 +78,8 @@ class Ring:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
             return Ring(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
         wanted_B1S, first_B11 = self._held(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
-        new = Store.of(k_BTKH, v_BTKH, self.store.dtype).take(jnp.clip(wanted_B1S - first_B11, 0))
-        return Ring(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))
+        new = type(self.store).of(k_BTKH, v_BTKH, self.store.dtype).take(jnp.clip(wanted_B1S - first_B11, 0))
+        return Ring(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))  # type: ignore[arg-type]
 
     def _held(self, last_B: jax.Array) -> jax.Array:
         """The position in each slot `[B, 1, W]` once `last_B` is the newest written; negative where none is."""
@@ -92,11 +102,24 @@ class Fresh:
     platform: str = "auto"
     kept: Full | Ring | None = None
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
-        dtype = k_BTKH.dtype if self.kept is None else self.kept.store.dtype
+    @property
+    def begins(self) -> bool:
+        """Whether what it sees is all of this call."""
+        return True
+
+    def as_kept(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values as they will be read again."""
+        if self.kept is None:
+            return k_BTKH, v_BTKH
+        return type(self.kept.store).of(k_BTKH, v_BTKH, self.kept.store.dtype).wide(k_BTKH.dtype)
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX, instead=None):
+        """`instead`: the keys and values to be kept, where they are others than those seen, which are made of them."""
+        dtype = k_BTKH.dtype if self.kept is None or instead is not None else self.kept.store.dtype
         store, held_B1T = Store.of(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
-        after = self if self.kept is None else self.kept.with_(k_BTKH, v_BTKH, positions_BT)
-        kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax)
+        kept_k, kept_v = instead or (k_BTKH, v_BTKH)
+        after = self if self.kept is None else self.kept.with_(kept_k, kept_v, positions_BT)
+        kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
         if kernel is not None and (probe is None or self.segments_BT is None):
             k_BTKH, v_BTKH = store.wide(k_BTKH.dtype)
             out_BTKGH = kernel(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window)
@@ -142,18 +165,18 @@ class KVCache:
         """
         stores = [store for layer in self.layers for store in _stores(layer)]
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-        payload = sum(store.k_BKHS.nbytes + store.v_BKSH.nbytes for store in stores)
-        B, _, _, H = stores[0].v_BKSH.shape
-        slots = [[list(store.v_BKSH.shape[1:3]) for store in _stores(layer)] for layer in self.layers]
+        payload = sum(leaf.nbytes for leaf in jax.tree.leaves(stores) if leaf.ndim == 4)
+        B, numbers = jax.tree.leaves(stores)[0].shape[0], sum(stores[0].sizes)
+        slots = [[[store.heads, store.slots] for store in _stores(layer)] for layer in self.layers]
         places = B * sum(span * sum(heads for heads, _ in groups) for span, groups in zip(self.spans, slots, strict=True))
         dtype = jnp.dtype(jnp.bfloat16) if stores[0].dtype == BITS else stores[0].dtype
-        full = places * 2 * (H * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
+        full = places * (numbers * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0))
         return {
             "bytes": total,
             "payload_bytes": payload,
             "metadata_bytes": total - payload,
             "full_bytes": full,
-            "full_bytes_bfloat16": places * 4 * H,
+            "full_bytes_bfloat16": places * 2 * numbers,
             "requested_ratio": self.requested,
             "ratio": total / full,
             "dtype": dtype.name,
@@ -161,7 +184,7 @@ class KVCache:
         }
 
 
-def _stores(layer: Full | Ring | Compressed) -> list[Store]:
+def _stores(layer: Full | Ring | Compressed) -> list[Any]:
     return [group.store for group in layer.groups] if isinstance(layer, Compressed) else [layer.store]
 
 
@@ -176,7 +199,7 @@ def make_cache(
     """An empty cache for `batch` rows of up to `slots` positions; a windowed layer shorter than that gets a ring.
 
     Args:
-      dtype: of keys and values: float32, bfloat16 or int8.
+      dtype: of keys and values, or latents: float32, bfloat16 or int8.
       compression: the slots of every head, and what stays in them; None: all of every text.
     """
     B, K, H = batch, config.kv_heads, config.head_size
@@ -187,7 +210,11 @@ def make_cache(
         span = all_spans[index]
         if compression is not None and any(held < span for _, held in compression.groups[index]):
             return Compressed.empty(B, H, compression, index, kept)
-        return (Ring if span < slots else Full)(Store.empty(B, K, H, span, kept))
+        if config.latent is not None:
+            store: Store | LatentStore = LatentStore.empty(B, config.latent.rank, config.latent.rotated_size, span, kept)
+        else:
+            store = Store.empty(B, K, H, span, kept)
+        return (Ring if span < slots else Full)(store)
 
     return KVCache(
         tuple(layer(index) for index in range(config.num_blocks)), all_spans, 1.0 if compression is None else compression.ratio

@@ -11,6 +11,8 @@ def matrix_parameters(model: ModelConfig) -> int:
     """
     D, Q, F = model.dim, model.head_size, model.hidden_dim
     attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
+    if model.latent is not None:
+        attention = _latent_parameters(model)
     feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
     if model.experts is not None:
         taken = model.experts.top_k + model.experts.shared
@@ -18,12 +20,24 @@ def matrix_parameters(model: ModelConfig) -> int:
     return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
 
 
+def _latent_parameters(model: ModelConfig) -> int:
+    """Of the attention of a layer over latents: what makes them, what they become, queries, the output."""
+    latent, D, N, H = model.latent, model.dim, model.n_heads, model.head_size
+    assert latent is not None
+    R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
+    queries = D * N * (H + P) if Q is None else D * Q + Q * N * (H + P)
+    return D * (R + P) + R * N * (H + V) + queries + (1 + model.no_sink) * N * V * D
+
+
 def attention_flops(model: ModelConfig, keys: int) -> int:
     """`4·L·H·Q·T` of one query: scores and weighted values of `keys` keys, in windowed layers of as many as they hold.
 
     Keys that the causal mask hides count too, as in the formulas' sources.
     """
-    return 4 * model.n_heads * model.head_size * sum(spans(model, keys))
+    sizes = 2 * model.head_size
+    if model.latent is not None:
+        sizes = model.head_size + model.latent.rotated_size + model.latent.value_size
+    return 2 * model.n_heads * sizes * sum(spans(model, keys))
 
 
 def training_flops(model: ModelConfig, length: int) -> int:

@@ -1,8 +1,9 @@
-"""Keys and values in slots, in float32, bfloat16 or int8."""
+"""Keys and values in slots, or latents that are both, in float32, bfloat16 or int8."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,43 @@ from jax.typing import DTypeLike
 BITS = jnp.dtype(jnp.uint16)  # of bfloat16, where a platform likes it so
 
 
+class Slots:
+    """What a store does slot by slot, whatever it keeps in one. A leaf has its slots on `_axes`, behind the head's axis."""
+
+    def join(self, other: Self) -> Self:
+        """The slots of both, these first."""
+        return self._by_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
+
+    def take(self, index_BKS: jax.Array) -> Self:
+        """The slots named by `index_BKS` (the K axis may be 1), in that order."""
+
+        def taken(axis: int, leaf: jax.Array) -> jax.Array:
+            index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
+            return jnp.take_along_axis(leaf, index, axis=axis)
+
+        return self._by_slots(taken)
+
+    def where(self, chosen_BKS: jax.Array, other: Self) -> Self:
+        """These slots where `chosen_BKS` (the K axis may be 1), else the other's."""
+
+        def picked(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
+
+        return self._by_slots(picked, other)
+
+    def _by_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
+        """`function(slot axis, leaf, …)` of every leaf."""
+        return jax.tree.map(function, self._axes, self, *others)
+
+    @property
+    def _axes(self) -> Self:
+        """The axis of the slots in every leaf, in the form of the store."""
+        raise NotImplementedError
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
 @dataclass(frozen=True)
-class Store:
+class Store(Slots):
     """Keys and values of S slots.
 
     Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than
@@ -46,20 +81,34 @@ class Store:
         return self.v_BKSH.shape[2]
 
     @property
+    def heads(self) -> int:
+        return self.v_BKSH.shape[1]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of the two vectors in a slot of a head."""
+        return self.k_BKHS.shape[2], self.v_BKSH.shape[3]
+
+    @property
     def dtype(self) -> jnp.dtype:
         """float32, bfloat16, int8 or `BITS`."""
         return self.v_BKSH.dtype
 
     def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[B, S, K, H]` as numbers of a dtype."""
-
-        def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None) -> jax.Array:
-            if scale_BKS is not None:
-                return (x_BSKH.astype(jnp.float32) * scale_BKS.transpose(0, 2, 1)[..., None]).astype(dtype)
-            return (x_BSKH.view(jnp.bfloat16) if x_BSKH.dtype == BITS else x_BSKH).astype(dtype)
-
         keys_BSKH, values_BSKH = self.k_BKHS.transpose(0, 3, 1, 2), self.v_BKSH.swapaxes(1, 2)
-        return numbers(keys_BSKH, self.k_scale_BKS), numbers(values_BSKH, self.v_scale_BKS)
+        return numbers(keys_BSKH, self.k_scale_BKS, dtype), numbers(values_BSKH, self.v_scale_BKS, dtype)
+
+    def scores(self, q_BKMH: jax.Array) -> jax.Array:
+        """Scaled scores `[B, K, M, S]`, float32."""
+        scores_BKMS = _product(q_BKMH, self.k_BKHS, jnp.float32) * q_BKMH.shape[-1] ** -0.5
+        return scores_BKMS if self.k_scale_BKS is None else scores_BKMS * self.k_scale_BKS[:, :, None]
+
+    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Values `[B, K, M, H]` by their weights."""
+        if self.v_scale_BKS is not None:
+            weights_BKMS = weights_BKMS * self.v_scale_BKS[:, :, None]
+        return _product(weights_BKMS.astype(dtype), self.v_BKSH, dtype)
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array) -> "Store":
         """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped."""
@@ -78,31 +127,140 @@ class Store:
             self.v_scale_BKS.at[rows, heads, slots_BTK].set(v_scale_BTK, mode="drop"),
         )
 
-    def join(self, other: "Store") -> "Store":
-        """The slots of both, these first."""
-        return self._by_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
+    @property
+    def _axes(self) -> "Store":
+        return Store(3, 2, *(() if self.k_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
 
-    def take(self, index_BKS: jax.Array) -> "Store":
-        """The slots named by `index_BKS` (the K axis may be 1), in that order."""
 
-        def taken(axis: int, leaf: jax.Array) -> jax.Array:
-            index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
-            return jnp.take_along_axis(leaf, index, axis=axis)
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["latent_BKSR", "rotated_BKPS", "latent_scale_BKS", "rotated_scale_BKS"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class LatentStore(Slots):
+    """Latents of S slots, with a part that is rotated: together the one key of all query heads, and alone their value.
 
-        return self._by_slots(taken)
+    The key head's axis K is 1. In int8 the latent and the rotated part have a scale of their own.
+    """
 
-    def where(self, chosen_BKS: jax.Array, other: "Store") -> "Store":
-        """These slots where `chosen_BKS` (the K axis may be 1), else the other's."""
+    latent_BKSR: jax.Array
+    rotated_BKPS: jax.Array
+    latent_scale_BKS: jax.Array | None = None
+    rotated_scale_BKS: jax.Array | None = None
 
-        def picked(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
+    @classmethod
+    def empty(cls, batch: int, rank: int, rotated_size: int, slots: int, dtype: DTypeLike) -> "LatentStore":
+        latent, rotated = jnp.zeros((batch, 1, slots, rank), dtype), jnp.zeros((batch, 1, rotated_size, slots), dtype)
+        if dtype != jnp.int8:
+            return cls(latent, rotated)
+        return cls(latent, rotated, jnp.zeros((batch, 1, slots), jnp.float32), jnp.zeros((batch, 1, slots), jnp.float32))
 
-        return self._by_slots(picked, other)
+    @classmethod
+    def of(cls, k_BT1C: jax.Array, v_BT1R: jax.Array, dtype: DTypeLike) -> "LatentStore":
+        """New latents, that of token t in slot t; the key begins with the value."""
+        latent, scale_BT1 = stored(v_BT1R, dtype)
+        rotated, rotated_scale_BT1 = stored(k_BT1C[..., v_BT1R.shape[-1] :], dtype)
+        scales = [None if scale is None else scale.transpose(0, 2, 1) for scale in (scale_BT1, rotated_scale_BT1)]
+        return cls(latent.transpose(0, 2, 1, 3), rotated.transpose(0, 2, 3, 1), *scales)
 
-    def _by_slots(self, function: Callable[..., jax.Array], *others: "Store") -> "Store":
-        """`function(slot axis, leaf, …)` of every leaf."""
-        axes = Store(3, 2, *(() if self.k_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
-        return jax.tree.map(function, axes, self, *others)
+    @property
+    def slots(self) -> int:
+        return self.latent_BKSR.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of the two vectors in a slot."""
+        return self.latent_BKSR.shape[3], self.rotated_BKPS.shape[2]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """float32, bfloat16, int8 or `BITS`."""
+        return self.latent_BKSR.dtype
+
+    def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Keys `[B, S, 1, R + P]` and values `[B, S, 1, R]` as numbers of a dtype."""
+        latent = numbers(self.latent_BKSR.swapaxes(1, 2), self.latent_scale_BKS, dtype)
+        rotated = numbers(self.rotated_BKPS.transpose(0, 3, 1, 2), self.rotated_scale_BKS, dtype)
+        return jnp.concatenate([latent, rotated], axis=-1), latent
+
+    def scores(self, q_BKMC: jax.Array) -> jax.Array:
+        """Scaled scores `[B, 1, M, S]`, float32."""
+        rank = self.latent_BKSR.shape[3]
+        latent = _product(q_BKMC[..., :rank], self.latent_BKSR, jnp.float32, transposed=True)
+        rotated = _product(q_BKMC[..., rank:], self.rotated_BKPS, jnp.float32)
+        if self.latent_scale_BKS is not None and self.rotated_scale_BKS is not None:
+            latent, rotated = latent * self.latent_scale_BKS[:, :, None], rotated * self.rotated_scale_BKS[:, :, None]
+        return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
+
+    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Latents `[B, 1, M, R]` by their weights."""
+        if self.latent_scale_BKS is not None:
+            weights_BKMS = weights_BKMS * self.latent_scale_BKS[:, :, None]
+        return _product(weights_BKMS.astype(dtype), self.latent_BKSR, dtype)
+
+    def write(self, k_BT1C: jax.Array, v_BT1R: jax.Array, slots_BT1: jax.Array) -> "LatentStore":
+        """Each new latent in its slot; a slot outside the store is dropped."""
+        new, rows = LatentStore.of(k_BT1C, v_BT1R, self.dtype), jnp.arange(len(slots_BT1))[:, None]
+        slots_BT = slots_BT1[:, :, 0]
+
+        def written(axis: int, leaf: jax.Array, new: jax.Array) -> jax.Array:
+            if axis == 3:
+                return leaf.at[rows, 0, :, slots_BT].set(new[:, 0].swapaxes(1, 2), mode="drop")
+            return leaf.at[rows, 0, slots_BT].set(new[:, 0], mode="drop")
+
+        return self._by_slots(written, new)
+
+    @property
+    def _axes(self) -> "LatentStore":
+        return LatentStore(2, 3, *(() if self.latent_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
+
+
+def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """What is kept, as numbers of a dtype."""
+    if scale_BKS is not None:
+        return (x_BSKH.astype(jnp.float32) * scale_BKS.transpose(0, 2, 1)[..., None]).astype(dtype)
+    return (x_BSKH.view(jnp.bfloat16) if x_BSKH.dtype == BITS else x_BSKH).astype(dtype)
+
+
+def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike, transposed: bool = False) -> jax.Array:
+    """x · w for every row and head, w in whatever it is stored in; `transposed`: x · wᵀ of `w_BKOI`."""
+    at_once, head_by_head = (partial(way, out_dtype=out_dtype, transposed=transposed) for way in (_at_once, _head_by_head))
+    if w_BKIO.dtype == x_BKMI.dtype:
+        return at_once(x_BKMI, w_BKIO)
+    if w_BKIO.dtype == BITS:
+        return head_by_head(x_BKMI, w_BKIO)
+    return jax.lax.platform_dependent(x_BKMI, w_BKIO, cpu=head_by_head, default=at_once)
+
+
+def _at_once(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike, transposed: bool) -> jax.Array:
+    axes = "BKMI,BKOI->BKMO" if transposed else "BKMI,BKIO->BKMO"
+    return jnp.einsum(axes, x_BKMI, w_BKIO.astype(x_BKMI.dtype), preferred_element_type=out_dtype)
+
+
+def _head_by_head(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike, transposed: bool) -> jax.Array:
+    """On a CPU the conversion then stays in the cores' caches: at once, it would make a wide copy of the whole layer.
+
+    The barrier keeps XLA from moving it out of the loop to the same end.
+    """
+    B, K = w_BKIO.shape[:2]
+    flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
+
+    def head(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        w_IO = _wide(jax.lax.optimization_barrier(pair[1]))
+        return pair[0].astype(jnp.float32) @ (w_IO.T if transposed else w_IO)
+
+    out = jax.lax.map(head, flat)
+    return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
+
+
+def _wide(w: jax.Array) -> jax.Array:
+    """int8, or bfloat16 by its bits, as float32."""
+    return (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
 
 
 def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
+from dantinox.model.latent import LatentAttention
 from dantinox.model.layers import NORMS, PRODUCT, Linear, capped, dropout, feed_forward, product
 from dantinox.model.moe import MixtureOfExperts
 from dantinox.model.positions import rotary_angles, sinusoidal
@@ -36,7 +37,8 @@ class Block(nnx.Module):
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
         self.dropout_rate = config.dropout_rate
         self.norm1 = norm(config.dim, config.norm_epsilon)
-        self.attention = Attention(config, window, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        attending = Attention if config.latent is None else LatentAttention
+        self.attention = attending(config, window, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.norm2 = norm(config.dim, config.norm_epsilon)
         feeding = feed_forward if config.experts is None else MixtureOfExperts
         self.ffn = feeding(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
@@ -128,7 +130,7 @@ class Transformer(nnx.Module):
         x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
         angles = None
         if self.config.position == "rope":
-            angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, self.config.rope_scaling)
+            angles = rotary_angles(positions_BT, self.config.rotated_size, self.config.rope_theta, self.config.rope_scaling)
         if self.config.scan_layers:
             x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], constrain)
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}

@@ -1,6 +1,7 @@
 """The plan of a tiny model on this machine: bytes and FLOPs counted by hand, its JSON, what is said of what is not there."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -8,11 +9,12 @@ import jax
 import pytest
 
 from dantinox import cli
-from dantinox.config import UserError, build_config, dump_config
+from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config, dump_config
 from dantinox.measure import topology as topologies
 from dantinox.measure.plan import generation_programs, kernels_in, make_plan, matrix_parameters, needed_bytes
 from dantinox.measure.plan_view import plan_lines
 from dantinox.measure.topology import find_topology
+from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import blueprint
 from dantinox.programs import CHIPS
 from dantinox.training.step import traced_programs
@@ -57,11 +59,57 @@ def test_parameters_are_counted_and_those_of_matrix_products(plan, config):
     assert (plan.topology, plan.dtype, plan.chips, plan.chip) == ("cpu", "float32", 1, None)
 
 
-@pytest.mark.parametrize("changes", [{"activation": "gelu", "no_sink": True}, {"weight_tying": False}])
+LATENT = LatentConfig(6, 4, 10)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu", "no_sink": True},
+        {"weight_tying": False},
+        {"latent": LATENT, "no_sink": True},
+        {"latent": replace(LATENT, query_rank=7)},
+    ],
+)
 def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
     model = replace(config.architecture(259), **changes)
     kernels = {name: leaf.size for name, leaf in blueprint(model)[1].items() if name.endswith("kernel")}
     assert matrix_parameters(model) == sum(kernels.values()) + (16 * 259 if model.weight_tying else 0)
+
+
+def test_of_experts_those_count_that_a_token_takes(config):
+    model, D = replace(config.architecture(259), experts=ExpertsConfig(5, 2, shared=1)), 16
+    assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # two experts more than one, and the router
+
+
+def test_flops_of_latents(config):
+    """Queries and keys of 8 + 4 and values of 10 in training; 6 + 4 and 6 where the latents are read."""
+    settings = {f"attention.{key}": value for key, value in (("kv_lora_rank", 6), ("qk_rope_head_dim", 4), ("v_head_dim", 10))}
+    changed = build_config({}, SETTINGS | settings | {"model.kv_heads": None})
+    model = changed.architecture(259, "cpu")
+    assert attention_flops(model, 32) == 2 * 2 * (12 + 10) * (5 + 32)
+    decode = list(generation_programs(find_topology("cpu"), changed, model, 3, 20, 10))[1]
+    assert decode.flops == 3 * (2 * matrix_parameters(model) + 2 * 2 * (10 + 6) * (5 + 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "latents, sinks, caps"])
+def test_long_texts_hold_no_square_of_their_length(name):
+    """Neither a step at 8,192 tokens nor the reading of a prompt of 32,768."""
+    settings = {"model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "model.hidden_dim": 16, "training.batch_size": 1}
+    settings |= {"generation.greedy": True, "generation.max_new_tokens": 8, "training.warmup_steps": 0}
+    if name != "plain":
+        settings |= {"attention.kv_lora_rank": 8, "attention.sink_logits": True, "attention.attn_logit_softcapping": 30.0}
+    for length, named in ((8192, "train"), (32768, "prefill")):
+        config = build_config({}, settings | {"model.max_context": length + 8 * (named == "prefill")})
+        model, topology = config.architecture(259, "cpu"), find_topology("cpu")
+        if named == "train":
+            program = traced_programs(config, model, 9)["train"].program
+        else:
+            program = next(generation_programs(topology, config, model, 1, length, 8)).program
+        text = program.lower().compile().as_text()
+        shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\w\[([\d,]+)\]", text)}
+        assert (1, length) in shapes and not [s for s in shapes if sum(size >= length for size in s) > 1]
 
 
 def test_flops_by_hand(programs):

@@ -149,6 +149,41 @@ def attention(
     return out_TD, last_NS, sees_TS[-1]
 
 
+def latent_attention(
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
+) -> tuple[Array, Array, Array]:
+    """The same of one layer over latents, with keys and values of every head (DeepSeek-AI 2024, eq. 9 to 19)."""
+    T, R, H, N = len(x_TD), config.latent.rank, config.head_size, config.n_heads
+    out_TD, last_NS = np.zeros_like(x_TD), np.zeros((N, T))
+    sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
+
+    def turned(x_TP: Array) -> Array:
+        rows = zip(x_TP, positions, strict=True)
+        return np.array([rotated(x, p, config.rope_theta, config.rope_scaling) for x, p in rows])
+
+    def norm(x_TD: Array, name: str) -> Array:
+        return np.array([normalise("rmsnorm", x, weights[name], config.norm_epsilon) for x in x_TD])
+
+    kv_TC = x_TD @ weights["kv_a"]["kernel"]
+    latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), turned(kv_TC[:, R:])
+    from_TD = x_TD if config.latent.query_rank is None else norm(x_TD @ weights["q_a"]["kernel"], "q_norm")
+    for head in range(N):
+        q_TQ, kv_TC = from_TD @ weights["q"]["kernel"][:, head], latent_TR @ weights["kv_b"]["kernel"][:, head]
+        q_TQ = np.concatenate([q_TQ[:, :H], turned(q_TQ[:, H:])], axis=1)
+        k_TQ, v_TV = np.concatenate([kv_TC[:, :H], shared_TP], axis=1), kv_TC[:, H:]
+        for t in range(T):
+            scores_S = k_TQ @ q_TQ[t] / math.sqrt(q_TQ.shape[1])
+            if config.softcap is not None:
+                scores_S = config.softcap * np.tanh(scores_S / config.softcap)
+            weight_S = np.where(sees_TS[t], np.exp(scores_S), 0)
+            head_V = weight_S @ v_TV / (weight_S.sum() + (np.exp(weights["sinks"][head]) if config.sink_logits else 0))
+            if config.no_sink:
+                head_V = head_V * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, head])
+            out_TD[t] += head_V @ weights["out"]["kernel"][head]
+        last_NS[head] = scores_S
+    return out_TD, last_NS, sees_TS[-1]
+
+
 def forward(
     config: ModelConfig, weights: Weights, tokens: Array, positions: Array | None = None, segments: Array | None = None
 ) -> tuple[Array, list[tuple[Array, Array]]]:
@@ -171,7 +206,8 @@ def forward(
     probed = []
     for layer in range(config.num_blocks):
         block = weights["blocks"][layer]
-        a_TD, *seen = attention(config, layer, norm(x_TD, block["norm1"]), block["attention"], positions, segments)
+        attend = attention if config.latent is None else latent_attention
+        a_TD, *seen = attend(config, layer, norm(x_TD, block["norm1"]), block["attention"], positions, segments)
         probed.append(tuple(seen))
         x_TD = x_TD + a_TD
         normed_TD = norm(x_TD, block["norm2"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.config import ExpertsConfig
+from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.model import KVCache, make_cache
 from dantinox.model.cache import Full, Ring
 
@@ -31,6 +31,8 @@ CONFIGS = [
 ]
 CONFIGS.append(config(windows=(4, None), sink_logits=True, softcap=1.5, final_softcap=2.0))
 CONFIGS.append(config(windows=(4, None), experts=ExpertsConfig(4, 2, shared=1)))
+LATENT = config(windows=(4, None), kv_heads=4, latent=LatentConfig(6, 2, 3), sink_logits=True, softcap=1.5, no_sink=True)
+CONFIGS.append(LATENT)
 MIXED = config(windows=(1, 23, 4, None), head_size=6)
 
 # A schedule is a list of calls; a call says how many tokens each row reads next.
@@ -242,3 +244,19 @@ def test_a_donated_cache_is_written_in_place(optimised):
     assert memory.alias_size_in_bytes == cache.report()["bytes"]
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 10_000
     assert memory.temp_size_in_bytes < cache.report()["bytes"] / 10
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_bytes_of_latents(dtype):
+    """R + P numbers for each slot of a layer, and in int8 two scales."""
+    architecture = config(windows=(None, 4), kv_heads=4, latent=LatentConfig(10, 6, 8))
+    report = make_cache(architecture, batch=5, slots=24, dtype=dtype).report()
+    wanted = 5 * (24 + 4) * ((10 + 6) * jnp.dtype(dtype).itemsize + 8 * (dtype == jnp.int8))
+    assert report["bytes"] == report["full_bytes"] == wanted and report["slots"] == [[[1, 24]], [[1, 4]]]
+    assert report["full_bytes_bfloat16"] == 5 * 28 * 16 * 2
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03), (jnp.int8, 0.05)])
+def test_a_prompt_is_read_with_keys_of_all_heads_and_the_rest_by_its_latents(dtype, tolerance):
+    built = build(LATENT)
+    follow(built, [(6, 6, 6)] + [ONE] * 12, empty(built, dtype).begun(LATENT), tolerance)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.config import Config, ExpertsConfig, ModelConfig, RopeScaling
+from dantinox.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 
 from . import reference
 from .builder import build, config, places, texts
@@ -32,6 +32,15 @@ GRID = {
     "linear": {"rope_scaling": RopeScaling("linear", 3.0)},
     "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 100, 2.0, 5.0), "head_size": 24},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0), "head_size": 24},
+    "latents": {"latent": LatentConfig(5, 2, 4), "kv_heads": 4},
+    "latents of every kind": {
+        "latent": LatentConfig(6, 4, 3, query_rank=7),
+        "kv_heads": 4,
+        "no_sink": True,
+        "sink_logits": True,
+        "softcap": 1.5,
+        "windows": (4, None),
+    },
     "experts": {"experts": ExpertsConfig(5, 2)},
     "experts of every kind": {
         "experts": ExpertsConfig(4, 3, shared=2, score="sigmoid", normalise=False, bias=True),

@@ -106,6 +106,18 @@ def test_chunked_attention_caps_its_scores_and_has_sinks(monkeypatch, cap, with_
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def test_values_may_have_another_size_than_keys():
+    """Those of two halves side by side are the two halves of all."""
+    q, k, v, segments = drawn(40)
+    wide = jax.jit(lambda q, k, v: jax.vjp(lambda *x: chunked_attention(*x, jnp.asarray(segments), 7), q, k, v))
+    parts, both = [wide(q, k, x) for x in (v, 2 * v[..., :5])], wide(q, k, np.concatenate([v, 2 * v[..., :5]], axis=-1))
+    np.testing.assert_allclose(both[0], np.concatenate([out for out, _ in parts], axis=-1), atol=2e-6)
+    d_out = np.random.default_rng(1).standard_normal(both[0].shape).astype(np.float32)
+    d_parts = [back(jnp.asarray(d)) for (_, back), d in zip(parts, (d_out[..., :H], d_out[..., H:]), strict=True)]
+    for mine, first, second in zip(both[1](jnp.asarray(d_out))[:2], *(d[:2] for d in d_parts), strict=True):
+        np.testing.assert_allclose(mine, first + second, atol=2e-5)
+
+
 def test_chunked_attention_holds_no_square_of_the_length():
     T = 1024
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 4, 1, 16), (1, T, 4, 16), (1, T, 4, 16))]
@@ -130,6 +142,8 @@ def test_the_kernel_that_is_taken():
     cap, sinks = Softmax(30.0), Softmax(None, jnp.zeros((2, 2)))
     assert [taken("auto", on, softmax=cap) for on in ("gpu", "tpu")] == ["chunked", "splash"]
     assert [taken("auto", on, softmax=sinks) for on in ("gpu", "tpu")] == ["chunked"] * 2
+    with pytest.raises(UserError, match=r"attention\.kernel splash takes keys and values of one size"):
+        kernel_for("splash", "tpu", (1, 256, 2, 2, 64), jnp.bfloat16, value_size=32)
     for name, on, softmax in (("cudnn", "gpu", cap), ("cudnn", "gpu", sinks), ("splash", "tpu", sinks)):
         with pytest.raises(UserError, match=rf"attention\.kernel {name} has no "):
             taken(name, on, softmax=softmax)

@@ -1,0 +1,102 @@
+"""Attention over a latent: keys and values of all heads come from one small vector per token (DeepSeek-AI 2024, section 2.1).
+
+A call that reads a text from its beginning makes the keys and values of all heads from the latents, as in the paper's figures.
+A cache keeps the latents alone: there the up-projections of keys are applied to the queries, and those of values to what the
+heads found, so that all heads read the same vectors and nothing is made large ("absorbed").
+
+Shapes: B batch, T time, D model, N heads, R the latent's size, P the size of a rotated part, H of an unrotated, V of a value.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+from dantinox.model.attention import Angles, Probe
+from dantinox.model.layers import Linear, RMSNorm, Softmax, product
+from dantinox.model.positions import rotate
+
+
+class UpProjection(nnx.Module):
+    """`kernel [R, N, H + V]`: keys and values of every head from a latent."""
+
+    def __init__(self, rank: int, heads: int, key_size: int, value_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.key_size, self.dtype = key_size, dtype
+        shape = rank, heads, key_size + value_size
+        self.kernel = nnx.Param(rank**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+    def __call__(self, latent_BTR: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys `[B, T, N, H]` and values `[B, T, N, V]`."""
+        both = product(latent_BTR, self.kernel[...], 1, self.dtype, self.dtype)
+        return both[..., : self.key_size], both[..., self.key_size :]
+
+    def queries(self, q_BTNH: jax.Array) -> jax.Array:
+        """`[B, T, N, R]`, whose products with latents are those of the queries with the keys."""
+        return self._by_head("BTNH,RNH->BTNR", q_BTNH, self.kernel[..., : self.key_size])
+
+    def values(self, latent_BTNR: jax.Array) -> jax.Array:
+        """`[B, T, N, V]`: the values' average from the latents'."""
+        return self._by_head("BTNR,RNV->BTNV", latent_BTNR, self.kernel[..., self.key_size :])
+
+    def _by_head(self, axes: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.einsum(axes, x.astype(self.dtype), w.astype(self.dtype), preferred_element_type=jnp.float32)
+        return y.astype(self.dtype)
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention: `kv_a [D, R + P]` makes the latent and the part of the key that all heads share and that is
+    rotated, `kv_b` all else of keys and values; queries come from `q [D, N, H + P]`, or through a latent of their own."""
+
+    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        latent, D, N, H = config.latent, config.dim, config.n_heads, config.head_size
+        assert latent is not None
+        R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
+        self.rank, self.head_size, self.rotated_size, self.window = R, H, P, window
+        self.kv_a = Linear((D,), (R + P,), dtype=dtype, rngs=rngs)
+        self.kv_norm = RMSNorm(R, config.norm_epsilon)
+        self.kv_b = UpProjection(R, N, H, V, dtype=dtype, rngs=rngs)
+        self.q_a = None if Q is None else Linear((D,), (Q,), dtype=dtype, rngs=rngs)
+        self.q_norm = None if Q is None else RMSNorm(Q, config.norm_epsilon)
+        self.q = Linear((Q or D,), (N, H + P), dtype=dtype, rngs=rngs)
+        self.out = Linear((N, V), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+        self.gate = Linear((D,), (N, V), dtype=dtype, rngs=rngs) if config.no_sink else None
+        self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros(N, jnp.float32)) if config.sink_logits else None
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
+        assert angles is not None
+        q_BTNQ = self.q(x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD)))
+        parts = q_BTNQ[..., : self.head_size], rotate(q_BTNQ[..., self.head_size :], angles)
+        kv_BTC = self.kv_a(x_BTD)
+        latent_BT1R = self.kv_norm(kv_BTC[..., : self.rank])[:, :, None]
+        shared_BT1P = rotate(kv_BTC[:, :, None, self.rank :], angles)
+        attend = self._plain if memory.begins else self._absorbed
+        a_BTNV, memory, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, memory, probe)
+        if self.gate is not None:
+            a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(x_BTD))
+        return self.out(a_BTNV), memory, probed
+
+    def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
+        """Every head with keys and values of its own."""
+        kept = memory.as_kept(jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1), latent_BT1R)
+        k_BTNH, v_BTNV = self.kv_b(kept[1][:, :, 0])
+        shared_BTNP = jnp.broadcast_to(kept[0][..., self.rank :], rotated_BTNP.shape)
+        q_BTN1Q = jnp.concatenate([q_BTNH, rotated_BTNP], axis=-1)[:, :, :, None]
+        k_BTNQ = jnp.concatenate([k_BTNH, shared_BTNP], axis=-1)
+        softmax = self._softmax((-1, 1))
+        out, memory, probed = memory.attend(q_BTN1Q, k_BTNQ, v_BTNV, positions_BT, self.window, probe, softmax, kept)
+        return out[:, :, :, 0], memory, probed
+
+    def _absorbed(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
+        """All heads with the latent as their one key and value. Attention divides by √(R + P), and √(H + P) is meant."""
+        scale = ((self.rank + self.rotated_size) / (self.head_size + self.rotated_size)) ** 0.5
+        q_BT1NC = (jnp.concatenate([self.kv_b.queries(q_BTNH), rotated_BTNP], axis=-1) * scale)[:, :, None]
+        k_BT1C = jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1)
+        softmax = self._softmax((1, -1))
+        out, memory, probed = memory.attend(q_BT1NC, k_BT1C, latent_BT1R, positions_BT, self.window, probe, softmax)
+        return self.kv_b.values(out[:, :, 0]), memory, probed
+
+    def _softmax(self, shape: tuple[int, int]) -> Softmax:
+        return Softmax(self.cap, None if self.sinks is None else self.sinks[...].reshape(shape))
