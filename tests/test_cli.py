@@ -529,7 +529,10 @@ def train(environment, *argv):
         (["--lr", "-1"], "training.lr must be a number > 0, got -1 (command line)"),
         (["--seed", "3"], "--seed is a key of two sections: write --training.seed or --generation.seed"),
         (["--data_path", "nowhere.txt"], "no corpus at 'nowhere.txt'"),
-        (["--use_moe", "True"], "moe.use_moe must be false"),
+        (
+            ["--use_moe", "True", "--n_experts", "2", "--top_k_mlp", "3"],
+            "moe.top_k_mlp must be at most moe.n_experts, got 3 and 2",
+        ),
         (["--resume"], "--resume needs --run_dir"),
     ],
 )

@@ -18,7 +18,7 @@ from dantinox.generation import load
 from dantinox.measure import calibrate_kv as kv
 from dantinox.measure.calibrate_kv import choose, measure, row_ends
 from dantinox.model.parameters import parameters_of
-from dantinox.run import load_kv_calibration, load_run_config, open_run, save_config, save_weights, weights_digest
+from dantinox.run import accept_run, load_kv_calibration, load_run_config, open_run, save_config, save_weights, weights_digest
 from dantinox.text import prepare_data
 
 SAMPLE = Path(__file__).parent.parent / "run" / "kv_entropy_v1.json"
@@ -326,6 +326,7 @@ def test_no_text_and_too_short_documents(run_path, tmp_path, monkeypatch):
 def test_a_tiny_context(run_path):
     config = open_run(run_path).config
     config.write_text(config.read_text(encoding="utf-8").replace("max_context: 128", "max_context: 3"), encoding="utf-8")
+    accept_run(open_run(run_path))
     assert sentence(run_path) == "a calibration needs model.max_context ≥ 4, got 3"
 
 
