@@ -143,7 +143,8 @@ def process(path, *arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT))]
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (signal.SIGTERM, signal.SIGINT))],
 )
 @pytest.mark.usefixtures("interruptible")
 def test_killed_processes_resume_to_the_same_result(tmp_path, workshop, number):
