@@ -133,7 +133,11 @@ def test_every_chain_in_one_batch():
             ("temperature", "typical", "tail_free", "top_p", "top_a", "top_k", "repetition_penalty"),
             marks=pytest.mark.exhaustive,  # tests/sampling/test_window.py has orders of all kinds
         ),
-        ({"sampler_order": ["top_p", "repetition_penalty", "temperature", "top_k", "typical", "top_a", "tail_free"]}, None),
+        pytest.param(
+            {"sampler_order": ["top_p", "repetition_penalty", "temperature", "top_k", "typical", "top_a", "tail_free"]},
+            None,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_other_orders(settings, order):

@@ -262,7 +262,7 @@ def read_with(monkeypatch, plan, model=None, dense=False, **limits):
 TEXTS = builder.prompts(300, 130, seed=6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.exhaustive)])
 def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
     """The cache, the token and what the router reads of attention are those of all scores at once."""
     model = builder.model(builder.config(max_context=512, windows=(None, 48, 200)))
@@ -278,7 +278,7 @@ def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), chunk.info, same.info)
 
 
-@pytest.mark.parametrize("policy", ["snapkv+ema", "h2o"])
+@pytest.mark.parametrize("policy", [pytest.param("snapkv+ema", marks=pytest.mark.exhaustive), "h2o"])
 def test_importances_of_a_prompt_in_blocks(monkeypatch, policy):
     plan = plan_of(512, budget_tokens=48, policy=policy, decay=0.5)
     (wanted, _), (got, _) = (read_with(monkeypatch, plan, dense=dense) for dense in (True, False))

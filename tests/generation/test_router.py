@@ -148,7 +148,7 @@ def decoded(model, rows, prompts, steps):
     return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:B], infos
 
 
-@pytest.mark.parametrize("attends", [True, False])
+@pytest.mark.parametrize("attends", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_every_strategy_in_one_batch(attends):
     """Tokens, strategies and metrics as the host has them from the whole text; no strategy is missing."""
     model = builder.model()
