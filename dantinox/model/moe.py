@@ -20,8 +20,8 @@ from dantinox.config import ModelConfig
 from dantinox.model.layers import GATED, PLAIN, feed_forward
 from dantinox.platform import platform_of
 
-TILE = 64  # rows that a CPU multiplies at once
-FEW = 16  # rows, up to which each is multiplied alone: of decoding
+TILE = 64  # rows that a CPU multiplies at once, or all where there are fewer
+FEW = 16  # rows, up to which each is multiplied alone if there are as many experts: of decoding
 
 
 class Routing(NamedTuple):
@@ -171,7 +171,7 @@ returned.defvjp(lambda y_MD, order_M, place_M: (y_MD[place_M], order_M), lambda 
 
 def grouped_product(x_MI: Array, w_EIO: Array, rows: Rows, platform: str) -> Array:
     """Every row times the weights of its expert, sums in float32: `[M, O]`."""
-    if len(x_MI) <= FEW:
+    if len(x_MI) <= min(FEW, len(w_EIO)):
         chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
         return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
     if platform_of(platform).name == "cpu":  # where `ragged_dot` multiplies all rows by all experts
@@ -189,20 +189,20 @@ def tiled_product(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
 
 
 def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
-    M, O = len(x_MI), w_EIO.shape[2]  # noqa: E741
-    padded = jnp.pad(x_MI, ((0, TILE), (0, 0)))
+    M, O, R = len(x_MI), w_EIO.shape[2], _tile(x_MI)  # noqa: E741
+    padded = jnp.pad(x_MI, ((0, R), (0, 0)))
 
     def expert(y: Array, part: Any) -> tuple[Array, None]:
         w_IO, start, size = part
 
         def tile(i: Array, y: Array) -> Array:
-            at = start + i * TILE
-            rows = lax.dynamic_slice_in_dim(padded, at, TILE)
+            at = start + i * R
+            rows = lax.dynamic_slice_in_dim(padded, at, R)
             return lax.dynamic_update_slice_in_dim(y, jnp.matmul(rows, w_IO, preferred_element_type=jnp.float32), at, 0)
 
-        return lax.fori_loop(0, -(-size // TILE), tile, y), None
+        return lax.fori_loop(0, -(-size // R), tile, y), None
 
-    return lax.scan(expert, jnp.zeros((M + TILE, O), jnp.float32), (w_EIO, _starts(sizes_E), sizes_E))[0][:M]
+    return lax.scan(expert, jnp.zeros((M + R, O), jnp.float32), (w_EIO, _starts(sizes_E), sizes_E))[0][:M]
 
 
 def _tiled_forward(x_MI: Array, w_EIO: Array, sizes_E: Array):
@@ -211,25 +211,30 @@ def _tiled_forward(x_MI: Array, w_EIO: Array, sizes_E: Array):
 
 def _tiled_backward(kept: Any, d_MO: Array):
     x_MI, w_EIO, sizes_E = kept
+    R = _tile(x_MI)
     d_MO = d_MO.astype(w_EIO.dtype)
     d_x = _over_tiles(d_MO, w_EIO.swapaxes(1, 2), sizes_E).astype(x_MI.dtype)
-    x_padded, d_padded = (jnp.pad(a, ((0, TILE), (0, 0))) for a in (x_MI, d_MO))
+    x_padded, d_padded = (jnp.pad(a, ((0, R), (0, 0))) for a in (x_MI, d_MO))
 
     def expert(_: None, part: Any) -> tuple[None, Array]:
         start, size = part
 
         def tile(i: Array, d_w: Array) -> Array:
-            x_RI, d_RO = (lax.dynamic_slice_in_dim(a, start + i * TILE, TILE) for a in (x_padded, d_padded))
-            own_R1 = (jnp.arange(TILE) < size - i * TILE)[:, None]
+            x_RI, d_RO = (lax.dynamic_slice_in_dim(a, start + i * R, R) for a in (x_padded, d_padded))
+            own_R1 = (jnp.arange(R) < size - i * R)[:, None]
             return d_w + jnp.matmul(jnp.where(own_R1, x_RI, 0).T, d_RO, preferred_element_type=jnp.float32)
 
-        return None, lax.fori_loop(0, -(-size // TILE), tile, jnp.zeros(w_EIO.shape[1:], jnp.float32))
+        return None, lax.fori_loop(0, -(-size // R), tile, jnp.zeros(w_EIO.shape[1:], jnp.float32))
 
     d_w = lax.scan(expert, None, (_starts(sizes_E), sizes_E))[1]
     return d_x, d_w.astype(w_EIO.dtype), None
 
 
 tiled_product.defvjp(_tiled_forward, _tiled_backward)
+
+
+def _tile(x_MI: Array) -> int:
+    return min(TILE, -(-len(x_MI) // 8) * 8)
 
 
 def _starts(sizes_E: Array) -> Array:
