@@ -16,6 +16,7 @@ from dantinox.config.base import Count, NonNegative, Section
 from dantinox.config.router import MEASURED, Scale
 from dantinox.files import UserError, atomic_write, on_one_line
 from dantinox.run.directory import RunDirectory
+from dantinox.run.manifest import MANIFEST, damage_if_named, put
 from dantinox.run.weights import weights_digest
 
 MAX_ROUTER_BYTES = 1 << 20
@@ -33,7 +34,7 @@ Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # bits, key
 
 def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
     """Writes what was measured for the router: `weights` (their digest), `measured` (the numbers of `MEASURED`), and more."""
-    atomic_write(run.router, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
+    put(run.path, run.router.name, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
 
 
 def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, float] | None:
@@ -59,7 +60,10 @@ def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
     try:
         if path.stat().st_size > limit:
             raise UserError(f"the calibration {path} is larger than {limit >> 20} MiB: {again}")
-        return kind.model_validate_json(path.read_bytes())
+        found = kind.model_validate_json(path.read_bytes())
+        if problem := damage_if_named(path):
+            raise UserError(f"the calibration {problem}: {again}")
+        return found
     except OSError as error:
         raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
     except ValidationError as error:
@@ -155,7 +159,11 @@ class KVCalibration:
 
 def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
     """Writes what was measured on the attention heads, the keys of format 2."""
-    atomic_write(path, json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n")
+    path, content = Path(path), json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n"
+    if (path.parent / MANIFEST).exists():
+        put(path.parent, path.name, content)
+    else:
+        atomic_write(path, content)
 
 
 def load_kv_calibration(

@@ -6,8 +6,11 @@ them, and one in every checkpoint. A file that was changed, cut, emptied, lost o
 by its last line.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -110,12 +113,13 @@ def put(folder: Path, name: str, data: bytes | str, facts: Mapping[str, Any] | N
       UserError: the disk is full, read-only or gone, and the old file intact; or the manifest is damaged.
     """
     data = data.encode() if isinstance(data, str) else data
-    record, new = _record(folder), entry_of_bytes(data)
-    before = record["files"].get(name, [None])[0]
-    # Two files cannot be replaced at once: in between the old one is as good as the new one.
-    _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
-    atomic_write(folder / name, data)
-    _replace(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
+    with _held(folder):
+        record, new = _record(folder), entry_of_bytes(data)
+        before = record["files"].get(name, [None])[0]
+        # Two files cannot be replaced at once: in between the old one is as good as the new one.
+        _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
+        atomic_write(folder / name, data)
+        _replace(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
 
 def answer_for(folder: Path, names: Iterable[str], afresh: bool = False) -> None:
@@ -127,12 +131,27 @@ def answer_for(folder: Path, names: Iterable[str], afresh: bool = False) -> None
     Raises:
       UserError: one of them cannot be read, or the manifest cannot be written.
     """
-    record: dict[str, Any] = {"files": {}} if afresh else _record(folder)
     try:
         entries = {name: [entry_of(folder / name)] for name in names}
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    _replace(folder, record | {"files": record["files"] | entries})
+    with _held(folder):
+        record: dict[str, Any] = {"files": {}} if afresh else _record(folder)
+        _replace(folder, record | {"files": record["files"] | entries})
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keeps other processes from the manifest: a run may be calibrated while it is trained."""
+    try:
+        directory = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot write {folder / MANIFEST}: {error.strerror}") from None
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # ends with the process, however that ends
+        yield
+    finally:
+        os.close(directory)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -153,6 +172,13 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if problem := damage(folder, name, files.get(name), entry_while_unchanged):
             raise Damage(problem)
+
+
+def damage_if_named(path: Path) -> str:
+    """`damage` of a file that somebody else may have written: nothing where there is no manifest that names it."""
+    manifest = path.parent / MANIFEST
+    expected = read_manifest(manifest)["files"].get(path.name) if manifest.exists() else None
+    return damage(path.parent, path.name, expected) if expected else ""
 
 
 def damage(

@@ -95,7 +95,7 @@ def accept_run(run: RunDirectory) -> list[str]:
       UserError: another process is working on the run, or it cannot be written.
     """
     with run.lock():
-        kept = [run.config, run.tokenizer, run.weights, *run.data.glob("tokens*")]
+        kept = [run.config, run.tokenizer, run.weights, run.router, run.kv, *run.data.glob("tokens*")]
         names = sorted(str(path.relative_to(run.path)) for path in kept if path.is_file())
         answer_for(run.path, names, afresh=True)
         return names

@@ -14,6 +14,7 @@ from dantinox.run import (
     load_router_calibration,
     save_router_calibration,
     save_weights,
+    verify_run,
     weights_digest,
 )
 
@@ -132,3 +133,11 @@ def test_a_calibration_that_cannot_be_read_or_written_is_one_sentence(calibrated
     assert "cannot write" in sentence(save_router_calibration, calibrated, {})
     with pytest.raises(ValueError):
         save_router_calibration(calibrated, {"tokens": float("nan")})
+
+
+def test_a_changed_number_is_damage(calibrated):
+    content = calibrated.router.read_text(encoding="utf-8")
+    calibrated.router.write_text(content.replace("3.5", "3.6"), encoding="utf-8")
+    told = sentence(load_router_calibration, calibrated)
+    assert f"the calibration {calibrated.router} is damaged: its SHA-256" in told and "dantinox calibrate" in told
+    assert any(str(calibrated.router) in problem for problem in verify_run(calibrated).damage)
