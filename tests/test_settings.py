@@ -114,6 +114,7 @@ OTHER: dict[str, tuple] = {
     "kv.decay": ("entropy", BUDGET), "kv.scale_min": (0.5, BY_HEAD), "kv.scale_max": (4.0, BY_HEAD),
     "kv.grouping": ("mean", BY_HEAD), "kv.calibration": ("k.json", BUDGET),
     "logging.log_every": (3,), "logging.log_file": ("l.csv",), "logging.summary_file": ("s.json",), "logging.plot": (False,),
+    "logging.tensorboard": (True,), "logging.wandb": (True,), "logging.wandb_project": ("p", {"logging.wandb": True}),
 }  # fmt: skip
 OTHER |= {  # numbers of the router: half of what they are is another value of each
     key: (5 if key.endswith(("top_k_min", "top_k_max", "base_top_k", "candidates")) else 0.25, ROUTER)
@@ -217,7 +218,7 @@ def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
     if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *HUB):
-        assert read_by(key, "text", "training", "run", "generation", "cli", "measure")
+        assert read_by(key, "text", "training", "run", "report", "generation", "cli", "measure")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})

@@ -154,6 +154,13 @@ class LoggingSection(Section):
     log_file: FileName = field("training_log.csv", "evaluation log in the run directory")
     summary_file: FileName = field("model_summary.json", "model summary in the run directory")
     plot: bool = field(True, "draw plots/loss.png at the end (needs the extra `plot`)")
+    tensorboard: bool = field(False, "event files for TensorBoard in tensorboard/ (needs the extra `logs`)")
+    wandb: bool = field(
+        False, "a run at Weights & Biases, or in wandb/ with WANDB_MODE=offline in the environment (needs the extra `logs`)"
+    )
+    wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(
+        None, "the project of that run (null: that of WANDB_PROJECT, or of the account)"
+    )
 
 
 UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own

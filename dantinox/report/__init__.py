@@ -8,9 +8,11 @@ from dantinox.report.console import Console
 from dantinox.report.metrics import MetricsLog, read_csv, read_jsonl
 from dantinox.report.plots import plot_loss
 from dantinox.report.tables import human_bytes, human_count, table
+from dantinox.report.trackers import trackers
 
 __all__ = [
     "Console", "MetricsLog", "human_bytes", "human_count", "open_console", "plot_loss", "read_csv", "read_jsonl", "table",
+    "trackers",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.files import UserError, atomic_write
+from dantinox.report.trackers import Tracker
 
 HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu"
 COLUMNS = HEADER.split(",")
@@ -23,10 +24,14 @@ LEAST_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log that an older version be
 
 @dataclass(frozen=True)
 class MetricsLog:
-    """The two files; a row may leave cells of the CSV empty, its JSON line leaves them out."""
+    """The two files; a row may leave cells of the CSV empty, its JSON line leaves them out.
+
+    As a context it ends what it told the trackers.
+    """
 
     path_csv: Path
     path_jsonl: Path
+    trackers: tuple[Tracker, ...] = ()
 
     def interval(self, row: Mapping[str, Any]) -> None:
         """Adds a row of `logging.log_every` steps to the JSON lines."""
@@ -55,15 +60,32 @@ class MetricsLog:
         self._append_json("evaluation", row)
 
     def cut(self, step: int) -> None:
-        """Removes all rows past `step`, and whatever a crash tore, from both files."""
+        """Removes all rows past `step`, and whatever a crash tore, from both files; to be called before the first row."""
+        told = max((_step_of(line) or 0 for line in _read(self.path_jsonl).splitlines()), default=0) if self.trackers else 0
         for path in (self.path_csv, self.path_jsonl):
             _cut(path, step)
+        for tracker in self.trackers:
+            tracker.begin(step, told, read_jsonl(self.path_jsonl))
+
+    def sample(self, step: int, text: str) -> None:
+        """Shows the trackers a text that the model wrote."""
+        for tracker in self.trackers:
+            tracker.text(step, text)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        for tracker in self.trackers:
+            tracker.end(failed=failure is not None)
 
     def _append_json(self, kind: str, row: Mapping[str, Any]) -> None:
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
         # JSON has no NaN: such a value is null here, and `nan` in the CSV.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
         _append(self.path_jsonl, json.dumps({"kind": kind} | finite, allow_nan=False) + "\n")
+        for tracker in self.trackers:
+            tracker.row(kind, finite)
 
 
 def _cut(path: Path, step: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dantinox.config import Config
 from dantinox.files import UserError
-from dantinox.report import Console, human_count, open_console, table
+from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import RunDirectory, answer_for, create_run, load_run_config, save_config, save_tokenizer
 from dantinox.text import Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
@@ -32,6 +32,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
       UserError: bad settings or data, not enough memory or disk, another process in the same directory.
       SystemExit: after SIGTERM (143) or SIGINT (130), with everything saved.
     """
+    trackers(config, Path())  # a library that is missing is said before the corpus is read
     run = _existing(run_dir) if resume else create_run(run_dir)
     with run.lock(), open_console() as console:
         config, tokenizer, store, sample = (_go_on if resume else _begin)(config, run, console)

@@ -24,7 +24,7 @@ from dantinox.model.flops import training_flops
 from dantinox.model.parameters import blueprint, unrolled
 from dantinox.platform import platform_of
 from dantinox.programs import chip_of
-from dantinox.report import Console, MetricsLog, plot_loss
+from dantinox.report import Console, MetricsLog, plot_loss, trackers
 from dantinox.run import RunDirectory, put, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
@@ -107,7 +107,7 @@ def train(
         keep_freed_memory()
     with stop_request() as stop:
         trainer = _Trainer(config, run, tokenizer, store, console, sample, stop)
-        with contextlib.closing(trainer.checkpoints):  # waits for what is on its way to the disk
+        with trainer.logs, contextlib.closing(trainer.checkpoints):  # waits for what is on its way to the disk
             try:
                 return trainer.train(resume)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -137,7 +137,7 @@ class _Trainer:
         self.steps = total_steps(self.config, self.store.windows_per_epoch)
         self.model = self.config.architecture(self.tokenizer.vocab_size)
         self.facts = run_facts(self.config, self.tokenizer.fingerprint)
-        self.logs = MetricsLog(self.run.log(self.config), self.run.metrics)
+        self.logs = MetricsLog(self.run.log(self.config), self.run.metrics, trackers(self.config, self.run.path))
         self.checkpoints = Checkpoints(
             self.run.checkpoints, self.config.training.keep_last, (self.logs.path_csv, self.logs.path_jsonl)
         )
@@ -344,6 +344,7 @@ class _Trainer:
             text = sample(build(unrolled(self.state.weights)))
             self.run.samples.mkdir(exist_ok=True)
             put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
+            self.logs.sample(self.step, text)
         except Exception as error:
             self.console.note(f"no sample at step {self.step}: {first_line(error)}")
         else:

@@ -12,6 +12,8 @@ from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights, save_tokenizer
+from dantinox.text import TokenStore
+from dantinox.training import loop
 from dantinox.training.step import make_eval_step
 from dantinox.training.stopping import StopRequest, stop_request
 
@@ -41,6 +43,45 @@ def test_a_run_learns_and_leaves_everything_behind(workshop):
     assert summary["val_loss"] == min(row["val_loss"] for row in rows)
     assert {int(path.name) for path in run.checkpoints.iterdir() if path.name.isdigit()} >= {18, 24}
     assert "813" not in summary and summary["parameters"] == sum(p.size for p in _weights(run, config).values())
+
+
+class Recorder:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self):
+        self.calls, self.rows = [], []
+
+    def begin(self, step, told, rows):
+        self.calls.append(("begin", step, told, len(rows)))
+
+    def row(self, kind, row):
+        self.rows.append({"kind": kind} | row)
+
+    def text(self, step, text):
+        self.calls.append(("text", step, text))
+
+    def end(self, failed):
+        self.calls.append(("end", failed))
+
+
+def test_trackers_are_told_what_the_log_is_told(workshop, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(loop, "trackers", lambda config, folder: (recorder,))
+    config = small_config(training__sample_every=24)
+    run = workshop.train("run", config, sample=lambda model: "text")
+    rows = read_jsonl(run.metrics)
+    assert recorder.rows == rows and recorder.calls == [("begin", 0, 0, 0), ("text", 24, "text"), ("end", False)]
+    workshop.train("run", config, resume=True)
+    assert recorder.calls[3:] == [("end", False)], "a finished run changes nothing"
+    config = small_config(training__sample_every=24, training__steps=25)
+    with pytest.raises(KeyError):
+        workshop.train("run", config, resume=True, store=small_store(config, Failing))
+    assert recorder.calls[4:] == [("begin", 24, 24, len(rows)), ("end", True)]
+
+
+class Failing(TokenStore):
+    def batch(self, step):
+        raise KeyError(step)
 
 
 def _weights(run, config):
