@@ -2,4 +2,5 @@
 
 from dantinox.cli import entry
 
-entry()
+if __name__ == "__main__":  # a process of a sweep imports this file again
+    entry()

@@ -1,14 +1,14 @@
-"""The command line, `dantinox train | find-lr | init | generate | explain | calibrate | eval | info | verify | plan | plot |
-doctor`: parses, calls, prints."""
+"""The command line, `dantinox train | find-lr | sweep | init | generate | explain | calibrate | eval | info | verify | plan |
+plot | doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import generate, measure, train, verify, watch
+from dantinox.cli import generate, measure, sweep, train, verify, watch
+from dantinox.cli.common import plain_warnings
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     argv = list(argv)
     debug = "--debug" in argv
     if not debug:
-        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        plain_warnings()
     try:
         try:
             options = _parser().parse(argv)
@@ -80,6 +80,11 @@ def _parser() -> Parser:
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (train.train, train.train_flags, "Train a model from a YAML file into a run directory."),
     "find-lr": (train.find_lr, train.find_lr_flags, "Let the learning rate climb in a short training, and say which to try."),
+    "sweep": (
+        sweep.sweep,
+        sweep.sweep_flags,
+        "Train with several settings, one after the other, into one table and one plot.",
+    ),
     "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
     "generate": (generate.generate, generate.generate_flags, "Continue a prompt with a trained model."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),

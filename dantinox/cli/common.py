@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from typing import Any
 
 from dantinox.config import UserError
@@ -28,6 +29,11 @@ def given_prompt(options: argparse.Namespace) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
+
+
+def plain_warnings() -> None:
+    """Shows warnings as one line."""
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
 
 def use_compilation_cache() -> None:

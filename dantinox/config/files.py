@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
       UserError: the file cannot be read, is not YAML, or a setting has a wrong name, type or range.
     """
     path = Path(path)
-    tree, lines = _read_yaml(path)
+    tree, lines = read_yaml(path)
     where = {key: f"{path}, line {line}" for key, line in lines.items()}
     return build_config(tree, overrides, where, str(path))
 
@@ -335,8 +335,15 @@ def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str
     return f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}"
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The tree of a YAML file and the line of every section and key."""
+def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tree of a YAML file and the line of every section and key.
+
+    Args:
+      needs: the sections it may have.
+
+    Raises:
+      UserError: it cannot be read, is not YAML or no mapping.
+    """
     text = _read_text(path)
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -351,9 +358,9 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except RecursionError:
         raise UserError(f"not a config file: lists inside lists, too deep to read ({path})") from None
     if tree is None:
-        raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(SECTIONS)})")
+        raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(needs)})")
     if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} must hold sections ({', '.join(SECTIONS)}), got {shown(tree)}")
+        raise UserError(f"{path} must hold sections ({', '.join(needs)}), got {shown(tree)}")
     lines: dict[str, int] = {}
     for section, content in node.value:
         lines[section.value] = section.start_mark.line + 1

@@ -1,0 +1,160 @@
+"""Sweeps: a YAML file that says which settings to try. The settings of all trials are checked before the first is trained."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dantinox.config.files import FIELDS, REQUEST, allowed, build_config, did_you_mean, nearest_key, read_yaml
+from dantinox.config.sections import Config
+from dantinox.config.start import DEFAULT, find_config
+from dantinox.files import UserError, on_one_line, shown
+
+KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")
+MOST_TRIALS = 10_000
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a sweep. `chosen`: dotted path → what this trial has there."""
+
+    name: str
+    chosen: dict[str, Any]
+    config: Config
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The trials in their order. `keys`: the settings in which they differ."""
+
+    source: Path
+    runs_dir: Path
+    keys: tuple[str, ...]
+    trials: tuple[Trial, ...]
+
+
+def load_sweep(path: str | Path) -> Sweep:
+    """Reads a sweep: `base` (a YAML file, a config of the package, or sections), `grid`, or `random` with `trials` and `seed`.
+
+    Raises:
+      UserError: the file is no sweep, or the settings of a trial are wrong, contradict each other, or have no effect.
+    """
+    path = Path(path)
+    tree, lines = read_yaml(path, KEYS)
+    where = {key: f"{path}, line {line}" for key, line in lines.items()}
+    for key in tree:
+        _must(key in KEYS, f"unknown key {on_one_line(key)}: a sweep has {', '.join(KEYS)}", where, key)
+    _must(("grid" in tree) != ("random" in tree), "a sweep has either grid or random", where, "random", "grid")
+    kind = "grid" if "grid" in tree else "random"
+    _must(isinstance(tree[kind], dict) and tree[kind], f"{kind} must hold settings, got {shown(tree[kind])}", where, kind)
+    for key, values in tree[kind].items():
+        _check_key(key, values, kind, where)
+    choices = list(_grid(tree, where) if kind == "grid" else _random(tree, where))
+    runs_dir = tree.get("runs_dir")
+    _must(runs_dir is None or (isinstance(runs_dir, str) and runs_dir), "runs_dir must be a path", where, "runs_dir")
+    build = _base(tree.get("base", DEFAULT), path, where)
+    trials = []
+    for number, chosen in enumerate(choices, 1):
+        name = f"trial_{number:03d}"
+        trials.append(Trial(name, chosen, build(chosen, f"{path}, {name}")))
+    return Sweep(path, Path(runs_dir or Path("runs") / path.stem), tuple(tree[kind]), tuple(trials))
+
+
+def _must(holds: Any, sentence: str, where: dict[str, str], *keys: str) -> None:
+    """Raises a sentence with the place of the first of `keys` that was written."""
+    if not holds:
+        place = next((where[key] for key in keys if key in where), None)
+        raise UserError(f"{sentence} ({place})" if place else sentence)
+
+
+def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
+    at = f"{kind}.{key}"
+    _must(key in FIELDS, f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}", where, at)
+    _must(key.partition(".")[0] not in (*REQUEST, "logging"), f"{key} has no part in a training: nothing to compare", where, at)
+    if isinstance(values, dict) and kind == "random":
+        _check_range(key, values, where)
+        return
+    what = "a list of values" if kind == "grid" else "a list of values, or min and max"
+    _must(isinstance(values, list) and values, f"{key} must have {what}, got {shown(values)}", where, at)
+    twice = next((value for number, value in enumerate(values) if value in values[:number]), None)
+    _must(twice is None, f"{key} has {shown(twice)} twice", where, at)
+
+
+def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None:
+    at = f"random.{key}"
+    _must(set(given) <= {"min", "max", "log"}, f"{key} may have min, max and log, got {', '.join(given)}", where, at)
+    _must(any(word in allowed(key) for word in ("integer", "number")), f"{key} is no number: give a list", where, at)
+    low, high, log = given.get("min"), given.get("max"), given.get("log", False)
+    numbers = [x for x in (low, high) if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
+    _must(
+        len(numbers) == 2 and numbers[0] < numbers[1],
+        f"{key} must have min < max, got {shown(low)} and {shown(high)}",
+        where,
+        at,
+    )
+    _must(isinstance(log, bool), f"log of {key} must be true or false, got {shown(log)}", where, at)
+    _must(not log or numbers[0] > 0, f"min of {key} must be > 0 with log: true, got {shown(low)}", where, at)
+
+
+def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """All combinations, the last key's values following each other."""
+    for key in ("trials", "seed"):
+        _must(key not in tree, f"{key} has no effect with grid, which tries everything", where, key)
+    count = math.prod(map(len, tree["grid"].values()))
+    _must(count <= MOST_TRIALS, f"grid must have at most {MOST_TRIALS} combinations, got {count}", where, "grid")
+    for values in itertools.product(*tree["grid"].values()):
+        yield dict(zip(tree["grid"], values, strict=True))
+
+
+def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Draws, none twice; a higher `trials` goes on behind those of a lower one."""
+    trials, seed = tree.get("trials", 0), tree.get("seed", 0)
+    is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MOST_TRIALS
+    _must(
+        is_count,
+        f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {shown(tree.get('trials'))}",
+        where,
+        "trials",
+        "random",
+    )
+    _must(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {shown(seed)}", where, "seed")
+    source, drawn = random.Random(seed), list[dict[str, Any]]()
+    while len(drawn) < trials:
+        tries = (
+            {key: _draw(source.random(), values, "integer" in allowed(key)) for key, values in tree["random"].items()}
+            for _ in range(1000)
+        )
+        chosen = next((one for one in tries if one not in drawn), None)
+        _must(chosen, f"random has only {len(drawn)} different trials, trials is {trials}", where, "trials")
+        drawn.append(chosen or {})
+        yield drawn[-1]
+
+
+def _draw(at: float, values: Any, whole: bool) -> Any:
+    """What lies at a place in [0, 1) of a list or of a range, numbers to four digits."""
+    if isinstance(values, list):
+        return values[int(at * len(values))]
+    low, high = values["min"], values["max"]
+    if whole and not values.get("log"):
+        return math.floor(low + at * (high - low + 1))
+    found = low * (high / low) ** at if values.get("log") else low + at * (high - low)
+    return round(found) if whole else min(max(float(f"{found:.4g}"), low), high)
+
+
+def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
+    """What makes the settings of a trial from its choices and the place they are from."""
+    if isinstance(base, dict):
+        return lambda chosen, origin: build_config(base, chosen, {}, f"base of {path}", origin)
+    _must(
+        isinstance(base, str),
+        f"base must be a YAML file, a config of the package or sections, got {shown(base)}",
+        where,
+        "base",
+    )
+    file = find_config(base)
+    tree, lines = read_yaml(file)
+    places = {key: f"{file}, line {line}" for key, line in lines.items()}
+    return lambda chosen, origin: build_config(tree, chosen, places, str(file), origin)

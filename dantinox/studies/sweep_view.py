@@ -1,0 +1,123 @@
+"""A sweep as text, Markdown, CSV and a picture."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from dantinox.files import shown
+from dantinox.report.plots import as_png, new_figure, study_files, tidy
+from dantinox.report.tables import Column, csv_table, markdown_table, text_table, wrapped
+from dantinox.studies.sweep import SweepStudy, TrialFinding
+
+ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
+FAR = 8  # times as far from the best as half of the trials: not drawn at its place
+SPREAD = 20  # from the largest to the smallest of a setting's numbers, from which on its axis is logarithmic
+MEASURES = [
+    Column("val_loss", "val loss", lambda trial: trial.val_loss, ".4f"),
+    Column("bits_per_byte", "bits/byte", lambda trial: trial.bits_per_byte),
+    Column("best_step", "at step", lambda trial: trial.best_step, "d"),
+    Column("steps", "of", lambda trial: trial.steps, "d"),
+    Column("ms_per_step", "ms/step", lambda trial: trial.ms_per_step, ".2f"),
+]
+NAME, PROBLEM = Column("trial", "trial", lambda trial: trial.name), Column("problem", "problem", lambda trial: trial.problem)
+
+
+def spelt(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else shown(value)
+
+
+def _short(keys: Sequence[str]) -> dict[str, str]:
+    """Settings without their section, where that is enough to tell them apart."""
+    names = [key.partition(".")[2] for key in keys]
+    return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
+
+
+def _chosen(key: str, heading: str, spell: Callable[[Any], Any]) -> Column:
+    return Column(key, heading, lambda trial: spell(trial.chosen[key]))
+
+
+def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
+    """The table, best trials first, and what ended the others."""
+    columns = [NAME, *(_chosen(key, name, spelt) for key, name in _short(study.keys).items()), *MEASURES]
+    yield from text_table(columns, study.trials, max(width, 60))
+    problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]
+    yield from wrapped(["", *problems] if problems else [], max(width, 60))
+
+
+def sweep_csv(study: SweepStudy) -> str:
+    """A row per trial, best first; settings by their paths, as YAML spells them."""
+    return csv_table([NAME, *(_chosen(key, "", _plain) for key in study.keys), *MEASURES, PROBLEM], study.trials)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else shown(value)
+
+
+def sweep_markdown(study: SweepStudy) -> str:
+    columns = [NAME, *(_chosen(key, f"`{key}`", spelt) for key in study.keys), *MEASURES, PROBLEM]
+    return f"# {study.runs_dir}\n\n{markdown_table(columns, study.trials)}\n"
+
+
+def sweep_files(study: SweepStudy) -> dict[str, Callable[[], str | bytes]]:
+    return study_files("sweep", study, sweep_csv, sweep_markdown, draw_sweep)
+
+
+def draw_sweep(study: SweepStudy) -> bytes:
+    """The best validation loss of every trial over each setting; those far off, or without one, along the upper edge."""
+    wide = min(3, len(study.keys))
+    high = math.ceil(len(study.keys) / wide)
+    figure = new_figure(max(6.0, 3.6 * wide), 0.6 + 3.4 * high)
+    panels = figure.subplots(high, wide, sharey=True, squeeze=False).flat
+    top = _top([trial.val_loss for trial in study.trials if trial.val_loss is not None])
+    for axes, key in zip(panels, study.keys, strict=False):
+        _draw(axes, study, key, top)
+    for axes in list(panels)[len(study.keys) :]:
+        axes.set_visible(False)
+    figure.suptitle("★ the best   ▲ above the picture   × ended with an error", fontsize=8, color=WRONG)
+    figure.supylabel("best val loss (nats per token)", fontsize=10)
+    return as_png(figure)
+
+
+def _top(losses: Sequence[float]) -> float:
+    """The upper edge: one trial that went wrong is not to flatten all others."""
+    if not losses:
+        return 1.0
+    best, middle, worst = min(losses), median(losses), max(losses)
+    return min(worst, best + FAR * (middle - best)) + 0.08 * (middle - best or 1.0)
+
+
+def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
+    places, names = _places([trial.chosen[key] for trial in study.trials])
+    if names:
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+    elif min(places) > 0 and max(places) / min(places) >= SPREAD:
+        axes.set_xscale("log")
+    elif all(isinstance(place, int) for place in places):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    both = [(place, trial.val_loss or 0.0) for place, trial in zip(places, study.trials, strict=True) if _fits(trial, top)]
+    lowest = {x: min(loss for at, loss in both if at == x) for x, _ in sorted(both)}
+    if not names and len(lowest) < len(both):  # several trials to a value: what each can come to
+        axes.plot(*zip(*lowest.items(), strict=True), color=ALL, linewidth=1, alpha=0.5)
+    if both:
+        axes.scatter(*zip(*both, strict=True), color=ALL, s=22, alpha=0.8, linewidths=0)
+        axes.scatter(*both[0], color=BEST, s=60, marker="*", zorder=3)
+    for place, trial in zip(places, study.trials, strict=True):
+        if not _fits(trial, top):
+            axes.scatter(place, top, color=WRONG, s=28, marker="x" if trial.problem else "^", clip_on=False)
+    axes.set_ylim(top=top)
+    axes.set_xlabel(_short(study.keys)[key])
+    tidy(axes)
+
+
+def _places(values: Sequence[Any]) -> tuple[list[float], list[str]]:
+    """Where each value lies on an axis: numbers at themselves, others side by side, with their names."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return list(values), []
+    names = list(dict.fromkeys(map(spelt, values)))
+    return [names.index(spelt(value)) for value in values], names
+
+
+def _fits(trial: TrialFinding, top: float) -> bool:
+    return trial.problem is None and trial.val_loss is not None and trial.val_loss <= top

@@ -1,0 +1,160 @@
+"""A sweep goes on where it was, notes what went wrong, and says which trial is best."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dantinox import cli
+from dantinox.config import UserError
+from dantinox.config.sweep import load_sweep
+from dantinox.report import MetricsLog
+from dantinox.run import RunDirectory, save_config
+from dantinox.studies.sweep import run_sweep
+from dantinox.studies.sweep_view import draw_sweep, sweep_csv, sweep_lines
+
+ROOT = Path(__file__).parents[2]
+SPEC = """base: {model: {dim: 16, n_heads: 2, num_blocks: 1, max_context: 16}}
+grid: {training.lr: [1e-3, 1e-2, 1e-1], training.optimizer: [adamw, lion]}
+"""
+LOSSES = [2.5, 2.25, 1.5, 1.75, 9.0, 2.0, 3.0, 3.0]
+
+
+def spec(folder, text=SPEC):
+    path = folder / "s.yaml"
+    path.write_text(f"{text}runs_dir: {folder / 'runs'}\n")
+    return load_sweep(path)
+
+
+class Trainer:
+    """Writes the logs of a training; `problems` by the number of the trial."""
+
+    def __init__(self, **problems):
+        self.problems, self.trained = problems, []
+
+    def __call__(self, trial, run):
+        self.trained.append(trial.name)
+        problem = self.problems.get(trial.name)
+        if problem == "stop":
+            raise SystemExit(143)
+        run.path.mkdir(exist_ok=True)
+        if problem == "no corpus":
+            return problem
+        save_config(run, trial.config)
+        log, loss = MetricsLog(run.log(trial.config), run.metrics), LOSSES[int(trial.name[-3:]) - 1]
+        log.cut(0)
+        for step, more in ((10, 0.5), (20, 0.0), (30, 0.125)):
+            log.evaluation({"step": step, "val_loss": loss + more, "bits_per_byte": loss, "ms_per_step": float(step)})
+            if problem:
+                return problem
+        return None
+
+
+def test_every_trial_is_trained_once_however_often_the_sweep_is_begun(tmp_path):
+    sweep, notes = spec(tmp_path), []
+    with pytest.raises(SystemExit):
+        run_sweep(sweep, Trainer(trial_004="stop", trial_002="the loss is NaN"))
+    second = Trainer()
+    study = run_sweep(spec(tmp_path), second, notes.append)
+    assert second.trained == ["trial_004", "trial_005", "trial_006"]
+    assert notes[:2] == ["trial 4 of 6: training.lr 0.01, training.optimizer 'lion'", "trial_004: val_loss 1.7500 at 20"]
+    assert [trial.name[-1] for trial in study.trials] == ["3", "4", "6", "1", "5", "2"], "best first, problems last"
+    best, worst = study.trials[0], study.trials[-1]
+    assert (best.val_loss, best.best_step, best.steps, best.ms_per_step, best.problem) == (1.5, 20, 30, 20.0, None)
+    assert (worst.problem, worst.val_loss, worst.steps) == ("the loss is NaN", 2.75, 10)
+    third = Trainer()
+    assert run_sweep(sweep, third) == study and third.trained == []
+    assert run_sweep(sweep, third, retry=True).trials[4].problem is None and third.trained == ["trial_002"]
+
+
+def test_the_table_and_the_picture(tmp_path):
+    study = run_sweep(spec(tmp_path), Trainer(trial_002="the loss is NaN"))
+    rows = list(csv.DictReader(sweep_csv(study).splitlines()))
+    assert [float(row["val_loss"]) for row in rows] == [1.5, 1.75, 2.0, 2.5, 9.0, 2.75]
+    assert rows[0]["training.lr"] == "0.01" and rows[0]["training.optimizer"] == "adamw" and rows[-1]["problem"]
+    lines = list(sweep_lines(study, 80))
+    assert lines[0].split() == ["trial", "lr", "optimizer", "val", "loss", "bits/byte", "at", "step", "of", "ms/step"]
+    assert lines[1].split()[:4] == ["trial_003", "0.01", "adamw", "1.5000"]
+    assert lines[-1] == "trial_002: the loss is NaN" and max(map(len, lines)) <= 80
+    pytest.importorskip("matplotlib")
+    assert draw_sweep(study).startswith(b"\x89PNG")
+
+
+def test_another_sweep_is_refused(tmp_path):
+    run_sweep(spec(tmp_path), Trainer())
+    for before, after, says in (
+        ("1e-2", "2e-2", "trial_003 has training.lr 0.01 there, got 0.02"),
+        ("dim: 16", "dim: 32", "trial_001 has model.dim 16 there, got 32"),
+        ("1e-3, 1e-2, 1e-1", "1e-3, 1e-2", "was begun with 6 trials, .* has 4"),
+    ):
+        with pytest.raises(UserError, match=says):
+            run_sweep(spec(tmp_path, SPEC.replace(before, after)), Trainer())
+    more = Trainer()
+    run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)
+    assert more.trained == ["trial_007", "trial_008"], "more at its end is allowed"
+    (tmp_path / "runs" / "plan.json").unlink()
+    with pytest.raises(UserError, match="holds something else than a sweep"):
+        run_sweep(spec(tmp_path), Trainer())
+
+
+def test_what_no_trial_could_begin_with_ends_the_sweep(tmp_path):
+    with pytest.raises(UserError, match="trial_002 could not begin: no corpus"):
+        run_sweep(spec(tmp_path), Trainer(trial_002="no corpus"))
+    assert json.loads((tmp_path / "runs" / "plan.json").read_text())["ended"] == {"trial_001": None}
+
+
+def real(folder, steps):
+    """A sweep of two small trainings, the second of which diverges."""
+    (folder / "text.txt").write_text("Nel mezzo del cammin di nostra vita\n" * 60)
+    base = {
+        "model": {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": 8},
+        "tokenizer": {"tokenizer_type": "byte"},
+        "data": {"path": str(folder / "text.txt")},
+        "training": {"batch_size": 4, "steps": steps, "warmup_steps": 4, "eval_every": 20},
+        "logging": {"log_every": 4, "plot": False},
+    }
+    path = folder / "s.yaml"
+    grid = {"training.lr": [0.01, 1e30]}
+    path.write_text(json.dumps({"base": base, "grid": grid, "runs_dir": str(folder / "runs")}))
+    return path
+
+
+@pytest.mark.slow
+def test_a_sweep_of_the_command_line(tmp_path, capsys):
+    """Trained in processes of their own; what diverges is noted."""
+    pytest.importorskip("matplotlib")
+    path = real(tmp_path, 20)
+    assert cli.main(["sweep", str(path), "--dry_run"]) == 0
+    assert (
+        capsys.readouterr().out == "trial_001 training.lr 0.01\ntrial_002 training.lr 1e+30\n"
+        and not (tmp_path / "runs").exists()
+    )
+    assert cli.main(["sweep", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "trial_002: the loss or its gradient is not a finite number in step" in out
+    first = RunDirectory(tmp_path / "runs" / "trial_001")
+    assert first.weights.is_file() and json.loads((first.path / "model_summary.json").read_text())["steps"] == 20
+    assert (tmp_path / "runs" / "sweep.png").is_file() and len((tmp_path / "runs" / "sweep.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_sweep_that_is_ended_by_a_signal_saves_its_trial_and_goes_on(tmp_path, number, code):
+    path, metrics = real(tmp_path, 1500), tmp_path / "runs" / "trial_001" / "metrics.jsonl"
+    command = [sys.executable, "-m", "dantinox", "sweep", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 50:
+            time.sleep(0.05)
+        process.send_signal(number)
+    assert process.returncode == code
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "resumed from step" in done.stderr and "stopped" not in done.stderr
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"interval"' in line]
+    assert steps == [*range(4, 1501, 4)], "no row twice, none missing"
