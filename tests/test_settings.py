@@ -12,6 +12,7 @@ import yaml
 from dantinox.config import Config, UserError, build_config, dump_config
 from dantinox.config.generation import order_of
 from dantinox.config.sections import FIELDS, idle
+from dantinox.distributed import mesh_sizes
 from dantinox.sampling import SamplingParams
 from dantinox.text import prepare_data
 from dantinox.training.resume import total_steps
@@ -23,6 +24,7 @@ SMALL = {
     "training.warmup_steps": 2,
 }  # fmt: skip
 ROUTER = {"generation.strategy": "entropy"}
+ADDRESS = {"distributed.coordinator": "a:1"}
 BUDGET = {"kv.budget": 0.5}
 BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
 LATENT = {"attention.kv_lora_rank": 8}
@@ -76,6 +78,9 @@ OTHER: dict[str, tuple] = {
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
     "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
     "training.deterministic": (True,),
+    "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
+    "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
+    "distributed.process": (1, {**ADDRESS, "distributed.processes": 2}),
     "generation.max_new_tokens": (3,), "generation.n": (2,), "generation.seed": (9,), "generation.stop": (["a"],),
     "generation.keep_stop": (True, {"generation.stop": ["a"]}),
     "generation.products": ("float32", {"generation.weights": "int8"}),
@@ -176,7 +181,7 @@ def read_by(key, *rooms):
         "logging": r"(logging|log)",
         "generation": r"(generation|section|sections\[0\])",
     }
-    holder |= {"kv": r"kv", "data": "data"}
+    holder |= {"kv": r"kv", "data": "data", "distributed": "d"}
     source = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
@@ -186,6 +191,7 @@ LOOP = (
     "deterministic",
 )  # fmt: skip
 REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products")
+START_UP = ("coordinator", "processes", "process")
 HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
 
@@ -198,6 +204,14 @@ def written(config, directory):
 def started(config):
     """The weights before the first step."""
     return [leaf.tolist() for leaf in jax.tree.leaves(initial_state(config, config.architecture(17), 3))]
+
+
+def on_eight_devices(config):
+    """The mesh of eight devices, or why there is none."""
+    try:
+        return mesh_sizes(config, config.architecture(17), 8)
+    except UserError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +231,8 @@ def corpora(tmp_path_factory):
 def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
     needed, value = settings_of(key)
     section, _, name = key.partition(".")
-    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *HUB):
-        assert read_by(key, "text", "training", "run", "report", "generation", "cli", "measure")
+    if section in ("kv", "logging") or name in (*LOOP, *REQUEST, *HUB, *START_UP):
+        assert read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
         return
     base = SMALL | ({"data.path": "a.txt"} if section in ("tokenizer", "data") else {})
     after = build_config({}, {**base, **needed, key: value})
@@ -233,6 +247,8 @@ def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
     elif section in ("tokenizer", "data"):
         monkeypatch.chdir(corpora)
         assert written(before, tmp_path / "before") != written(after, tmp_path / "after")
+    elif section == "distributed":
+        assert on_eight_devices(before) != on_eight_devices(after)
     elif section == "training":
         if key == "training.seed":
             assert started(before) != started(after)

@@ -94,6 +94,11 @@ class DataSection(Section):
     streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
 
 
+def is_address(coordinator: Any) -> bool:
+    """Whether processes are to be told who they are."""
+    return coordinator not in (None, "auto")
+
+
 class TrainingSection(Section):
     """Objective, optimizer and the loop."""
 
@@ -147,6 +152,28 @@ class TrainingSection(Section):
     )
 
 
+Axis = Annotated[int, Field(ge=-1, le=2**20)]
+
+
+class DistributedSection(Section):
+    """How the devices of a training share it, as a mesh of four axes whose product is their number."""
+
+    data: Axis = field(1, "copies of the model, each with its own rows of the batch; -1: all devices that are left")
+    fsdp: Axis = field(-1, "devices that share the rows of a copy, and hold a part of each weight and moment; -1: as above")
+    expert: Axis = field(1, "devices that hold different experts, and for all else do as those of fsdp; -1: as above")
+    tensor: Axis = field(1, "devices that hold different heads and features of a layer, for the same rows; -1: as above")
+    coordinator: str | None = field(
+        None,
+        "host:port of process 0, or auto: asked of SLURM, Open MPI, Kubernetes or a TPU slice (null: there is one process)",
+    )
+    processes: Annotated[Count | None, Needs(("distributed.coordinator", is_address))] = field(
+        None, "how many processes take part, where coordinator is an address"
+    )
+    process: Annotated[CountOrZero | None, Needs(("distributed.coordinator", is_address))] = field(
+        None, "the number of this process, from 0, where coordinator is an address; of each one's command line"
+    )
+
+
 class LoggingSection(Section):
     """What a run writes down."""
 
@@ -163,6 +190,23 @@ class LoggingSection(Section):
     )
 
 
+def distributed_conflicts(d: DistributedSection) -> Iterator[str]:
+    """A sentence for each rule among these settings that is broken."""
+    axes = {name: getattr(d, name) for name in ("data", "fsdp", "expert", "tensor")}
+    for name, size in axes.items():
+        if size == 0:
+            yield f"distributed.{name} must be at least 1, or -1 for all devices that are left, got 0"
+    left = [name for name, size in axes.items() if size == -1]
+    if len(left) > 1:
+        yield f"only one axis can take all devices that are left (-1), got {' and '.join(f'distributed.{n}' for n in left)}"
+    if is_address(d.coordinator):
+        if d.processes is None or d.process is None:
+            missing = "processes" if d.processes is None else "process"
+            yield f"distributed.{missing} must be given where distributed.coordinator is an address"
+        elif d.process >= d.processes:
+            yield f"distributed.process must be less than distributed.processes, got {d.process} and {d.processes}"
+
+
 UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own
 
 
@@ -175,6 +219,7 @@ class Config(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
     router: RouterSection = RouterSection()
     kv: KVSection = KVSection()
@@ -194,6 +239,7 @@ class Config(Section):
             yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if t.steps is not None and t.warmup_steps > t.steps:
             yield f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}"
+        yield from distributed_conflicts(self.distributed)
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig, UserError
+from dantinox.distributed import Layout, make_layout
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.loop import Session, slots_needed
@@ -111,8 +112,8 @@ class Traced(NamedTuple):
     options: Mapping[str, Any]
 
 
-# (config, model, steps, place) → name → (rows, length, program, options): what training compiles.
-Training = Callable[[Config, ModelConfig, int, Callable[[Any], Any]], Mapping[str, tuple[int, int, Any, dict[str, str]]]]
+# (config, model, steps, layout) → name → (rows, length, program, options): what training compiles.
+Training = Callable[[Config, ModelConfig, int, Layout], Mapping[str, tuple[int, int, Any, dict[str, str]]]]
 
 
 def make_plan(
@@ -182,7 +183,8 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
 def training_programs(topology: Topology, config: Config, model: ModelConfig, training: Training) -> Iterator[Traced]:
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
     steps = config.training.steps or STEPS
-    for name, (rows, length, program, options) in training(config, model, steps, topology.place).items():
+    layout = make_layout(config, model, topology.devices)
+    for name, (rows, length, program, options) in training(config, model, steps, layout).items():
         forward = 2 * matrix_parameters(model) + attention_flops(model, length)
         flops = rows * length * forward * (3 if name == "train" else 1)
         layers = rows * length * (forward - 2 * model.dim * model.vocab_size)

@@ -41,7 +41,7 @@ class Topology:
 
     Attributes:
       platform: a name of `dantinox.platform`.
-      device: the one chip that programs run on.
+      devices: that share a training: one chip, unless a mesh of more is asked for.
       chips: of the whole machine.
       memory: bytes of a chip; of the machine at hand what is free; None where nobody says.
       chip: its published figures, None where there are none.
@@ -50,11 +50,16 @@ class Topology:
 
     name: str
     platform: Literal["cpu", "gpu", "tpu"]
-    device: jax.Device
+    devices: list[jax.Device]
     chips: int
     memory: int | None
     chip: Chip | None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> jax.Device:
+        """The chip that texts are generated on."""
+        return self.devices[0]
 
     @contextlib.contextmanager
     def assumed(self) -> Iterator[None]:
@@ -89,7 +94,7 @@ def find_topology(name: str | None = None) -> Topology:
     if name is None or name == "cpu":
         device = jax.devices(name)[0]
         platform: Any = "gpu" if device.platform == "cuda" else device.platform
-        return Topology(name or platform, platform, device, 1, available_bytes(device), chip_of(device))
+        return Topology(name or platform, platform, [device], 1, available_bytes(device), chip_of(device))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
     if f"{family}:{model}" not in NAMES or (shape and family != "tpu"):
@@ -103,7 +108,7 @@ def find_topology(name: str | None = None) -> Topology:
         os.environ.setdefault(variable, value)
     devices = _gpus() if family == "gpu" else _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
     chip = CHIPS[model]
-    return Topology(name, family, devices[0], len(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
+    return Topology(name, family, devices[:1], len(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
 
 
 def _gpus() -> list[jax.Device]:

@@ -15,6 +15,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.chunked import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, RMSNorm, Softmax, capped
 from dantinox.model.positions import rotate
+from dantinox.model.sharing import Sharing
 from dantinox.model.store import LatentStore, Store
 
 Angles = tuple[jax.Array, jax.Array] | None
@@ -38,7 +39,10 @@ class Attention(nnx.Module):
         self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
-    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None, sharing: Sharing
+    ):
+        x_BTD = sharing.enter(x_BTD)
         qkv = self.qkv(x_BTD)
         q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -49,7 +53,7 @@ class Attention(nnx.Module):
         a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
-        return self.out(a_BTKGH), memory, probed
+        return sharing.leave(self.out(a_BTKGH)), memory, probed
 
 
 class Attended(NamedTuple):

@@ -21,6 +21,7 @@ from dantinox.model.attention import attend, attention, probed, probed_alone, vi
 from dantinox.model.compressed import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
+from dantinox.model.sharing import ALONE, Sharing
 from dantinox.model.store import BITS, LatentStore, Store
 from dantinox.platform import platform_of
 
@@ -87,13 +88,14 @@ class Ring:
         return (last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W)[:, None]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT", "kept"], meta_fields=["kernel", "platform"])
+@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT", "kept"], meta_fields=["kernel", "platform", "sharing"])
 @dataclass(frozen=True)
 class Fresh:
     """Nothing before this call: the keys are those of this call. With `segments_BT`, attention stays inside a document.
 
     Attributes:
       kernel, platform: the `ModelConfig`'s.
+      sharing: the model's.
       kept: the empty memory that is to keep the keys and values, which are seen as it rounds them; None: nothing keeps them.
     """
 
@@ -101,6 +103,7 @@ class Fresh:
     kernel: str = "xla"
     platform: str = "auto"
     kept: Full | Ring | None = None
+    sharing: Sharing = ALONE
 
     @property
     def begins(self) -> bool:
@@ -122,7 +125,7 @@ class Fresh:
         kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
         if kernel is not None and (probe is None or self.segments_BT is None):
             k_BTKH, v_BTKH = store.wide(k_BTKH.dtype)
-            out_BTKGH = kernel(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window)
+            out_BTKGH = self.sharing.by_heads(kernel)(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window, softmax)
             return out_BTKGH, after, probed_alone(probe, q_BTKGH, store, positions_BT, held_B1T, window, softmax)
         valid_BKTS = visible(positions_BT, held_B1T, window)
         if self.segments_BT is not None:
@@ -145,10 +148,10 @@ class KVCache:
     spans: tuple[int, ...]
     requested: float = 1.0
 
-    def begun(self, config: ModelConfig) -> "KVCache":
+    def begun(self, config: ModelConfig, sharing: Sharing = ALONE) -> "KVCache":
         """This empty cache for one call, which reads texts from their beginning with the model's attention kernel."""
-        fresh = partial(Fresh, None, config.kernel, config.platform)
-        layers = tuple(layer if isinstance(layer, Compressed) else fresh(layer) for layer in self.layers)
+        fresh = partial(Fresh, None, config.kernel, config.platform, sharing=sharing)
+        layers = tuple(layer if isinstance(layer, Compressed) else fresh(kept=layer) for layer in self.layers)
         return replace(self, layers=layers)  # type: ignore[arg-type]
 
     @property

@@ -1,11 +1,11 @@
 """How attention over the keys of one call is computed: with all scores at once, in blocks, by cuDNN, or by TPU's splash kernel.
 
-A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window) -> out_BTKGH` of tokens that stand in order; those that
-do more than a softmax take it as `softmax`. Where the scores themselves are asked for, all of them are made.
+A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens that stand in order.
+Where the scores themselves are asked for, all of them are made.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,15 @@ Kernel = Callable[..., Array]
 LANES = 128  # of a TPU; splash takes lengths that are multiples of it
 
 
-def cudnn_attention(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: int | None) -> Array:
-    """cuDNN's fused attention. Documents are told apart by a bias `[B, 1, T, T]` in the dtype of the queries."""
+def cudnn_attention(
+    q_BTKGH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segments_BT: Array | None,
+    window: int | None,
+    softmax: Softmax = SOFTMAX,
+) -> Array:
+    """cuDNN's fused attention: a plain softmax. Documents are told apart by a bias `[B, 1, T, T]` in the queries' dtype."""
     B, T, K, G, H = q_BTKGH.shape
     mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
     sides = None if window is None else (window - 1, 0)
@@ -102,8 +109,7 @@ def kernel_for(
         name = own if fitting and own is not None else "chunked" if T > BLOCK else "xla"
     elif refusal := _refusal(name, platform, T, H, dtype, softmax, other):
         raise UserError(f"attention.kernel {name} {refusal}")
-    kernel = KERNELS.get(name)
-    return kernel if kernel is None or softmax.plain else partial(kernel, softmax=softmax)
+    return KERNELS.get(name)
 
 
 def _refusal(

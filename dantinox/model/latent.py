@@ -18,6 +18,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Probe
 from dantinox.model.layers import Linear, RMSNorm, Softmax, product
 from dantinox.model.positions import rotate
+from dantinox.model.sharing import Sharing
 
 
 class UpProjection(nnx.Module):
@@ -65,18 +66,21 @@ class LatentAttention(nnx.Module):
         self.gate = Linear((D,), (N, V), dtype=dtype, rngs=rngs) if config.no_sink else None
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros(N, jnp.float32)) if config.sink_logits else None
 
-    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None):
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None, sharing: Sharing
+    ):
         assert angles is not None
-        q_BTNQ = self.q(x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD)))
+        queried = x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD))
+        q_BTNQ = self.q(sharing.enter(queried))
         parts = q_BTNQ[..., : self.head_size], rotate(q_BTNQ[..., self.head_size :], angles)
         kv_BTC = self.kv_a(x_BTD)
-        latent_BT1R = self.kv_norm(kv_BTC[..., : self.rank])[:, :, None]
-        shared_BT1P = rotate(kv_BTC[:, :, None, self.rank :], angles)
+        latent_BT1R = sharing.enter(self.kv_norm(kv_BTC[..., : self.rank])[:, :, None])
+        shared_BT1P = sharing.enter(rotate(kv_BTC[:, :, None, self.rank :], angles))
         attend = self._plain if memory.begins else self._absorbed
         a_BTNV, memory, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, memory, probe)
         if self.gate is not None:
-            a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(x_BTD))
-        return self.out(a_BTNV), memory, probed
+            a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(sharing.enter(x_BTD)))
+        return sharing.leave(self.out(a_BTNV)), memory, probed
 
     def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
         """Every head with keys and values of its own."""

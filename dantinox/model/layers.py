@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
+from dantinox.model.sharing import Sharing
 
 PRODUCT = "product"  # the name of what a `Linear` gives, for those who keep it for the backward pass
 
@@ -164,9 +165,9 @@ class GatedFeedForward(nnx.Module):
         self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        gate_up = self.gate_up(x_BTD)
-        return self.down(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :])
+    def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
+        gate_up = self.gate_up(sharing.enter(x_BTD))
+        return sharing.leave(self.down(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :]))
 
 
 class PlainFeedForward(nnx.Module):
@@ -178,8 +179,8 @@ class PlainFeedForward(nnx.Module):
         self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(self.function(self.up(x_BTD)))
+    def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
+        return sharing.leave(self.down(self.function(self.up(sharing.enter(x_BTD)))))
 
 
 def feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.layers import GATED, PLAIN, feed_forward
+from dantinox.model.sharing import GATHERED, Sharing
 from dantinox.platform import platform_of
 
 TILE = 64  # rows that a CPU multiplies at once, or all where there are fewer
@@ -58,8 +60,8 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (D, E), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.bias else None
 
-    def __call__(self, x_ND: Array) -> tuple[Array, Array, Routing]:
-        """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread."""
+    def __call__(self, x_ND: Array, sharing: Sharing) -> tuple[Array, Array, Routing]:
+        """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread, on all devices that share it."""
         K, E = self.rule.top_k, self.rule.count
         logits_NE = jnp.matmul(x_ND.astype(jnp.float32), self.kernel[...], precision="highest")
         scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
@@ -68,11 +70,16 @@ class Router(nnx.Module):
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalise:
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
-        counts_E = jnp.zeros(E, jnp.int32).at[experts_NK.reshape(-1)].add(1)
+        counts_E = sharing.total(counts(experts_NK, E))
         share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
-        balance = E * jnp.sum(counts_E / experts_NK.size * jnp.mean(share_NE, axis=0))
-        z = jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1)))
+        balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * sharing.mean(jnp.mean(share_NE, axis=0)))
+        z = sharing.mean(jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
+
+
+def counts(experts: Array, E: int) -> Array:
+    """How often each of E experts was chosen, `[E]` int32; numbers of E and above are nobody's."""
+    return jnp.zeros(E, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
 
 
 class ExpertLinear(nnx.Module):
@@ -87,9 +94,10 @@ class ExpertLinear(nnx.Module):
         self.kernel = nnx.Param(gain * size_in**-0.5 * noise)
 
     def __call__(self, x_MI: Array, rows: Rows) -> Array:
-        kernel_EIO = self.kernel[...].reshape(*self.kernel.shape[:2], -1).astype(self.dtype)
+        E, I, *shape_out = self.kernel.shape  # noqa: E741 - of those that stand on this device
+        kernel_EIO = checkpoint_name(self.kernel[...].reshape(E, I, -1).astype(self.dtype), GATHERED)
         y_MO = grouped_product(x_MI.astype(self.dtype), kernel_EIO, rows, self.platform)
-        return y_MO.astype(self.dtype).reshape(-1, *self.shape_out)
+        return y_MO.astype(self.dtype).reshape(-1, *shape_out)
 
 
 class Experts(nnx.Module):
@@ -126,18 +134,29 @@ class MixtureOfExperts(nnx.Module):
             shared = feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.shared = nnx.data(shared)
 
-    def __call__(self, x_BTD: Array) -> tuple[Array, Routing]:
+    def __call__(self, x_BTD: Array, sharing: Sharing) -> tuple[Array, Routing]:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        experts_NK, weights_NK, routing = self.router(x_ND)
+        *chosen, routing = self.router(x_ND, sharing)
+        x_ND, experts_NK, weights_NK = (sharing.tokens_of_group(sharing.enter(a)) for a in (x_ND, *chosen))
+        y_ND = self._of_own_experts(x_ND, experts_NK, weights_NK, sharing)
+        y_BTD = sharing.leave(sharing.tokens_back(y_ND)).astype(x_BTD.dtype).reshape(x_BTD.shape)
+        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD, sharing)), routing
+
+    def _of_own_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, sharing: Sharing) -> Array:
+        """What tokens get of the experts that stand on this device: float32 `[N, D]`."""
+        here = self.router.rule.count // sharing.groups
         expert_M = experts_NK.reshape(-1)
+        if sharing.groups > 1:  # the rows of others come last, behind all sizes
+            own = expert_M - sharing.first_expert(here)
+            expert_M = jnp.where((own >= 0) & (own < here), own, here)
         order_M = jnp.argsort(expert_M)
         place_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(len(order_M), dtype=order_M.dtype))
-        rows = Rows(expert_M[order_M], routing.counts_E)
+        rows = Rows(expert_M[order_M], counts(expert_M, here))
         y_MD = self.experts(sent(experts_NK.shape[1], x_ND, order_M, place_M), rows)
+        if sharing.groups > 1:
+            y_MD = jnp.where((rows.expert_M < here)[:, None], y_MD, 0)
         y_NKD = returned(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
-        y_ND = jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
-        y_BTD = y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
-        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), routing
+        return jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -171,7 +190,7 @@ returned.defvjp(lambda y_MD, order_M, place_M: (y_MD[place_M], order_M), lambda 
 
 def grouped_product(x_MI: Array, w_EIO: Array, rows: Rows, platform: str) -> Array:
     """Every row times the weights of its expert, sums in float32: `[M, O]`."""
-    if len(x_MI) <= min(FEW, len(w_EIO)):
+    if len(x_MI) <= min(FEW, len(w_EIO)):  # what no expert here is for takes the last one
         chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
         return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
     if platform_of(platform).name == "cpu":  # where `ragged_dot` multiplies all rows by all experts

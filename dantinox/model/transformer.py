@@ -18,10 +18,15 @@ from dantinox.model.latent import LatentAttention
 from dantinox.model.layers import NORMS, PRODUCT, Linear, capped, dropout, feed_forward, product
 from dantinox.model.moe import MixtureOfExperts
 from dantinox.model.positions import rotary_angles, sinusoidal
+from dantinox.model.sharing import ALONE, GATHERED, Sharing
 from dantinox.platform import platform_of
 
-Constrain = Callable[[jax.Array], jax.Array]
-REMAT = {"full": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
+# What is kept for the backward pass; with none, only weights that lie in parts on several devices are made anew.
+REMAT = {
+    "full": None,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
+}
 
 
 def compute_dtype(config: ModelConfig) -> DTypeLike:
@@ -44,11 +49,20 @@ class Block(nnx.Module):
         self.ffn = feeding(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.routes = config.experts is not None
 
-    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, key: Any, probe: Probe | None):
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        angles: Angles,
+        memory: Any,
+        key: Any,
+        probe: Probe | None,
+        sharing: Sharing,
+    ):
         keys = (None, None) if key is None else jax.random.split(key)
-        a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe)
+        a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, sharing)
         x_BTD = x_BTD + dropout(a_BTD, self.dropout_rate, keys[0])
-        fed: Any = self.ffn(self.norm2(x_BTD))
+        fed: Any = self.ffn(self.norm2(x_BTD), sharing)
         f_BTD, routing = fed if self.routes else (fed, None)
         x_BTD = x_BTD + dropout(f_BTD, self.dropout_rate, keys[1])
         return x_BTD, memory, (probed, routing)
@@ -70,7 +84,12 @@ class Transformer(nnx.Module):
 
     Its layers are `blocks`, or with `scan_layers` the stacks `rolled`: layer i is the (i // period)-th of stack i mod period.
     Weights are float32; activations have the compute dtype; logits are float32.
+
+    Attributes:
+      sharing: how devices share the work, put there by who knows their mesh.
     """
+
+    sharing: Sharing = ALONE
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, V = config.dim, config.vocab_size
@@ -102,7 +121,6 @@ class Transformer(nnx.Module):
         segments_BT: jax.Array | None = None,
         rngs: nnx.Rngs | None = None,
         probe: Probe | None = None,
-        constrain: Constrain | None = None,
     ) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
         """The normalised residual stream after the last layer.
 
@@ -113,7 +131,6 @@ class Transformer(nnx.Module):
           segments_BT: document numbers; attention never crosses documents (without a cache only).
           rngs: with a `dropout` stream, dropout is on; None switches it off.
           probe: called per layer as `probe(scores_BNS, valid_BS)` for the newest query of each row, before the softmax.
-          constrain: applied to the residual stream once per block.
 
         Returns:
           `(x_BTD, cache, aux)`; `aux["probe"]` is a tuple with what the probe returned in each layer, `aux["routing"]` the
@@ -123,25 +140,23 @@ class Transformer(nnx.Module):
             raise ValueError("segments_BT has no effect with a cache: its rows hold one document each")
         if self.config.scan_layers and (cache is not None or probe is not None):
             raise ValueError("a model with scan_layers reads whole texts and nothing else: decode with its layers apart")
-        constrain = constrain or (lambda x: x)
         fresh, L = self._fresh(segments_BT), self.config.num_blocks
         layers: tuple[Any, ...] = cache.layers if cache is not None else (fresh,) * L
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(L + 1)]
-        x_BTD = constrain(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
+        x_BTD = self.sharing.once(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
         angles = None
         if self.config.position == "rope":
             angles = rotary_angles(positions_BT, self.config.rotated_size, self.config.rope_theta, self.config.rope_scaling)
         if self.config.scan_layers:
-            x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], constrain)
+            x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L])
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
         memories: list[Any] = []
         probed, routings = [], []
         for block, memory, key in zip(self.blocks, layers, keys, strict=False):
-            run: Callable = partial(block, probe=probe)
-            if self.config.remat != "none":
+            run: Callable = partial(self._through, block, probe)
+            if self._recomputes:
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
             x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, angles, memory, key)
-            x_BTD = constrain(x_BTD)
             memories.append(memory)
             probed.append(seen)
             routings.append(routing)
@@ -150,27 +165,32 @@ class Transformer(nnx.Module):
             aux["routing"] = jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
         return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(memories)), aux
 
-    def _through_rolled(
-        self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any], constrain: Constrain
-    ) -> tuple[jax.Array, Any]:
+    @property
+    def _recomputes(self) -> bool:
+        return self.config.remat != "none" or self.sharing.gathers
+
+    def _through(self, block: Block, probe: Probe | None, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
+        """A layer's answer, with its weights made whole for it."""
+        return self.sharing.whole(block)(*args, probe, self.sharing)
+
+    def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any]) -> tuple[jax.Array, Any]:
         """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.
 
         `seen`: positions, angles, memory.
         """
-        period, remat = self.config.period, self.config.remat
+        period = self.config.period
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
         stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
 
         def turn(x_BTD: jax.Array, part: Any) -> tuple[jax.Array, list[Any]]:
             routings = []
             for graph, state, key in zip(graphs, *part, strict=True):
-                x_BTD, _, (_, routing) = nnx.merge(graph, state)(x_BTD, *seen, key, None)
-                x_BTD = constrain(x_BTD)
+                x_BTD, _, (_, routing) = self._through(nnx.merge(graph, state), None, x_BTD, *seen, key)
                 routings.append(routing)
             return x_BTD, routings
 
-        if remat != "none":
-            turn = jax.checkpoint(turn, policy=REMAT[remat], prevent_cse=False)
+        if self._recomputes:
+            turn = jax.checkpoint(turn, policy=REMAT[self.config.remat], prevent_cse=False)
         x_BTD, routings = jax.lax.scan(turn, x_BTD, (list(states), stacked_keys))
         if self.config.experts is None:
             return x_BTD, None
@@ -193,7 +213,7 @@ class Transformer(nnx.Module):
         return self.embed[...].T if self.head is None else self.head.kernel[...]
 
     def _fresh(self, segments_BT: jax.Array | None) -> Fresh:
-        return Fresh(segments_BT, self.config.kernel, self.config.platform)
+        return Fresh(segments_BT, self.config.kernel, self.config.platform, sharing=self.sharing)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = self.embed[...][tokens_BT]

@@ -96,10 +96,14 @@ class TokenStore:
             crossings += int(np.count_nonzero(ids[start : start + READ_AT_ONCE] == self._eos))
         return float(self.val.bytes / (len(ids) - crossings))
 
-    def batch(self, step: int) -> Batch:
-        """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length]."""
-        first = step * self.batch_size
-        rows = self._rows.read(np.arange(first, first + self.batch_size))
+    def batch(self, step: int, chosen: np.ndarray | None = None) -> Batch:
+        """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length].
+
+        Args:
+          chosen: the numbers of the rows that are wanted, ascending; None: all of them.
+        """
+        numbers = np.arange(self.batch_size) if chosen is None else chosen
+        rows = self._rows.read(step * self.batch_size + numbers)
         if not self.packing:
             return self._batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
         filled = rows != NOTHING

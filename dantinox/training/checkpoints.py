@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from dantinox.distributed import from_first, is_first
 from dantinox.files import UserError, first_line
 from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, write_step_manifest
 from dantinox.run.manifest import MANIFEST
@@ -102,7 +103,8 @@ class Checkpoints:
         def begin() -> None:
             manager = self._manager
             logs = {path: path.stat().st_size for path in self._logs if path.exists()}
-            self._unfinished(step).touch()
+            if is_first():
+                self._unfinished(step).touch()
             manager.save(step, args=arguments, metrics=metrics, force=True)
             self._manifest = self._writer.submit(self._finish, step, facts, logs)
 
@@ -110,11 +112,12 @@ class Checkpoints:
 
     def _finish(self, step: int, facts: dict[str, Any], logs: dict[Path, int]) -> None:
         self._manager.wait_until_finished()
-        write_step_manifest(self.path / str(step), facts, logs)
-        self._unfinished(step).unlink()
+        if is_first():
+            write_step_manifest(self.path / str(step), facts, logs)
+            self._unfinished(step).unlink()
 
     def restore(self, abstract: State) -> Restored | None:
-        """The newest step that is what was written, or None where none was completed.
+        """The newest step that is what was written, placed as `abstract` is, or None where none was completed.
 
         Newer steps that are damaged are put aside, as `damaged-12`; nothing is removed but what a killed save left unfinished.
         Only what differs from its manifest is damage: whatever else goes wrong, no memory or other devices, is raised as it is.
@@ -122,38 +125,52 @@ class Checkpoints:
         Raises:
           UserError: there are steps, but all are damaged; or a log is.
         """
+        chosen = from_first(self._choose)
+        if chosen is None:
+            return None
+        step, damaged, notes = chosen
+        state, facts = self._read(step, abstract)
+        notes += from_first(lambda: self._tidy(step, dict(damaged)))
+        if damaged and "_manager" in self.__dict__:
+            self._manager.reload()
+        return Restored(step, state, Progress(**facts.pop("progress")), facts, tuple(notes))
+
+    def _choose(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
+        """The newest whole step, what is wrong with newer ones, and what is to be said of that; None: there is none."""
         damaged: dict[int, str] = {}
         for step in self._finished():
             problem = next(step_damage(self.path / str(step)), None)
             if problem is None:
-                return self._restored(step, damaged, abstract)
+                return step, list(damaged.items()), self._notes(step, damaged)
             damaged[step] = problem
         if damaged:
             raise UserError(f"no checkpoint in {self.path} is whole: {'; '.join(damaged.values())}")
         self._remove_unfinished()
         return None
 
-    def _restored(self, step: int, damaged: dict[int, str], abstract: State) -> Restored:
+    def _notes(self, step: int, damaged: dict[int, str]) -> list[str]:
         notes = [f"{problem}: stepping back to step {step}" for problem in damaged.values()]
         for problem in log_damage(self.path.parent, self.path / str(step)):
             if "is missing" not in problem:
                 raise UserError(f"{problem}: put the right file there, or move it away to go on without its rows")
             notes.append(f"{problem}: it begins anew")
-        state, facts = self._read(step, abstract)
+        return notes
+
+    def _tidy(self, step: int, damaged: dict[int, str]) -> list[str]:
+        """Puts damaged steps aside, older ones than that which was restored too, and says so."""
+        notes = []
         for older in (number for number in self._finished() if number < step):
             # Orbax reads their small files when it starts.
             if problem := next(step_damage(self.path / str(older), quick=True), ""):
                 damaged[older] = problem
                 notes.append(problem)
         notes += [f"what is damaged stays in {self._put_aside(number)}" for number in damaged]
-        if damaged and "_manager" in self.__dict__:
-            self._manager.reload()
         self._remove_unfinished()
-        return Restored(step, state, Progress(**facts.pop("progress")), facts, tuple(notes))
+        return notes
 
     def read(self, step: int | None, abstract: State) -> State | None:
         """The state of a step, or None where that step is not there or damaged."""
-        whole = step in self._finished() and not any(step_damage(self.path / str(step)))
+        whole = from_first(lambda: step in self._finished() and not any(step_damage(self.path / str(step))))
         return self._read(step, abstract)[0] if whole and step is not None else None
 
     def newest(self) -> int | None:
@@ -214,8 +231,10 @@ class Checkpoints:
             if saved.get(name) != wanted.get(name):
                 has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, wanted))
                 raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where the arrays are restored to
-        placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where arrays without a place are restored to
+        placed = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), abstract
+        )
         args = orbax.args
         arguments = args.Composite(state=args.StandardRestore(placed._asdict()), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:

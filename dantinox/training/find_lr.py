@@ -4,6 +4,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError
+from dantinox.distributed import make_layout
 from dantinox.text import prepare_data
 from dantinox.training.step import initial_state, make_train_step
 
@@ -58,10 +60,12 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         def factor(step: Any) -> jax.Array:
             return jnp.exp(math.log(LEAST) + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MOST / LEAST))
 
-        train, state = make_train_step(config, model, steps, factor), initial_state(config, model, steps)
+        layout = make_layout(config, model)
+        train = make_train_step(config, model, steps, factor, layout)
+        state = initial_state(config, model, steps, layout=layout)
         losses: list[float] = []
         for step in range(steps):
-            state, metrics = train(state, store.batch(step))
+            state, metrics = train(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum))
             losses.append(float(metrics.loss))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):
                 break

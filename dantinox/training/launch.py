@@ -5,8 +5,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from dantinox.config import Config
+from dantinox.config.sections import without
+from dantinox.distributed import Silent, from_first, is_first, join, make_layout
 from dantinox.files import UserError
 from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import RunDirectory, answer_for, create_run, load_run_config, save_config, save_tokenizer
@@ -18,6 +23,7 @@ from dantinox.training.samples import Sampler, make_sampler
 from dantinox.training.step import Programs
 
 Start = tuple[Config, Tokenizer, TokenStore, Sampler | None]
+START_UP = ("distributed.coordinator", "distributed.processes", "distributed.process")
 
 
 def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = False) -> RunDirectory:
@@ -33,13 +39,36 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
       SystemExit: after SIGTERM (143) or SIGINT (130), with everything saved.
     """
     trackers(config, Path())  # a library that is missing is said before the corpus is read
-    run = _existing(run_dir) if resume else create_run(run_dir)
-    with run.lock(), open_console() as console:
-        config, tokenizer, store, sample = (_go_on if resume else _begin)(config, run, console)
+    join(config)
+    config = without(config, START_UP)  # of this launch, not of the run
+    with contextlib.ExitStack() as held:
+        console: Any = held.enter_context(open_console() if is_first() else Silent())
+        made: Start | None = None
+
+        def prepare() -> str:
+            nonlocal made
+            run = _existing(run_dir) if resume else create_run(run_dir)
+            held.enter_context(run.lock())
+            made = (_go_on if resume else _begin)(config, run, console)
+            return str(run.path)
+
+        run = RunDirectory(from_first(prepare))
+        config, tokenizer, store, sample = made or _join_in(run)
         console.note(f"run directory {run.path}")
         console.note(_plan(config, tokenizer, store))
         train(config, run, tokenizer, store, console, resume=resume, sample=sample)
     return run
+
+
+def _join_in(run: RunDirectory) -> Start:
+    """What the first process has prepared, for another."""
+    config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
+    store = open_store(config, run.data, tokenizer)
+    if store is None:
+        raise UserError(
+            f"process {jax.process_index()} does not see the tokens in {run.data}: all processes need the same files"
+        )
+    return config, tokenizer, store, make_sampler(config, tokenizer)
 
 
 def dry_run(config: Config) -> Iterator[str]:
@@ -48,7 +77,8 @@ def dry_run(config: Config) -> Iterator[str]:
         tokenizer, store = prepare_data(config, directory)
         make_sampler(config, tokenizer)
         yield _plan(config, tokenizer, store)
-        programs = Programs(config, config.architecture(tokenizer.vocab_size), total_steps(config, store.windows_per_epoch))
+        model = config.architecture(tokenizer.vocab_size)
+        programs = Programs(config, model, total_steps(config, store.windows_per_epoch), make_layout(config, model))
         yield programs.memory.line()
         check_memory(programs.memory, config)
         batch = store.batch(0)

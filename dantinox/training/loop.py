@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config
+from dantinox.distributed import Layout, Silent, StopTogether, agreed, from_first, is_first, leave_at_once, make_layout, on_host
 from dantinox.files import UserError, first_line
 from dantinox.model.flops import training_flops
 from dantinox.model.parameters import blueprint, unrolled
@@ -36,6 +37,7 @@ from dantinox.training.stopping import StopRequest, stop_request
 
 AHEAD = 4  # batches
 MAX_REWINDS = 3  # to one checkpoint
+GONE = 3  # exit code of a process that another one has left alone
 
 
 class NotFinite(UserError):
@@ -69,13 +71,13 @@ class Clock:
 
 
 def batches_ahead(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
-    """The batches of steps `first` to `end`, exclusive, made and sent to the device by a thread before they are asked for."""
+    """The batches of steps `first` to `end`, exclusive, made and sent to the devices by a thread before they are asked for."""
     pool = ThreadPoolExecutor(1, "batches")
     try:
         made: deque[Future[Batch]] = deque()
         for step in range(first, end):
             while len(made) < AHEAD and step + len(made) < end:
-                made.append(pool.submit(lambda at: jax.device_put(batch(at)), step + len(made)))
+                made.append(pool.submit(batch, step + len(made)))
             yield made.popleft().result()  # what went wrong while it was made is raised here
     finally:
         pool.shutdown(cancel_futures=True)
@@ -111,7 +113,11 @@ def train(
             try:
                 return trainer.train(resume)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                raise out_of_memory(error, config) or error from error
+                if sentence := out_of_memory(error, config):
+                    raise sentence from error
+                if jax.process_count() > 1:
+                    trainer.leave_alone(error)
+                raise
 
 
 @dataclass
@@ -136,12 +142,12 @@ class _Trainer:
     def __post_init__(self) -> None:
         self.steps = total_steps(self.config, self.store.windows_per_epoch)
         self.model = self.config.architecture(self.tokenizer.vocab_size)
-        self.facts = run_facts(self.config, self.tokenizer.fingerprint)
-        self.logs = MetricsLog(self.run.log(self.config), self.run.metrics, trackers(self.config, self.run.path))
-        self.checkpoints = Checkpoints(
-            self.run.checkpoints, self.config.training.keep_last, (self.logs.path_csv, self.logs.path_jsonl)
-        )
-        self.devices = 1  # that share a step
+        self.layout: Layout = make_layout(self.config, self.model)
+        self.facts = run_facts(self.config, self.tokenizer.fingerprint, self.layout)
+        logs = self.run.log(self.config), self.run.metrics
+        self.logs: Any = MetricsLog(*logs, trackers(self.config, self.run.path)) if is_first() else Silent()
+        self.checkpoints = Checkpoints(self.run.checkpoints, self.config.training.keep_last, logs)
+        self.together = StopTogether()
         self.state: State
 
     def train(self, resume: bool) -> Progress:
@@ -150,7 +156,7 @@ class _Trainer:
             self._export_what_is_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
-        self.programs = Programs(self.config, self.model, self.steps)
+        self.programs = Programs(self.config, self.model, self.steps, self.layout)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         if not restored:
@@ -163,10 +169,21 @@ class _Trainer:
         self._conclude()
         return self.progress
 
+    def leave_alone(self, error: Exception) -> None:
+        """Ends this process when another is gone: nothing that waits for all can end any more."""
+        self.console.note(f"another process of this training is gone ({first_line(error)}): --resume goes on without it")
+        self.console.close()
+        leave_at_once(GONE)
+
     def _ran_to_the_end(self) -> bool:
         """Trains; False where a step was no good and the run went back to a checkpoint."""
         passed, self.looked_at = self.progress.passed_over, self.step
-        with contextlib.closing(batches_ahead(lambda at: self.store.batch(at + passed), self.step, self.steps)) as batches:
+        t = self.config.training
+
+        def batch(step: int) -> Batch:
+            return self.layout.put_rows(partial(self.store.batch, step + passed), t.batch_size, t.grad_accum)
+
+        with contextlib.closing(batches_ahead(batch, self.step, self.steps)) as batches:
             try:
                 self._loop(batches)
             except NotFinite as error:
@@ -202,7 +219,7 @@ class _Trainer:
     def _begin(self) -> None:
         given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
         self.step, self.progress = 0, Progress()
-        self.state = initial_state(self.config, self.model, self.steps, given)
+        self.state = initial_state(self.config, self.model, self.steps, given, self.layout)
 
     def _loop(self, batches: Iterator[Batch]) -> None:
         self.clock = Clock()
@@ -241,7 +258,7 @@ class _Trainer:
 
     def _log_interval(self) -> None:
         mean = _mean(self.state.since_line)
-        self.state = self.state._replace(since_line=jnp.zeros(2))
+        self.state = self.state._replace(since_line=self._zeros())
         row = {"step": self.step, "train_loss": mean} | self._vitals()
         self._check_numbers(row["train_loss"])
         self.logs.interval(row | self._expert_counts())
@@ -269,7 +286,7 @@ class _Trainer:
         chip = chip_of(jax.devices()[0])
         if chip is not None:  # a share of the published bfloat16 FLOP/s
             of_a_token = training_flops(self.model, self.config.model.max_context)
-            vitals["mfu"] = rate * of_a_token / chip.flops / self.devices
+            vitals["mfu"] = rate * of_a_token / chip.flops / self.layout.devices
         return vitals
 
     def _check_numbers(self, mean_loss: float) -> None:
@@ -315,7 +332,7 @@ class _Trainer:
     def _log_evaluation(self, loss: float, vitals: dict[str, Any]) -> None:
         mean = _mean(self.state.since_row)
         self._check_numbers(mean)
-        self.state = self.state._replace(since_row=jnp.zeros(2))
+        self.state = self.state._replace(since_row=self._zeros())
         bits = loss / math.log(2) / self.store.val_bytes_per_token
         row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | vitals
         self.logs.evaluation(row)
@@ -325,14 +342,18 @@ class _Trainer:
             self._export(self.state)
 
     def _export(self, state: State) -> None:
-        save_weights(self.run.weights, unrolled(jax.device_get(state.weights)), self.facts)
+        weights = on_host(state.weights)
+        if is_first():
+            save_weights(self.run.weights, unrolled(weights), self.facts)
 
     def _validation_loss(self) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
         nats = count = 0.0
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
-            part = jax.device_get(self.programs.evaluate(self.state.weights, batch))
+            rows = self.layout.put_rows(partial(_chosen, batch), self.programs.eval_rows)
+            part = jax.device_get(self.programs.evaluate(self.state.weights, rows))
             nats, count = nats + float(part.nats), count + float(part.targets)
+            self.stop.signal = agreed(self.stop.signal or 0) or None
             if self.stop.signal is not None:
                 return None
         return nats / count
@@ -340,8 +361,11 @@ class _Trainer:
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
         build, _ = blueprint(replace(self.model, scan_layers=False))
+        weights = self.state.weights if self.layout.mesh is None else on_host(self.state.weights)
+        if not is_first():
+            return
         try:
-            text = sample(build(unrolled(self.state.weights)))
+            text = sample(build(unrolled(weights)))
             self.run.samples.mkdir(exist_ok=True)
             put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
             self.logs.sample(self.step, text)
@@ -360,6 +384,7 @@ class _Trainer:
         self.saved_step, self.rewinds = self.step, 0
 
     def _stop_if_asked(self) -> None:
+        self.stop.signal = self.together.heard(self.stop.signal)
         if self.stop.signal is None:
             return
         self._save()
@@ -370,8 +395,9 @@ class _Trainer:
     def _conclude(self) -> None:
         """What a finished run leaves behind. The last checkpoint says that it is finished, so it is written last."""
         self._export_what_is_missing()
-        put(self.run.path, self.run.summary(self.config).name, json.dumps(self._summary(), indent=1) + "\n")
-        if self.config.logging.plot:
+        if is_first():
+            put(self.run.path, self.run.summary(self.config).name, json.dumps(self._summary(), indent=1) + "\n")
+        if self.config.logging.plot and is_first():
             try:
                 plot_loss(self.run.log(self.config), self.run.metrics, self.run.plots / "loss.png")
             except UserError as error:
@@ -383,7 +409,7 @@ class _Trainer:
 
     def _export_what_is_missing(self) -> None:
         """The best weights again, or the last, where their file was moved away."""
-        if self.run.weights.exists():
+        if from_first(self.run.weights.exists):
             return
         self._export(self._best())
 
@@ -396,7 +422,10 @@ class _Trainer:
         return kept or self.state
 
     def _abstract(self) -> State:
-        return abstract_state(self.config, self.model, self.steps)
+        return self.layout.place(abstract_state(self.config, self.model, self.steps))
+
+    def _zeros(self) -> jax.Array:
+        return self.layout.everywhere(np.zeros(2, np.float32))
 
     def _summary(self) -> dict[str, Any]:
         sizes = {name: p.size for name, p in self.state.parameters.items()}
@@ -423,6 +452,11 @@ class _Trainer:
         self.state, self.progress = restored.state, restored.progress
         self.step = self.saved_step = restored.step
         return True
+
+
+def _chosen(batch: Batch, rows: np.ndarray | None = None) -> Batch:
+    """Some rows of a batch, or all."""
+    return batch if rows is None else Batch(*(array[rows] for array in batch))
 
 
 def _mean(sum_and_count: jax.Array) -> float:

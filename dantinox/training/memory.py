@@ -36,7 +36,10 @@ class MemoryPlan:
 
 def plan_memory(compiled: Any, state: Any) -> MemoryPlan:
     """Reads the plan of a compiled step; `state` is its first argument, of arrays or shapes."""
-    peak, available = bytes_of(compiled).peak, available_bytes(jax.devices()[0])
+    device = jax.local_devices()[0]
+    peak, available = bytes_of(compiled).peak, available_bytes(device)
+    if available is not None and device.platform == "cpu":
+        available //= jax.local_device_count()  # they are simulated and share it
     return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available)
 
 

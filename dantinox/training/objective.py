@@ -15,7 +15,7 @@ CHUNK_LOGITS = 1 << 24
 
 
 class Sums(NamedTuple):
-    """Float32 sums over the counted targets of a batch; sums of parts add up to the sum of the whole.
+    """Float32 sums over the counted targets of a batch, or of a device's part of it; sums of parts add up to that of the whole.
 
     `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
     `targets`: how many targets count. `routing`: where there are experts, the balance and z of the layers' mean, times the
@@ -41,15 +41,17 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
     # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
-    x_ND, targets_N, mask_N = x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1)
+    own = model.sharing.own  # of the tokens that several devices have
+    x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
     size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
-    if size >= B * T:
+    if size >= len(x_ND):
         nats, penalty = _token_losses(model, None, x_ND, targets_N, mask_N)
     else:
         nats, penalty = _in_chunks(model, x_ND, targets_N, mask_N, size)
     targets, routing = jnp.sum(mask_N), aux.get("routing")
     if routing is not None:
-        routing = Routing(targets * jnp.mean(routing.balance), targets * jnp.mean(routing.z), routing.counts_E)
+        balance, z = (targets * model.sharing.enter(jnp.mean(part)) for part in (routing.balance, routing.z))
+        routing = Routing(balance, z, routing.counts_E)
     return Sums(nats, penalty, targets, routing)
 
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules, the optimizers, and the moving average of the weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from dantinox.config.sections import TrainingSection
+from dantinox.distributed import AXES, Layout
 from dantinox.model.parameters import Parameters
 
 Schedule = Callable[[Any], jax.Array]
@@ -55,24 +56,35 @@ def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     Queries, keys and values are one matrix, as are gate and up. Embeddings, position tables and the output layer have no Muon
     form: a row of them belongs to one token.
     """
+    cut = _cut(name, len(shape))
+    if cut is None:
+        return None
+    stack, inputs, outputs = shape[: cut[0]], shape[cut[0] : cut[1]], shape[cut[1] :]
+    return *((math.prod(stack),) if stack else ()), math.prod(inputs), math.prod(outputs)
+
+
+def _cut(name: str, ndim: int) -> tuple[int, int] | None:
+    """Where, among the axes of a hidden matrix, those that are fed begin, and where those that come out."""
     if not name.startswith(("blocks/", "rolled/")) or not name.endswith("kernel"):
         return None
     stacked = name.startswith("rolled/") + ("/experts/" in name)
-    stack, shape = shape[:stacked], shape[stacked:]
-    inputs = len(shape) - 1 if name.endswith("attention/out/kernel") else 1
-    return *((math.prod(stack),) if stack else ()), math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    return stacked, ndim - 1 if name.endswith("attention/out/kernel") else stacked + 1
 
 
-def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = None) -> optax.GradientTransformation:
+def optimizer(
+    training: TrainingSection, steps: int, factor: Schedule | None = None, layout: Layout | None = None
+) -> optax.GradientTransformation:
     """Clipping, then the rule of `training.optimizer`; with `training.ema` its state is an `Averaged`.
 
     Args:
       factor: on the peak learning rates, in place of that of `training.schedule`.
+      layout: of the devices that share the step.
     """
     factor = factor or schedule(training, steps)
     rule = RULES[training.optimizer](training, lambda step: training.lr * factor(step))
     if training.optimizer == "muon":
-        rule = _split(muon(lambda step: training.muon_lr * factor(step), training.weight_decay), rule)
+        matrices = muon(lambda step: training.muon_lr * factor(step), training.weight_decay, layout)
+        rule = _split(matrices, rule)
     if training.grad_clip:
         rule = optax.chain(optax.clip_by_global_norm(training.grad_clip), rule)
     return averaging(rule, training.ema) if training.ema else rule
@@ -193,7 +205,7 @@ class MuonState(NamedTuple):
     momentum: Parameters
 
 
-def muon(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransformation:
+def muon(learning_rate: Schedule, weight_decay: float, layout: Layout | None = None) -> optax.GradientTransformation:
     """Nesterov momentum, orthogonalised, times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled decay."""
 
     def init(parameters: Parameters) -> MuonState:
@@ -203,38 +215,105 @@ def muon(learning_rate: Schedule, weight_decay: float) -> optax.GradientTransfor
         rate = learning_rate(state.steps)
         momentum = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, state.momentum, gradients)
         ahead = jax.tree.map(lambda m, g: MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g, momentum, gradients)
-        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), orthogonalise(ahead), parameters)
+        updates = jax.tree.map(lambda d, p: -rate * (d + weight_decay * p), orthogonalise(ahead, layout), parameters)
         return updates, MuonState(state.steps + 1, momentum)
 
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalise(gradients: Parameters) -> Parameters:
+class Sides(NamedTuple):
+    """A hidden matrix, or a stack of them, with its shorter side first: X of `height` rows.
+
+    Attributes:
+      turned: whether that is the transpose.
+      scale: √max(1, fan out / fan in).
+      rows, columns, stack: the axes of the mesh over which rows, columns and the matrices of the stack are split.
+    """
+
+    height: int
+    turned: bool
+    scale: float
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
+
+
+def _sides(name: str, shape: tuple[int, ...], layout: Layout | None) -> Sides:
+    *_, inputs, outputs = as_matrix(name, shape) or shape
+    turned, scale = inputs > outputs, math.sqrt(max(1.0, outputs / inputs))
+    if layout is None or layout.mesh is None:
+        return Sides(min(inputs, outputs), turned, scale)
+    first, second = _cut(name, len(shape)) or (0, 1)
+    split = layout.splits[name].axes_of
+    rows, columns = split(slice(first, second)), split(slice(second, None))
+    if turned:
+        rows, columns = columns, rows
+    return Sides(min(inputs, outputs), turned, scale, rows, columns, split(slice(0, first)))
+
+
+def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parameters:
     """About the nearest semi-orthogonal matrix to each hidden matrix, times √max(1, fan out / fan in).
 
     With X = U S Vᵀ the result is near U Vᵀ = (X Xᵀ)^(−1/2) X. The polynomials are evaluated on the small square X Xᵀ, for
     all matrices of one height together, and the result is applied to X once: half the work of iterating on X itself.
+
+    On a mesh, devices multiply their own columns, the squares are summed to where each device has some of them whole, and
+    their roots go back to all: no matrix is passed on, but rows that are split over devices.
     """
-    wide: Parameters = {}
-    tall: Parameters = {}
+    sides = {name: _sides(name, g.shape, layout) for name, g in gradients.items()}
+    if layout is None or layout.mesh is None:
+        return _orthogonalised(gradients, sides, dict.fromkeys(AXES, 1))
+    specs = {name: layout.specs[name] for name in gradients}
+    return layout.on_devices(lambda parts: _orthogonalised(parts, sides, layout.sizes), (specs,), specs)(gradients)
+
+
+def _orthogonalised(gradients: Parameters, sides: dict[str, Sides], sizes: Mapping[str, int]) -> Parameters:
+    """`orthogonalise` of what one device has, which is all where there is one."""
+    product = partial(jnp.matmul, precision=PRECISION)
+    matrices: Parameters = {}
+    alike: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, g in gradients.items():
         x = g.reshape(as_matrix(name, g.shape) or g.shape)
-        is_wide = x.shape[-2] <= x.shape[-1]
-        (wide if is_wide else tall)[name] = x if is_wide else x.mT
-    both = wide | tall
+        x = x.mT if sides[name].turned else x
+        rows = sides[name].rows
+        matrices[name] = jax.lax.all_gather(x, rows, axis=x.ndim - 2, tiled=True) if rows else x
+        alike.setdefault((sides[name].height, sides[name].columns, sides[name].stack), []).append(name)
     roots: Parameters = {}
-    for height in sorted({x.shape[-2] for x in both.values()}):
-        names = [name for name, x in both.items() if x.shape[-2] == height]
-        grams = [jnp.matmul(both[name], both[name].mT, precision=PRECISION).reshape(-1, height, height) for name in names]
+    for (height, columns, stack), names in sorted(alike.items()):
+        grams = [product(matrices[name], matrices[name].mT).reshape(-1, height, height) for name in names]
         ends = np.cumsum([len(gram) for gram in grams])
-        found = jnp.split(_inverse_root(jnp.concatenate(grams)), ends[:-1])
-        roots |= {name: root.reshape(*both[name].shape[:-1], height) for name, root in zip(names, found, strict=True)}
+        others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*columns, *stack))
+        found = jnp.split(_shared_roots(jnp.concatenate(grams), columns, others, sizes)[: ends[-1]], ends[:-1])
+        roots |= {n: root.reshape(*matrices[n].shape[:-1], height) for n, root in zip(names, found, strict=True)}
     result: Parameters = {}
     for name, g in gradients.items():
-        x = jnp.matmul(roots[name], both[name], precision=PRECISION)
-        scale = math.sqrt(max(1.0, x.shape[-1] / x.shape[-2])) if name in wide else 1.0
-        result[name] = (scale * (x if name in wide else x.mT)).reshape(g.shape)
+        side, root = sides[name], roots[name]
+        if side.rows:
+            own = side.height // math.prod(sizes[axis] for axis in side.rows)
+            root = jax.lax.dynamic_slice_in_dim(root, jax.lax.axis_index(side.rows) * own, own, axis=root.ndim - 2)
+        x = product(root, matrices[name])
+        result[name] = (side.scale * (x.mT if side.turned else x)).reshape(g.shape)
     return result
+
+
+def _shared_roots(
+    grams_MNN: jax.Array, summed: tuple[str, ...], others: tuple[str, ...], sizes: Mapping[str, int]
+) -> jax.Array:
+    """The inverse roots of the sums over devices that differ in `summed`; those that differ in `others` have the same to do.
+
+    Each device takes a part of the matrices. There are as many more, at the end, as it takes for all parts to be equal.
+    """
+    sharing, alike = (math.prod(sizes[axis] for axis in axes) for axes in (summed, others))
+    grams_MNN = jnp.pad(grams_MNN, ((0, -len(grams_MNN) % (sharing * alike)), (0, 0), (0, 0)))
+    if summed:
+        grams_MNN = jax.lax.psum_scatter(grams_MNN, summed, scatter_dimension=0, tiled=True)
+    if others:
+        own = len(grams_MNN) // alike
+        grams_MNN = jax.lax.dynamic_slice_in_dim(grams_MNN, jax.lax.axis_index(others) * own, own)
+    roots_MNN = _inverse_root(grams_MNN)
+    for axes in (others, summed):
+        roots_MNN = jax.lax.all_gather(roots_MNN, axes, axis=0, tiled=True) if axes else roots_MNN
+    return roots_MNN
 
 
 def _inverse_root(grams_MNN: jax.Array) -> jax.Array:

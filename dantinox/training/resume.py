@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dantinox.config import Config, ModelConfig, differences, dump_config
+from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, shown
 from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
@@ -29,16 +30,16 @@ FREE = [
 
 
 def resumed_config(saved: Config, given: Config) -> Config:
-    """The settings to go on with: those of the run, but for steps, intervals, sample prompt, nan_policy and logging.
+    """The settings to go on with: those of the run, but for steps, intervals, sample prompt, nan_policy, devices and logging.
 
     Raises:
       UserError: another setting differs; the sentence names it with both values.
     """
     for key, (old, new) in differences(saved, given).items():
-        if not key.startswith("logging.") and key.removeprefix("training.") not in FREE:
+        if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in FREE:
             raise UserError(
                 f"{key} cannot change when a run is resumed: the run has {shown(old)}, got {shown(new)} "
-                "(only steps, intervals, the sample prompt, nan_policy and logging may differ)"
+                "(only steps, intervals, the sample prompt, nan_policy, distributed and logging may differ)"
             )
     return given
 
@@ -49,9 +50,10 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
     return t.steps if t.steps is not None else max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
 
 
-def run_facts(config: Config, fingerprint: str) -> dict[str, Any]:
+def run_facts(config: Config, fingerprint: str, layout: Layout) -> dict[str, Any]:
     """What a checkpoint records about its origin."""
     return {
+        "devices": layout.words(),
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
         "versions": {name: version(name) for name in ("dantinox", "jax", "flax", "optax", "orbax-checkpoint")},
@@ -68,11 +70,14 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     if old != new:
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
     versions = saved.get("versions", {})
+    before, here = saved.get("devices", ONE_DEVICE), now["devices"]
+    others = f"was trained on {before} and goes on with {here}, which add up in another order: not bit for bit as it would have"
     chance = "this GPU does not add up in a fixed order: the run may not go on bit for bit (training.deterministic: true does)"
-    return [chance] * (platform_of().name == "gpu" and not deterministic) + [
-        f"{name} was {versions.get(name)} when the checkpoint was written and is {here}: the run may not go on bit for bit"
-        for name, here in now["versions"].items()
-        if versions.get(name) != here
+    notes = [f"the run {others}"] * (before != here) + [chance] * (platform_of().name == "gpu" and not deterministic)
+    return notes + [
+        f"{name} was {versions.get(name)} when the checkpoint was written and is {version}: the run may not go on bit for bit"
+        for name, version in now["versions"].items()
+        if versions.get(name) != version
     ]
 
 

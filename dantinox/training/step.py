@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from dantinox.config import Config, ModelConfig
+from dantinox.distributed import BATCH, Layout
 from dantinox.model import compute_dtype
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.platform import platform_of
@@ -59,12 +62,23 @@ def abstract_batch(rows: int, length: int) -> Batch:
     return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
 
 
-def initial_state(config: Config, model: ModelConfig, steps: int, parameters: Parameters | None = None) -> State:
+def initial_state(
+    config: Config, model: ModelConfig, steps: int, parameters: Parameters | None = None, layout: Layout | None = None
+) -> State:
     """The state before the first step: fresh weights by `training.seed`, or the given ones."""
-    if parameters is None:
+    layout = layout or Layout(model)
+    places = layout.shardings(abstract_state(config, model, steps))
+    if parameters is not None:
+        parameters = parameters if places is None else jax.device_put(parameters, places.parameters)
+    elif layout.mesh is None:
         parameters = initial_parameters(model, config.training.seed)
-    moments = jax.jit(optimizer(config.training, steps).init)(parameters)
-    return State(jnp.zeros((), jnp.int32), parameters, moments, jnp.zeros(2), jnp.zeros(2))
+    else:  # no device has all of them at any time
+        fresh = jax.jit(lambda: initial_parameters(model, config.training.seed), out_shardings=places.parameters)
+        parameters = fresh()
+    init = optimizer(config.training, steps, layout=layout).init
+    moments = jax.jit(init, out_shardings=None if places is None else places.optimizer)(parameters)
+    zero, pair = layout.everywhere(np.zeros((), np.int32)), layout.everywhere(np.zeros(2, np.float32))
+    return State(zero, parameters, moments, pair, layout.everywhere(np.zeros(2, np.float32)))
 
 
 def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
@@ -75,36 +89,46 @@ def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
     return State(jax.ShapeDtypeStruct((), jnp.int32), shapes, moments, pair, pair)  # type: ignore[arg-type]
 
 
-def make_train_step(config: Config, model: ModelConfig, steps: int, factor: Schedule | None = None) -> Any:
+def make_train_step(
+    config: Config, model: ModelConfig, steps: int, factor: Schedule | None = None, layout: Layout | None = None
+) -> Any:
     """The optimizer step as one `jax.jit`: (state, which is donated; batch) → (next state, metrics).
 
     Args:
       factor: on the peak learning rates, in place of that of `training.schedule`.
+      layout: of the devices that share the step.
     """
-    training = config.training
+    training, layout = config.training, layout or Layout(model)
     build, _ = blueprint(model)
     factor = factor or schedule(training, steps)
-    transform = optimizer(training, steps, factor)
+    transform = optimizer(training, steps, factor, layout)
 
     def objective(parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array) -> tuple[jax.Array, Any]:
-        total = sums(build(parameters), part, rngs=nnx.Rngs(dropout=key))
+        total = sums(layout.built(build, parameters), part, rngs=nnx.Rngs(dropout=key))
         loss = total.nats + training.z_loss * total.penalty
         if total.routing is None:
             return loss / count, (total.nats, None)
         loss += config.moe.alpha_balance * total.routing.balance + config.moe.router_z_loss * total.routing.z
         return loss / count, (total.nats, total.routing.counts_E)
 
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        key = jax.random.fold_in(random_key(training.seed), state.step)
-        count = jnp.maximum(jnp.sum(batch.mask_BT), 1.0)
+    def gradient(parameters: Parameters, batch: Batch, key: jax.Array) -> tuple[Parameters, jax.Array, jax.Array | None]:
+        """Of the mean loss of a batch, that loss, and the experts' tokens: from one device's parts of everything."""
+        count = jnp.maximum(layout.sharing.total(jnp.sum(batch.mask_BT)), 1.0)
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
         gradients, (nats, counts_LE) = _accumulated(
-            partial(objective, count=count), state.parameters, batch, key, training.grad_accum, no_counts
+            partial(objective, count=count), parameters, batch, layout.own_key(key), training.grad_accum, no_counts
         )
-        loss = nats / count
+        return layout.summed(gradients), layout.total(nats) / count, counts_LE
+
+    one = PartitionSpec()
+    gradient = layout.on_devices(gradient, (layout.specs, PartitionSpec(BATCH), one), (layout.specs, one, one))
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(random_key(training.seed), state.step)
+        gradients, loss, counts_LE = gradient(state.parameters, batch, key)
         updates, moments = transform.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
-        if model.experts is not None and model.experts.bias:
+        if counts_LE is not None and model.experts is not None and model.experts.bias:
             parameters = rebalanced(parameters, counts_LE, config.moe.bias_update_rate)
         seen = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
@@ -114,7 +138,8 @@ def make_train_step(config: Config, model: ModelConfig, steps: int, factor: Sche
         following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
         return following, Metrics(loss, norm, training.lr * factor(state.step), counts_LE)
 
-    return jax.jit(step, donate_argnums=0)
+    places = layout.shardings(abstract_state(config, model, steps))
+    return jax.jit(step, donate_argnums=0, out_shardings=None if layout.mesh is None else (places, layout.on_all))
 
 
 def _where(finite: jax.Array, after: Any, before: Any) -> Any:
@@ -152,10 +177,14 @@ def _accumulated(
     return total
 
 
-def make_eval_step(model: ModelConfig) -> Any:
-    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch) → Sums."""
-    build, _ = blueprint(model)
-    return jax.jit(lambda parameters, batch: sums(build(parameters), batch))
+def make_eval_step(model: ModelConfig, layout: Layout | None = None) -> Any:
+    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch) → Sums without routing."""
+    layout, (build, _) = layout or Layout(model), blueprint(model)
+
+    def evaluate(parameters: Parameters, batch: Batch) -> Sums:
+        return layout.total(sums(layout.built(build, parameters), batch)._replace(routing=None))
+
+    return jax.jit(layout.on_devices(evaluate, (layout.specs, PartitionSpec(BATCH)), PartitionSpec()))
 
 
 class Traced(NamedTuple):
@@ -167,19 +196,14 @@ class Traced(NamedTuple):
     options: dict[str, str]
 
 
-def traced_programs(
-    config: Config, model: ModelConfig, steps: int, place: Callable[[Any], Any] = lambda shapes: shapes
-) -> dict[str, Traced]:
-    """The programs of a run by their names, `train` and `evaluation`, of shapes alone.
-
-    Args:
-      place: gives shapes the device that is compiled for; as they are, that is the one at hand.
-    """
+def traced_programs(config: Config, model: ModelConfig, steps: int, layout: Layout | None = None) -> dict[str, Traced]:
+    """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
+    layout = layout or Layout(model)
     rows, length = config.training.batch_size, config.model.max_context
-    eval_rows = max(1, EVAL_TOKENS_PER_CALL // length)
-    state = place(abstract_state(config, model, steps))
-    train = make_train_step(config, model, steps).trace(state, place(abstract_batch(rows, length)))
-    evaluation = make_eval_step(model).trace(state.parameters, place(abstract_batch(eval_rows, length)))
+    eval_rows = max(1, EVAL_TOKENS_PER_CALL // length) * layout.parts
+    state = layout.place(abstract_state(config, model, steps))
+    train = make_train_step(config, model, steps, layout=layout).trace(state, layout.place_rows(abstract_batch(rows, length)))
+    evaluation = make_eval_step(model, layout).trace(state.parameters, layout.place_rows(abstract_batch(eval_rows, length)))
     platform = platform_of(model.platform)
     options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(state.parameters))
     if config.training.deterministic and platform.name == "gpu":
@@ -190,8 +214,8 @@ def traced_programs(
 class Programs:
     """The compiled programs of a run. Compiling allocates nothing of the model's size, so the memory plan comes first."""
 
-    def __init__(self, config: Config, model: ModelConfig, steps: int):
-        train, evaluation = traced_programs(config, model, steps).values()
+    def __init__(self, config: Config, model: ModelConfig, steps: int, layout: Layout | None = None):
+        train, evaluation = traced_programs(config, model, steps, layout).values()
         self.eval_rows = evaluation.rows
         train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.

@@ -1,0 +1,22 @@
+"""Many devices, by JAX's own means. Only here are the axes of a mesh spelled."""
+
+from dantinox.distributed.layout import ONE_DEVICE, Layout, make_layout, mesh_sizes
+from dantinox.distributed.processes import Silent, StopTogether, agreed, from_first, is_first, join, leave_at_once, on_host
+from dantinox.distributed.rules import AXES, BATCH
+
+__all__ = [
+    "AXES",
+    "BATCH",
+    "ONE_DEVICE",
+    "Layout",
+    "Silent",
+    "StopTogether",
+    "agreed",
+    "from_first",
+    "is_first",
+    "join",
+    "leave_at_once",
+    "make_layout",
+    "mesh_sizes",
+    "on_host",
+]

@@ -1,0 +1,341 @@
+"""Where the arrays of a training stand on a mesh, and what passes between its devices."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from dantinox.config import Config, ModelConfig, UserError
+from dantinox.distributed.rules import AXES, BATCH, TABLES, Split, in_layer, split_of
+from dantinox.model import Transformer, compute_dtype
+from dantinox.model.parameters import Parameters, blueprint
+from dantinox.model.sharing import ALONE, GATHERED, Sharing
+
+ONE_DEVICE = "one device"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a training stand.
+
+    Attributes:
+      mesh: of several devices; None: all is on one.
+      device: that one, where it is another than the first at hand.
+    """
+
+    model: ModelConfig
+    mesh: Mesh | None = None
+    device: jax.Device | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many devices differ in each axis."""
+        return dict.fromkeys(AXES, 1) if self.mesh is None else dict(self.mesh.shape)
+
+    @property
+    def devices(self) -> int:
+        """How many share a step."""
+        return math.prod(self.sizes.values())
+
+    def words(self) -> str:
+        """The devices as a person reads it, equal where sums are added in the same order."""
+        if self.mesh is None:
+            return ONE_DEVICE
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + processes
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is divided."""
+        return math.prod(self.sizes[axis] for axis in BATCH)
+
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """How each parameter of the model is split."""
+        found = {}
+        for name, leaf in blueprint(self.model)[1].items():
+            inner, layers = in_layer(name)
+            split = split_of(inner, leaf.shape[layers:], self.sizes)
+            found[name] = Split(((),) * layers + split.apart, ((),) * layers + split.stored)
+        return found
+
+    @cached_property
+    def splits_in_layer(self) -> dict[str, Split]:
+        """The same of the parameters of one layer, by their names in it."""
+        found = {}
+        for name, split in self.splits.items():
+            inner, layers = in_layer(name)
+            found[inner] = Split(split.apart[layers:], split.stored[layers:])
+        return found
+
+    @property
+    def sharing(self) -> Sharing:
+        """What a model is given in a program that devices share."""
+        return ALONE if self.mesh is None else MeshSharing(gathers=True, groups=self.sizes["expert"], layout=self)
+
+    def built(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
+        """The model of a device's parts of the parameters."""
+        if self.mesh is None:
+            return build(parameters)
+        whole = {name: p if "/" in name and name not in TABLES else self.whole(name, p) for name, p in parameters.items()}
+        model = build(whole)
+        model.sharing = self.sharing
+        return model
+
+    def whole(self, name: str, w: jax.Array) -> jax.Array:
+        """A device's part of a parameter, by its name in its layer, as it is multiplied by there."""
+        split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
+        if not split.gathered:
+            per_head = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
+            return _enter(w) if per_head and tensor > 1 else w
+        rounds = name.endswith("kernel") and name != "ffn/router/kernel"
+        alike = name not in TABLES and any("tensor" in names for _, names in split.gathered)
+        dtype = compute_dtype(self.model) if rounds else w.dtype
+        return checkpoint_name(_gather(w, split.gathered, dtype, tensor if alike else 1), GATHERED)
+
+    def summed(self, gradients: Parameters) -> Parameters:
+        """Each device's derivatives of its parts, summed over the devices whose derivatives they do not hold yet."""
+        if self.mesh is None:
+            return gradients
+
+        def total(name: str, g: jax.Array) -> jax.Array:
+            missing = [a for a in (*BATCH, *(["tensor"] if name in TABLES else [])) if a not in self.splits[name].axes]
+            return lax.psum(g, missing) if missing else g
+
+        return {name: total(name, g) for name, g in gradients.items()}
+
+    def total(self, tree: Any) -> Any:
+        """Sums over all devices."""
+        return tree if self.mesh is None else lax.psum(tree, AXES)
+
+    def own_key(self, key: jax.Array) -> jax.Array:
+        """A device's own randomness: the same for those with the same rows."""
+        return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(BATCH))
+
+    def on_devices(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        """A function that every device runs on its own parts of the arguments, specs of these and of the results given."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+    @cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """Of the parameters, for `on_devices`."""
+        return {name: split.spec for name, split in self.splits.items()}
+
+    def shardings(self, tree: Any) -> Any:
+        """Where a tree with parameters in it stands: what has the name and shape of one as that does, all else everywhere.
+
+        None where the first device at hand has everything.
+        """
+        if self.mesh is None:
+            return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)  # type: ignore[arg-type]
+        shapes = blueprint(self.model)[1]
+
+        def place(path: Any, leaf: Any) -> NamedSharding:
+            names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in shapes]
+            owned = names and tuple(leaf.shape) == shapes[names[-1]].shape
+            return NamedSharding(self.mesh, self.specs[names[-1]] if owned else PartitionSpec())  # type: ignore[arg-type]
+
+        return jax.tree_util.tree_map_with_path(place, tree)
+
+    def place(self, tree: Any) -> Any:
+        """Shapes of such a tree, placed."""
+        places = self.shardings(tree)
+        if places is None:
+            return tree
+        return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree, places)
+
+    @property
+    def rows(self) -> Any:
+        """Where the rows of a batch stand."""
+        if self.mesh is None:
+            return None if self.device is None else SingleDeviceSharding(self.device)
+        return NamedSharding(self.mesh, PartitionSpec(BATCH))
+
+    def place_rows(self, batch: Any) -> Any:
+        """Shapes of a batch, placed."""
+        if self.rows is None:
+            return batch
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.rows), batch)
+
+    def put_rows(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
+        """A batch of `count` rows on its devices; `read()` gives all of them, `read(numbers)` those of ascending numbers.
+
+        A process reads the rows of its own devices. Device d's part of each of the `accumulated` parts of the batch is that
+        of the d-th of all devices, so that the parts have the rows that they have on a single device.
+        """
+        if self.mesh is None:
+            return jax.device_put(read(), self.rows)
+        order = np.arange(count).reshape(accumulated, self.parts, -1).swapaxes(0, 1).reshape(-1)
+        mine = [order[place[0]] for place in self.rows.addressable_devices_indices_map((count,)).values()]
+        here = np.unique(np.concatenate(mine))
+        part = read(here)
+
+        def put(array: np.ndarray) -> jax.Array:
+            def of_device(index: Any) -> np.ndarray:
+                return array[np.searchsorted(here, order[index[0]])]
+
+            return jax.make_array_from_callback((count, *array.shape[1:]), self.rows, of_device)
+
+        return jax.tree.map(put, part)
+
+    @property
+    def on_all(self) -> Any:
+        """Where stands what every device has."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def everywhere(self, array: np.ndarray) -> jax.Array:
+        """An array that every device has."""
+        if self.mesh is None:
+            return jnp.asarray(array)
+        return jax.make_array_from_callback(array.shape, self.on_all, lambda index: array[index])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int) -> jax.Array:
+    """Parts put together, rounded before they travel; derivatives go back as float32 sums, `copies` that are alike as one."""
+    w = w.astype(dtype)
+    for axis, names in dims:
+        w = lax.all_gather(w, names, axis=axis, tiled=True)
+    return w
+
+
+def _gather_backward(dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int, _: None, d: jax.Array):
+    d = d.astype(jnp.float32) / copies
+    for axis, names in dims:
+        d = lax.psum_scatter(d, names, scatter_dimension=axis, tiled=True)
+    return (d,)
+
+
+_gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
+
+
+@jax.custom_vjp
+def _enter(x: jax.Array) -> jax.Array:
+    return x
+
+
+_enter.defvjp(lambda x: (x, None), lambda _, d: (lax.psum(d, "tensor"),))
+
+
+@jax.custom_vjp
+def _leave(x: jax.Array) -> jax.Array:
+    return lax.psum(x, "tensor")
+
+
+_leave.defvjp(lambda x: (lax.psum(x, "tensor"), None), lambda _, d: (d,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _divided(x: jax.Array, copies: int) -> jax.Array:
+    """x, whose derivative is divided."""
+    return x
+
+
+_divided.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / copies,))
+
+
+@dataclass(frozen=True)
+class MeshSharing(Sharing):
+    """What passes between the devices of a mesh, inside a program that every one of them runs."""
+
+    layout: Layout | None = None
+
+    @property
+    def tensor(self) -> int:
+        assert self.layout is not None
+        return self.layout.sizes["tensor"]
+
+    def whole(self, block: Any) -> Any:
+        assert self.layout is not None
+        graph, state = nnx.split(block)
+        flat = nnx.to_flat_state(state)
+        made = [(path, leaf.replace(self.layout.whole("/".join(map(str, path)), leaf[...]))) for path, leaf in flat]
+        return nnx.merge(graph, nnx.from_flat_state(made))
+
+    def enter(self, x: Any) -> Any:
+        return _enter(x) if self.tensor > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        return _leave(x) if self.tensor > 1 else x
+
+    def once(self, x: jax.Array) -> jax.Array:
+        return _divided(x, self.tensor) if self.tensor > 1 else x
+
+    def own(self, x_N: jax.Array) -> jax.Array:
+        if self.tensor == 1:
+            return x_N
+        padded = jnp.pad(self.enter(x_N), [(0, -len(x_N) % self.tensor)] + [(0, 0)] * (x_N.ndim - 1))
+        size = len(padded) // self.tensor
+        return lax.dynamic_slice_in_dim(padded, lax.axis_index("tensor") * size, size)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        return lax.pmean(x, BATCH)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        return lax.psum(x, BATCH)
+
+    def tokens_of_group(self, x_N: jax.Array) -> jax.Array:
+        return lax.all_gather(x_N, "expert", axis=0, tiled=True) if self.groups > 1 else x_N
+
+    def tokens_back(self, y_N: jax.Array) -> jax.Array:
+        return lax.psum_scatter(y_N, "expert", scatter_dimension=0, tiled=True) if self.groups > 1 else y_N
+
+    def first_expert(self, experts: int) -> Any:
+        return lax.axis_index("expert") * experts
+
+
+def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, int]:
+    """The sizes of the mesh's axes for so many devices.
+
+    Raises:
+      UserError: their product is another number, or they do not divide the batch.
+    """
+    d, t = config.distributed, config.training
+    sizes: dict[str, int] = {axis: getattr(d, axis) for axis in AXES}
+    given = math.prod(size for size in sizes.values() if size != -1)
+    for axis, size in sizes.items():
+        if size == -1:
+            sizes[axis] = max(1, devices // given)
+    words = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if math.prod(sizes.values()) != devices:
+        raise UserError(f"distributed: {words} is a mesh of {math.prod(sizes.values())} devices, and there are {devices}")
+    rows, parts = t.batch_size // t.grad_accum, math.prod(sizes[axis] for axis in BATCH)
+    if rows % parts:
+        accumulated = f" / training.grad_accum {t.grad_accum}" if t.grad_accum > 1 else ""
+        raise UserError(
+            f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices "
+            f"({words}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
+        )
+    if sizes["expert"] > 1 and model.experts is None:
+        raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
+    return sizes
+
+
+def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | None = None) -> Layout:
+    """The layout of a training on these devices, or on all there are.
+
+    Raises:
+      UserError: the mesh does not fit the devices, the batch or the model.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = mesh_sizes(config, model, len(devices))
+    if len(devices) == 1:
+        return Layout(model, device=None if devices[0] == jax.devices()[0] else devices[0])
+    kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
+    mesh = jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types=kinds, devices=devices)
+    layout = Layout(model, mesh)
+    _ = layout.splits  # what cannot be divided is said now
+    return layout

@@ -1,0 +1,149 @@
+"""The axes of the mesh, and the one table that says how every parameter is split over them.
+
+Every device runs the same program, on rows of the batch of its own (`data`, `fsdp`, `expert`), or on the same rows with heads
+and features of its own (`tensor`). Weights, gradients and moments lie in parts over `fsdp`, `expert` and `tensor`; a layer's
+weights are made whole over `fsdp` and `expert` when they are multiplied by.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from dantinox.config import UserError
+
+AXES = ("data", "fsdp", "expert", "tensor")  # devices next to each other differ in the last one, which passes most
+BATCH = ("data", "fsdp", "expert")  # devices that differ in these have different rows
+STORED = ("fsdp", "expert", "tensor")  # over these a parameter lies in parts, if its sizes allow
+TABLES = ("embed", "position_embed", "head/kernel")  # whose derivatives are summed over all devices
+
+
+class Rule(NamedTuple):
+    """Which axes of a parameter are split.
+
+    Attributes:
+      path: of the parameter in its layer, or in the model; `*` is any part of a name.
+      axes: a letter for each of its axes: those of the shapes' names, N also for the heads of latent attention.
+      apart: axes of which devices use different parts, by letter, and the axis of the mesh that they differ in.
+      stored: axes that are split further where the parameter lies, the first one that can be. First come those that are not the
+        shorter side of a matrix: Muon then sums small squares and passes no matrix.
+    """
+
+    path: str
+    axes: str
+    apart: Mapping[str, str]
+    stored: str
+
+
+HEADS, LATENT_HEADS, WIDTH, EXPERTS = {"K": "tensor"}, {"N": "tensor"}, {"F": "tensor"}, {"E": "expert", "F": "tensor"}
+RULES = (
+    Rule("embed", "VD", {}, "DV"),
+    Rule("position_embed", "TD", {}, "DT"),
+    Rule("head/kernel", "DV", {}, "DV"),
+    Rule("norm?/scale", "D", {}, ""),
+    Rule("norm?/bias", "D", {}, ""),
+    Rule("norm_f/scale", "D", {}, ""),
+    Rule("norm_f/bias", "D", {}, ""),
+    Rule("attention/qkv/kernel", "DKGH", HEADS, "HD"),
+    Rule("attention/gate/kernel", "DKGH", HEADS, "HD"),
+    Rule("attention/out/kernel", "KGHD", HEADS, "DH"),
+    Rule("attention/?_norm/scale", "H", {}, ""),
+    Rule("attention/sinks", "KG", HEADS, ""),
+    Rule("attention/kv_a/kernel", "DR", {}, "DR"),
+    Rule("attention/kv_norm/scale", "R", {}, ""),
+    Rule("attention/kv_b/kernel", "RNH", LATENT_HEADS, "HR"),
+    Rule("attention/q_a/kernel", "DR", {}, "DR"),
+    Rule("attention/q/kernel", "DNH", LATENT_HEADS, "HD"),
+    Rule("attention/gate/kernel", "DNH", LATENT_HEADS, "HD"),
+    Rule("attention/out/kernel", "NHD", LATENT_HEADS, "DH"),
+    Rule("attention/sinks", "N", LATENT_HEADS, ""),
+    Rule("ffn/gate_up/kernel", "D2F", WIDTH, "FD"),
+    Rule("ffn/up/kernel", "DF", WIDTH, "FD"),
+    Rule("ffn/down/kernel", "FD", WIDTH, "FD"),
+    Rule("ffn/shared/gate_up/kernel", "D2F", WIDTH, "FD"),
+    Rule("ffn/shared/up/kernel", "DF", WIDTH, "FD"),
+    Rule("ffn/shared/down/kernel", "FD", WIDTH, "FD"),
+    Rule("ffn/router/kernel", "DE", {}, "D"),
+    Rule("ffn/router/bias", "E", {}, ""),
+    Rule("ffn/experts/gate_up/kernel", "ED2F", EXPERTS, "FD"),
+    Rule("ffn/experts/up/kernel", "EDF", EXPERTS, "FD"),
+    Rule("ffn/experts/down/kernel", "EFD", EXPERTS, "FD"),
+)
+NAMES = {"K": "key heads", "N": "heads", "F": "features of the feed-forward", "E": "experts"}
+
+
+class Split(NamedTuple):
+    """How one parameter is split.
+
+    Attributes:
+      apart: for each of its axes, the axes of the mesh in which devices use different parts.
+      stored: for each, those that come behind, over which it is made whole.
+    """
+
+    apart: tuple[tuple[str, ...], ...]
+    stored: tuple[tuple[str, ...], ...]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(a + s or None for a, s in zip(self.apart, self.stored, strict=True)))
+
+    @property
+    def gathered(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """(axis, axes of the mesh) that make it whole."""
+        return tuple((number, names) for number, names in enumerate(self.stored) if names)
+
+    def axes_of(self, axes: slice) -> tuple[str, ...]:
+        """The axes of the mesh that some of its axes are split over."""
+        return tuple(name for a, s in zip(self.apart[axes], self.stored[axes], strict=True) for name in a + s)
+
+    @property
+    def axes(self) -> set[str]:
+        """All axes of the mesh that it is split over."""
+        return {name for names in (*self.apart, *self.stored) for name in names}
+
+
+def rule_of(name: str, ndim: int) -> Rule:
+    """The rule for a parameter of a layer, or of the model, of so many axes.
+
+    Raises:
+      ValueError: there is none.
+    """
+    for rule in RULES:
+        if fnmatch(name, rule.path) and len(rule.axes) == ndim:
+            return rule
+    raise ValueError(f"no rule says how {name} with {ndim} axes is split: dantinox.distributed.RULES needs one")
+
+
+def split_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Split:
+    """How a parameter of a layer, or of the model, is split over a mesh of these sizes.
+
+    An axis of the mesh over which no axis of the parameter can be stored in equal parts holds copies of it.
+
+    Raises:
+      UserError: what devices are to use different parts of cannot be divided.
+    """
+    rule = rule_of(name, len(shape))
+    apart: list[tuple[str, ...]] = [()] * len(shape)
+    stored: list[tuple[str, ...]] = [()] * len(shape)
+    left = dict(zip(rule.axes, shape, strict=True))
+    used = set()
+    for letter, axis in rule.apart.items():
+        if left[letter] % sizes[axis]:
+            raise UserError(f"distributed.{axis} must divide the {left[letter]} {NAMES[letter]} of a layer, got {sizes[axis]}")
+        left[letter] //= sizes[axis]
+        used.add(axis)
+        if sizes[axis] > 1:
+            apart[rule.axes.index(letter)] += (axis,)
+    for axis in STORED:
+        fitting = [letter for letter in rule.stored if left[letter] % sizes[axis] == 0]
+        if axis not in used and sizes[axis] > 1 and fitting:
+            left[fitting[0]] //= sizes[axis]
+            stored[rule.axes.index(fitting[0])] += (axis,)
+    return Split(tuple(apart), tuple(stored))
+
+
+def in_layer(name: str) -> tuple[str, int]:
+    """A parameter's name in its layer, or in the model, and how many leading axes stand for layers."""
+    head, _, rest = name.partition("/")
+    return (rest.partition("/")[2], int(head == "rolled")) if head in ("blocks", "rolled") else (name, 0)
