@@ -1,5 +1,5 @@
 """The command line, `dantinox train | find-lr | sweep | init | generate | explain | calibrate | eval | info | verify | plan |
-plot | doctor`: parses, calls, prints."""
+plot | profile | doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -102,5 +102,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "Compile a run's programs for a machine one need not have, and say what they take.",
     ),
     "plot": (watch.plot, watch.plot_flags, "Draw the losses of runs over each other, by step, tokens or time."),
+    "profile": (
+        watch.profile,
+        watch.profile_flags,
+        "Trace some steps of a training, or a generation, and name the dearest operations.",
+    ),
     "doctor": (measure.doctor, lambda _: None, "Show versions, devices and speed of this machine."),
 }

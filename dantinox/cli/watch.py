@@ -1,10 +1,18 @@
-"""`dantinox plot`: its flags, and what it calls."""
+"""`dantinox plot | profile`: their flags, and what they call."""
 
 import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from dantinox.config import UserError
-from dantinox.files import check_writable
+from dantinox.cli.common import whole_number
+from dantinox.config import UserError, load_config
+from dantinox.config.start import find_config
+from dantinox.files import check_folder, check_writable
 from dantinox.report.plots import BY, plot_runs
 
 
@@ -36,3 +44,81 @@ def plot(options: argparse.Namespace) -> int:
     plot_runs(logs, options.by, out)
     print(out)
     return 0
+
+
+def profile_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "subject", type=Path, metavar="RUN|CONFIG", help="a run directory, a YAML file or a config of the package"
+    )
+    count = "steps to trace, or tokens (default: 5 steps, 32 tokens)"
+    command.add_argument("--steps", type=whole_number, metavar="N", help=count)
+    command.add_argument("--generate", action="store_true", help="trace the generation of a text by a run, not its training")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where the trace goes (default: RUN/profile, or ./profile)")
+    command.add_argument("--json", action="store_true", help="print one JSON object with all operations")
+
+
+def profile(options: argparse.Namespace) -> int:
+    is_run = options.subject.is_dir()
+    if options.generate and not is_run:
+        raise UserError(f"--generate needs a run directory, got {options.subject}")
+    out = options.out or (options.subject / "profile" if is_run else Path("profile"))
+    check_folder(out, "--out")
+    if options.steps == 0:
+        raise UserError("--steps must be at least 1, got 0")
+    import jax
+
+    # A program that was kept by an older version would name that version's lines.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    from dantinox.measure.profile import profile
+    from dantinox.measure.profile_view import profile_lines
+
+    work, count = (_generation if options.generate else _training)(options.subject, options.steps)
+    found = profile(work, count, out)
+    if options.json:
+        print(json.dumps(asdict(found), ensure_ascii=False))
+        return 0
+    for line in profile_lines(found, "token" if options.generate else "step", shutil.get_terminal_size((120, 24)).columns):
+        print(line)
+    return 0
+
+
+def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
+    """Steps of the training of a run or a config, warm, and how many."""
+    from dantinox.run import RunDirectory, load_run_config
+    from dantinox.text import Tokenizer, vocabulary_size
+    from dantinox.training.rehearsal import rehearsal
+
+    if subject.is_dir():
+        run = RunDirectory(subject)
+        config = load_run_config(run)
+        run.check(run.tokenizer)
+        symbols = Tokenizer.load(run.tokenizer).vocab_size
+    else:
+        config = load_config(find_config(subject))
+        symbols = vocabulary_size(config)
+    step = rehearsal(config, symbols, _note)
+    step()
+    step().loss.block_until_ready()
+    steps = given or 5
+    return lambda: [step() for _ in range(steps)][-1], steps
+
+
+def _generation(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
+    """The generation of tokens behind a prompt of one, warm, and how many."""
+    from dantinox.generation import load
+
+    run = load(subject)
+    room = run.config.model.max_context - 1
+    tokens = given or min(32, room)
+    if tokens > room:
+        raise UserError(f"--steps must be at most {room}, the context of {subject} but one, got {tokens}")
+
+    def generate() -> None:
+        run.generate(run.tokenizer.decode([0]), max_new_tokens=tokens, ignore_eos=True, seed=0)
+
+    generate()
+    return generate, tokens
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

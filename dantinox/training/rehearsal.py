@@ -1,0 +1,39 @@
+"""A training step again and again, to be measured: nothing of it is kept."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from dantinox.config import Config
+from dantinox.text import Batch
+from dantinox.training.memory import check_memory, keep_freed_memory
+from dantinox.training.step import Metrics, Programs, initial_state
+
+STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read
+
+
+def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
+    """The step of these settings from fresh weights, on one batch of random tokens: each call goes a step on.
+
+    Raises:
+      UserError: not enough memory.
+    """
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
+    steps = config.training.steps or max(STEPS, config.training.warmup_steps)
+    model = config.architecture(vocab_size)
+    programs = Programs(config, model, steps)
+    note(programs.memory.line())
+    check_memory(programs.memory, config)
+    shape = config.training.batch_size, config.model.max_context + 1
+    ids = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
+    batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
+    state = initial_state(config, model, steps)
+
+    def step() -> Metrics:
+        nonlocal state
+        state, metrics = programs.train(state, batch)
+        return metrics
+
+    return step

@@ -1,0 +1,145 @@
+"""A profile says what the trace says, and where in the package its operations come from."""
+
+import gzip
+import hashlib
+import json
+import re
+
+import pytest
+
+from dantinox import cli
+from dantinox.config import build_config
+from dantinox.measure.hlo import Frame, instructions
+from dantinox.measure.profile import Times, kind_of, ranked
+from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer
+from dantinox.text import prepare_data
+
+TEXT = """HloModule jit_step
+
+FileNames
+1 "/home/a.py"
+2 "/x/dantinox/model/layers.py"
+3 "/x/optax/clip.py"
+4 "/x/dantinox/training/step.py"
+
+FunctionNames
+1 "<module>"
+2 "Attention.__call__"
+3 "Linear.__call__"
+4 "clip.<locals>.update_fn"
+5 "step"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=20 end_line=20 column=1 end_column=2}
+3 {file_name_id=2 function_name_id=3 line=32 end_line=32 column=1 end_column=2}
+4 {file_name_id=4 function_name_id=5 line=99 end_line=99 column=1 end_column=2}
+5 {file_name_id=3 function_name_id=4 line=7 end_line=7 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=4 parent_frame_id=2}
+5 {file_location_id=5 parent_frame_id=5}
+
+%fused (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %dot.2 = f32[8,4]{1,0} dot(%p, %p), metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=3}
+  ROOT %bitcast.1 = f32[8,4]{1,0:T(8,128)} bitcast(%dot.2)
+}
+
+ENTRY %main (a: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %a = f32[8,4]{1,0} parameter(0), metadata={op_name="state.parameters[\\'a\\']"}
+  %copy.4 = f32[8,4]{0,1} copy(%a)
+  %ynn_fusion.3 = f32[8,4]{1,0} fusion(%copy.4), kind=kCustom, calls=%fused, metadata={op_name="jit(step)/add" stack_frame_id=4}
+  %reduce.1 = (f32[8]{0}, /*index=1*/s32[]) reduce(%ynn_fusion.3, %a), metadata={op_name="jit(step)/max" stack_frame_id=5}
+  %while.5 = (f32[8]{0}) while(%reduce.1), condition=%c, body=%b
+  ROOT %gemm.1 = f32[8,4]{1,0} custom-call(%a), custom_call_target="__cublas$gemm"
+}
+"""
+LINEAR = Frame("/x/dantinox/model/layers.py", "Linear.__call__", 32)
+
+
+def test_what_a_program_says_of_its_operations():
+    found = instructions(TEXT)
+    assert found.keys() >= {"ynn_fusion.3", "reduce.1", "while.5", "dot.2", "gemm.1"}
+    fused = found["ynn_fusion.3"]
+    assert fused.opcode == "fusion" and fused.inside == ("parameter", "dot", "bitcast")
+    assert [frame.line for frame in fused.frames] == [3, 20, 32] and fused.frames[-1] == LINEAR, "the product's"
+    assert found["copy.4"].frames == fused.frames, "that of what reads it"
+    assert found["reduce.1"].opcode == "reduce" and found["reduce.1"].frames[-1].function == "clip.<locals>.update_fn"
+    assert [kind_of(found[name], name) for name in ("ynn_fusion.3", "reduce.1", "copy.4", "gemm.1")] == [
+        "matmul", "reduction", "copy", "matmul",
+    ]  # fmt: skip
+
+
+def test_operations_of_one_origin_count_as_one_and_loops_not_at_all():
+    layers = instructions(TEXT) | {"ynn_fusion.7": instructions(TEXT)["ynn_fusion.3"]}
+    times = {"ynn_fusion.3": Times(3e6, 2), "ynn_fusion.7": Times(1e6, 2), "reduce.1": Times(4e6, 1), "while.5": Times(9e9, 1)}
+    runs = {("jit_step", "1"): times, ("jit_step", "2"): {"unknown.2": Times(8e6, 4)}}
+    found = ranked(runs, {"jit_step": [{}, layers]})
+    assert [(o.name, o.kind, o.place, o.source, o.ms, o.share, o.calls) for o in found] == [
+        ("unknown", "–", "–", "–", 8.0, 0.5, 4),
+        ("ynn_fusion", "matmul", "Attention › Linear (backward)", "model/layers.py:32", 4.0, 0.25, 4),
+        ("reduce", "reduction", "clip.update_fn", "training/step.py:99", 4.0, 0.25, 1),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Settings and tokenizer, which are all that a training step is made of."""
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "text.txt").write_text("Nel mezzo del cammin di nostra vita\n" * 40)
+    changes = {
+        "model.dim": 32, "model.n_heads": 2, "model.num_blocks": 2, "model.max_context": 16, "training.batch_size": 4,
+        "tokenizer.tokenizer_type": "byte", "data.path": str(folder / "text.txt"),
+    }  # fmt: skip
+    config, made = build_config({}, changes), create_run(folder / "run")
+    save_tokenizer(made, prepare_data(config, made.data)[0].to_json())
+    save_config(made, config)
+    return made
+
+
+def contents(run: RunDirectory):
+    files = (path for path in run.path.rglob("*") if path.is_file() and "profile" not in path.parts)
+    return {path: hashlib.sha256(path.read_bytes()).digest() for path in files}
+
+
+@pytest.mark.slow
+def test_a_training_is_traced_beside_its_run(run, capsys):
+    before = contents(run)
+    assert cli.main(["profile", str(run.path), "--steps", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    operations = found["operations"]
+    assert contents(run) == before, "nothing of the run has changed"
+    assert (found["count"], found["folder"]) == (3, str(run.path / "profile"))
+    shares = [operation["share"] for operation in operations]
+    assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
+    assert "matmul" in [operation["kind"] for operation in operations[:10]]
+    # The trace itself, by its JSON for Perfetto: what is no loop is counted, and nothing else.
+    (trace,) = (run.path / "profile").rglob("*.trace.json.gz")
+    events = [
+        event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "hlo_op" in event.get("args", {})
+    ]
+    counted = [event for event in events if not re.match(r"(while|call|conditional)\b", event["name"])]
+    assert sum(operation["ms"] for operation in operations) == pytest.approx(sum(e["dur"] for e in counted) / 1e3, rel=1e-3)
+    assert sum(operation["calls"] for operation in operations) == len(counted) > 300
+    known = {operation["place"]: operation for operation in operations if operation["place"] != "–"}
+    assert {"GatedFeedForward › Linear", "GatedFeedForward › Linear (backward)", "_token_losses"} <= known.keys()
+    assert known["_token_losses"]["source"].startswith("training/objective.py:")
+    # Two layers of two projections, in each of three steps; and there is one set of weights that both passes multiply.
+    assert known["GatedFeedForward › Linear"]["calls"] % 6 == 0
+
+
+def test_what_cannot_be_traced_is_a_sentence(run, tmp_path, capsys):
+    for flags, says in (
+        (["quickstart", "--generate"], "--generate needs a run directory, got quickstart"),
+        ([str(run.path), "--steps", "0"], "--steps must be at least 1, got 0"),
+        ([str(tmp_path / "no.yaml")], "no config file at"),
+        ([str(tmp_path)], "no config file at"),
+        ([str(run.path), "--generate"], "has no weights yet"),
+        ([str(run.path), "--out", "/dev/null/x"], "--out cannot write into"),
+    ):
+        assert cli.main(["profile", *flags]) == 2
+        assert says in capsys.readouterr().err
