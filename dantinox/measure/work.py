@@ -1,0 +1,191 @@
+"""What a compiled program multiplies and what it passes between devices, read from its text.
+
+A compiler's own count takes the body of a loop once; here it is taken as often as the loop turns.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+# Bytes that each of n devices sends round a ring, of operands of so many bytes (Chan et al. 2007, "Collective
+# communication: theory, practice, and experience", section 7).
+SENT: Mapping[str, Callable[[float, int], float]] = {
+    "all-gather": lambda size, n: size * (n - 1),
+    "reduce-scatter": lambda size, n: size * (n - 1) / n,
+    "all-reduce": lambda size, n: 2 * size * (n - 1) / n,
+    "all-to-all": lambda size, n: size * (n - 1) / n,
+    "collective-permute": lambda size, n: size,
+}
+CALLED = re.compile(
+    r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does in a run of a program.
+
+    Attributes:
+      flops: of products, two per multiplication and addition.
+      count: how many collectives of each kind; not those of a group of one device.
+      sent: the bytes of each kind that the device sends.
+      unknown_loops: loops whose turns are known only as they run; what is in them is counted once.
+    """
+
+    flops: float = 0.0
+    count: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    unknown_loops: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """What the device sends in all."""
+        return sum(self.sent.values())
+
+    def __add__(self, other: "Work") -> "Work":
+        count, sent = self.count + other.count, self.sent + other.sent
+        return Work(self.flops + other.flops, count, sent, self.unknown_loops + other.unknown_loops)
+
+    def times(self, turns: int) -> "Work":
+        """The same in a loop."""
+        count, sent = (Counter({kind: turns * n for kind, n in of.items()}) for of in (self.count, self.sent))
+        return Work(turns * self.flops, count, sent, self.unknown_loops)
+
+
+class Instruction(NamedTuple):
+    """`name = type opcode(operands), rest`."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: str
+    rest: str
+
+
+def work_of(text: str) -> Work:
+    """The work of a program, from `compiled.as_text()`; of a condition that the program decides itself, all branches."""
+    computations = _computations(text)
+    header = text.partition("\n")[0]
+    devices = max(int(n) for n in [*re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header), "1"])
+
+    @cache
+    def of(computation: str) -> Work:
+        types = {i.name: i.type for i in computations[computation]}
+        total = Work()
+        for i in computations[computation]:
+            if i.opcode.endswith(("-done", "-update")):
+                continue
+            total += _own(i, types, devices)
+            called = [name for _, names in CALLED.findall(i.rest) for name in re.findall(r"[\w.\-]+", names)]
+            for name in called:
+                total += _in_loop(of(name), i, computations) if i.opcode == "while" else of(name)
+        return total
+
+    return of("ENTRY")
+
+
+def _computations(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation by its name; the program's own is ENTRY."""
+    found: dict[str, list[Instruction]] = {}
+    inside: list[Instruction] = []
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            inside = found["ENTRY" if head[1] else head[2]] = []
+        elif match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line):
+            inside.append(_instruction(match[1], line[match.end() :]))
+    return found
+
+
+def _instruction(name: str, line: str) -> Instruction:
+    end = _closing(line, 0) if line.startswith("(") else line.index(" ")
+    opening = line.index("(", end)
+    closing = _closing(line, opening)
+    return Instruction(name, line[:end], line[end:opening].strip(), line[opening + 1 : closing - 1], line[closing:])
+
+
+def _closing(line: str, opening: int) -> int:
+    """The place behind the bracket that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(line)):
+        depth += (line[place] == "(") - (line[place] == ")")
+        if not depth:
+            return place + 1
+    raise ValueError(f"a bracket is not closed in {line!r}")
+
+
+def _own(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
+    """The work of an instruction without that of what it calls."""
+    operands = [types[name] for name in re.findall(r"%([\w.\-]+)", i.operands) if name in types]
+    if contracted := _contracted(i, operands):
+        return Work(flops=2.0 * math.prod(_dimensions(i.type)) * contracted)
+    kind = i.opcode.removesuffix("-start")
+    if kind not in SENT or (n := _group(i.rest, devices)) == 1:
+        return Work()
+    return Work(count=Counter({kind: 1}), sent=Counter({kind: SENT[kind](sum(map(_bytes, operands)), n)}))  # type: ignore[dict-item]
+
+
+def _contracted(i: Instruction, operands: list[str]) -> int:
+    """Over how many products an element of the result is summed; 0 where it is no product."""
+    if i.opcode == "convolution":
+        letters = re.findall(r"dim_labels=\w+_(\w+)->", i.rest)[0]
+        return math.prod(n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o")
+    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)  # of a `dot`, or of a call of a library
+    if not axes:
+        return 0
+    sizes = _dimensions(operands[0])
+    return math.prod(sizes[int(axis)] for axis in re.findall(r"\d+", axes[1]))
+
+
+def _group(rest: str, devices: int) -> int:
+    """Between how many devices a collective passes what they have; of pairs, 0."""
+    if "source_target_pairs=" in rest:
+        return 0
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return len(listed[1].split(","))
+    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
+        return int(tiled[1])
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", rest):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
+        return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
+    return devices
+
+
+def _in_loop(body: Work, loop: Instruction, computations: Mapping[str, list[Instruction]]) -> Work:
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+    if known:
+        return body.times(int(known[1]))
+    limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.rest)[0], computations))
+    if len(limits) == 1:  # a count from 0 up to it
+        return body.times(limits.pop())
+    return body + Work(unknown_loops=1)
+
+
+def _constants(computation: str, computations: Mapping[str, list[Instruction]]) -> Iterator[int]:
+    """Whole numbers that a computation names."""
+    for i in computations[computation]:
+        if i.opcode == "constant" and re.match(r"[su]\d+\[\]", i.type):
+            yield int(i.operands)
+        for _, names in CALLED.findall(i.rest):
+            yield from _constants(names.strip("%{}"), computations)
+
+
+def _dimensions(type: str) -> list[int]:
+    shape = SHAPE.search(type)
+    return [int(n) for n in re.findall(r"\d+", shape[2] if shape else "")]
+
+
+def _bytes(type: str) -> float:
+    """Of an array, or of all in a tuple."""
+    return sum(_bits(name) / 8 * math.prod(map(int, re.findall(r"\d+", sizes))) for name, sizes in SHAPE.findall(type))
+
+
+def _bits(name: str) -> int:
+    if name == "pred":
+        return 8
+    width = re.search(r"\d+", name)
+    return int(width[0]) if width else 0

@@ -1,0 +1,84 @@
+"""The counter of products and collectives, against programs that are counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dantinox.measure.work import Work, work_of
+
+PROGRAM = """HloModule example, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%multiply (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
+  %a = f32[8,16]{1,0:T(8,128)S(1)} parameter(0)
+  %b = f32[16,4]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%turn (state: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,4]) {
+  %state = (s32[], f32[8,16]{1,0}, /*index=2*/f32[16,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %a = f32[8,16]{1,0} get-tuple-element(%state), index=1
+  %b = f32[16,4]{1,0} get-tuple-element(%state), index=2
+  %fusion.1 = f32[8,4]{1,0} fusion(%a, %b), kind=kOutput, calls=%multiply
+  %gathered = f32[32,4]{1,0} all-gather(%fusion.1), replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %next = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%i, %a, %b)
+}
+
+%goes_on (state: (s32[], f32[8,16], f32[16,4])) -> pred[] {
+  %state = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %limit = s32[] constant(5)
+  ROOT %compare = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (p: (s32[], f32[8,16], f32[16,4]), q: bf16[8,2]) -> f32[] {
+  %p = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) parameter(0)
+  %q = bf16[8,2]{1,0} parameter(1)
+  %loop = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) while(%p), condition=%goes_on, body=%turn
+  %counted = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) while(%p), condition=%goes_on, body=%turn, \
+backend_config={"known_trip_count":{"n":"2"}}
+  %sent = bf16[8,2]{1,0} collective-permute(%q), source_target_pairs={{0,1},{1,0}}
+  %start = (bf16[8,2]{1,0}, bf16[8,2]{1,0}) all-reduce-start(%q, %sent), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %done = (bf16[8,2]{1,0}, bf16[8,2]{1,0}) all-reduce-done(%start)
+  %alone = bf16[8,2]{1,0} all-reduce(%q), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
+  %part = bf16[2,2]{1,0} reduce-scatter(%q), replica_groups=mesh['x'=2,'y'=4] {'y'}, dimensions={0}, to_apply=%add
+  %all = bf16[8,2]{1,0} all-to-all(%q), replica_groups={}, dimensions={0}
+  %gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%q, %q), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  ROOT %zero = f32[] constant(0)
+}
+"""
+
+
+def test_a_program_is_counted_with_its_loops():
+    turns = 5 + 2
+    assert work_of(PROGRAM) == Work(
+        flops=turns * 2 * 8 * 4 * 16 + 2 * 8 * 8 * 2,
+        count={"all-gather": turns, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1, "all-to-all": 1},
+        sent={
+            "all-gather": turns * 3 * 128,  # three times what it has, float32 [8, 4]
+            "collective-permute": 32,
+            "all-reduce": 2 * 64 / 2,  # of two arrays
+            "reduce-scatter": 32 * 3 / 4,
+            "all-to-all": 32 * 7 / 8,
+        },
+    )
+
+
+@pytest.mark.parametrize(("turns", "unknown"), [(6, 0), (None, 1)])
+def test_a_compiled_loop(turns, unknown):
+    """On this very machine's compiler: six products in a loop, and a loop that ends when its numbers are small."""
+
+    def times(x, w):
+        if turns:
+            return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=turns)[0]
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > x.shape[0], lambda x: jnp.tanh(x @ w), x)
+
+    text = jax.jit(times).lower(jnp.ones((16, 32)), jnp.ones((32, 32))).compile().as_text()
+    assert work_of(text) == Work(flops=(turns or 1) * 2 * 16 * 32 * 32, unknown_loops=unknown)
