@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dantinox.cli.common import plain_warnings, use_compilation_cache
 from dantinox.config.sweep import load_sweep
-from dantinox.files import shown
+from dantinox.files import atomic_write, shown
 
 
 def sweep_flags(command: argparse.ArgumentParser) -> None:
@@ -24,10 +24,13 @@ def sweep(options: argparse.Namespace) -> int:
             print(trial.name, ", ".join(f"{key} {shown(value)}" for key, value in trial.chosen.items()))
         return 0
     from dantinox.report.plots import save_files
-    from dantinox.studies.sweep import run_sweep, train_apart
-    from dantinox.studies.sweep_view import sweep_files, sweep_lines
+    from dantinox.studies.sweep import SweepStudy, run_sweep, train_apart
+    from dantinox.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
 
-    study = run_sweep(found, train_apart(_prepare), _progress, options.retry)
+    def so_far(study: SweepStudy) -> None:
+        atomic_write(found.runs_dir / "sweep.csv", sweep_csv(study))
+
+    study = run_sweep(found, train_apart(_prepare), _progress, options.retry, so_far)
     for line in sweep_lines(study, shutil.get_terminal_size((100, 24)).columns):
         print(line)
     save_files(found.runs_dir, sweep_files(study))

@@ -32,7 +32,7 @@ MOVES = {
     "copy", "transpose", "concatenate", "pad", "reverse", "slice", "bitcast", "broadcast", "reshape", "convert", "iota",
     "parameter", "constant", "fusion",
 }  # fmt: skip
-OUTER = ("Transformer.hidden", "Block.__call__")  # nearly everything is in these
+OUTER = ("Transformer.", "Block.")  # nearly everything is in these
 PACKAGE = f"/{__package__.partition('.')[0]}/"
 # What a custom call is, by its target or its name.
 KERNELS = {
@@ -108,7 +108,8 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     operations = ranked(runs, programs)
     if not operations:
         raise UserError(f"there is no operation of the device in the trace {files[-1]}")
-    return Profile(str(folder), str(device.device_kind), count, wall * 1e3, operations)
+    kind = f"{jax.device_count()} × " * (jax.device_count() > 1) + device.device_kind
+    return Profile(str(folder), kind, count, wall * 1e3, operations)
 
 
 class Times(NamedTuple):
@@ -187,7 +188,8 @@ def _origin(found: Instruction) -> tuple[str, str]:
     if not own:
         return "–", "–"
     of_model = [frame.function for frame in own if f"{PACKAGE}model/" in frame.file]
-    methods = [name for name in of_model if name[:1].isupper() and name not in OUTER]
+    methods = [name for name in of_model if name[:1].isupper()]
+    methods = [name for name in methods if not name.startswith(OUTER)] or methods[-1:]
     if methods:
         parts = dict.fromkeys(name.removesuffix(".__call__") for name in (methods[0], methods[-1]))
     else:  # behind the last line of this package may stand a library's function, an optimizer's for instance

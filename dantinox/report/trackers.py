@@ -6,6 +6,7 @@ What they show are the numbers of the rows, as `interval/train_loss` and `evalua
 import html
 import importlib
 import json
+import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -152,6 +153,8 @@ class _WeightsAndBiases:
 
     def _init(self, identity: str | None) -> Any:
         log = self.config.logging
+        # Without it a run that is asked to stop waits for a network that is gone; what is not sent stays in `wandb/`.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "8")
         try:
             return self.wandb.init(
                 id=identity,

@@ -65,12 +65,14 @@ def run_sweep(
     train: Callable[[Trial, RunDirectory], str | None],
     progress: Callable[[str], None] = lambda line: None,
     retry: bool = False,
+    so_far: Callable[[SweepStudy], None] = lambda study: None,
 ) -> SweepStudy:
     """Trains what has not been trained yet.
 
     Args:
       train: trains a trial into its directory, from where it stands, and says what was wrong.
       retry: try those trials again, too, that ended with a problem.
+      so_far: told of those that have ended, whenever another has.
 
     Raises:
       UserError: the sweep is not the one that its directory was begun with, another process works on it, or a trial could not
@@ -94,7 +96,13 @@ def run_sweep(
             one = finding(trial, run, problem)
             loss = "no val_loss" if one.val_loss is None else f"val_loss {one.val_loss:.4f} at {one.best_step}"
             progress(f"{trial.name}: {problem or loss}")
-        found = [finding(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in sweep.trials]
+            so_far(_study(sweep, folder, ended))
+    return _study(sweep, folder, ended)
+
+
+def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> SweepStudy:
+    known = [trial for trial in sweep.trials if trial.name in ended]
+    found = [finding(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in known]
     return SweepStudy(str(sweep.runs_dir), sweep.keys, sorted(found, key=_rank))
 
 

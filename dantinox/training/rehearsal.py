@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config
+from dantinox.distributed import make_layout
 from dantinox.text import Batch
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.step import Metrics, Programs, initial_state
@@ -23,13 +24,19 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
         keep_freed_memory()
     steps = config.training.steps or max(STEPS, config.training.warmup_steps)
     model = config.architecture(vocab_size)
-    programs = Programs(config, model, steps)
+    layout = make_layout(config, model)
+    programs = Programs(config, model, steps, layout)
     note(programs.memory.line())
     check_memory(programs.memory, config)
     shape = config.training.batch_size, config.model.max_context + 1
     ids = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
-    batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
-    state = initial_state(config, model, steps)
+    rows = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
+
+    def read(numbers: np.ndarray | slice = slice(None)) -> Batch:
+        return Batch(*(array[numbers] for array in rows))
+
+    batch = layout.put_rows(read, config.training.batch_size, config.training.grad_accum)
+    state = initial_state(config, model, steps, layout=layout)
 
     def step() -> Metrics:
         nonlocal state
