@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
-HEARTBEAT = 20  # seconds without a sign of life after which a process counts as dead, and the others end
+HEARTBEAT = 8  # seconds without a sign of life after which a process counts as dead, and the others end
 LAG = 2  # steps that a signal travels, in which the devices need not wait for the processes
 
 
@@ -33,6 +33,7 @@ def join(config: Config) -> None:
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax asks around
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself, which is heard by `StopTogether`
     dead = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
     try:
         jax.distributed.initialize(address, d.processes, d.process, **dead)  # type: ignore[arg-type]
