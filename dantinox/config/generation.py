@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from dantinox.config.base import CountOrZero, Section, Seed, Strings, field
+from dantinox.config.base import Count, CountOrZero, Section, Seed, Strings, field
 from dantinox.config.needs import Needs
 from dantinox.config.steps import CHAIN, EDITS, PENALTIES, SETTINGS, STEERED, STEPS, Tokens, declared, is_digits
 
@@ -44,6 +44,7 @@ class _Request(Section):
     products: Annotated[
         Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", ("bfloat16", "int8").__contains__))
     ] = field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")
+    tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
     greedy: bool = field(False, "always the most likely token")
     strategy: Annotated[
         Literal["chain", "entropy"],

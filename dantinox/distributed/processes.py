@@ -33,7 +33,9 @@ def join(config: Config) -> None:
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax asks around
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself, which is heard by `StopTogether`
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it would take SIGTERM for itself, which is heard by `StopTogether`
     dead = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
     try:
         jax.distributed.initialize(address, d.processes, d.process, **dead)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from dantinox.config import Config, KVSection, UserError, overlay
+from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
+from dantinox.distributed import shared_over, tensor_mesh, weight_places
 from dantinox.generation.batch import Batch, Request
 from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
 from dantinox.generation.result import Result
@@ -33,7 +34,7 @@ from dantinox.text import Tokenizer
 
 PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
 # The same for all rows of a batch, with router.use_attention and all of kv.
-SHARED = ("use_cache", "weights", "products", "n", *sampling.SHARED)
+SHARED = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.SHARED)
 
 
 class Run:
@@ -55,7 +56,7 @@ class Run:
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration = calibration, kv_calibration
-        self._prepared: dict[tuple[str, str, HeadOrder | None], Transformer] = {}
+        self._prepared: dict[tuple[str, str, int, HeadOrder | None], Transformer] = {}
 
     def generate(
         self,
@@ -144,9 +145,7 @@ class Run:
             kv, calibration = self.kv(config)
             batches.append(
                 Batch(
-                    self.prepared(
-                        config.generation.weights, head_order(self.model.config, kv, calibration), config.generation.products
-                    ),
+                    self.prepared(config.generation, head_order(self.model.config, kv, calibration)),
                     self.tokenizer,
                     [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
                     [configs[number] for number in numbers],
@@ -167,12 +166,15 @@ class Run:
         remedy = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
         return measured_or_uniform(kv, calibration, remedy), calibration
 
-    def prepared(self, weights: str, order: HeadOrder | None = None, products: str = "auto") -> Transformer:
-        """The model as decoding wants it; the `PREPARED` used last, by precision and order of the key heads, are kept."""
-        key = weights, products, order
+    def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
+        """The model as decoding wants it; the `PREPARED` used last, by precision, devices and order of heads, are kept."""
+        weights, products, tensor = generation.weights, generation.products, generation.tensor_parallel
+        key = weights, products, tensor, order
         made = self._prepared.pop(key, None)
         if made is None:
+            mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
             made = prepare(with_head_order(self.model, order), weights, products)
+            made = made if mesh is None else shared_over(made, mesh)
         self._prepared[key] = made
         if len(self._prepared) > PREPARED:
             del self._prepared[next(iter(self._prepared))]
@@ -198,8 +200,11 @@ def in_order(batches: Sequence[Batch]) -> list[Result]:
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def load(run_dir: str | Path) -> Run:
+def load(run_dir: str | Path, tensor: int | None = None) -> Run:
     """Loads a run directory to generate from.
+
+    Args:
+      tensor: devices to put the weights on, part by part; None: as `generation.tensor_parallel` of the run says.
 
     Raises:
       UserError: a file is missing or damaged, or the weights do not fit the settings or the tokenizer.
@@ -207,7 +212,7 @@ def load(run_dir: str | Path) -> Run:
     run = open_run(run_dir)
     config = load_run_config(run)
     tokenizer = Tokenizer.load(run.tokenizer)
-    model = load_model(config, tokenizer.vocab_size, run.weights)
+    model = load_model(config, tokenizer.vocab_size, run.weights, tensor or config.generation.tensor_parallel)
 
     def kv_calibration(path: str | None) -> KVCalibration | None:
         if path is None and not run.kv.exists():
@@ -219,8 +224,10 @@ def load(run_dir: str | Path) -> Run:
     return Run(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
 
 
-def load_model(config: Config, vocab_size: int, weights: Path) -> Transformer:
-    """The transformer of a config with the weights of a file, each placed on the device as it is read."""
+def load_model(config: Config, vocab_size: int, weights: Path, tensor: int = 1) -> Transformer:
+    """The transformer of a config with the weights of a file, each placed on its devices as it is read."""
     # The kernel is a matter of the machine that trained, and decoding wants the layers apart.
-    build, shapes = blueprint(replace(config.architecture(vocab_size), kernel="auto", scan_layers=False))
-    return build(load_weights(weights, shapes, place=lambda _, array: jax.device_put(array)))
+    model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
+    build, shapes = blueprint(model)
+    where = weight_places(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
+    return build(load_weights(weights, shapes, place=lambda path, array: jax.device_put(array, where.get(path))))

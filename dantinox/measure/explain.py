@@ -99,7 +99,7 @@ def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20)
     """
     config = seeded(run.settings(settings), secrets.randbits(32))
     section, ids = config.generation, run.prompt_ids(prompt)
-    model = run.prepared(section.weights, products=section.products)
+    model = run.prepared(section)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     params = run.params([config] * section.n, range(section.n))
     params = replace(params, plan=tuple(name for name in params.plan if params.on[name].any()))

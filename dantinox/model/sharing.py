@@ -72,6 +72,10 @@ class Sharing:
         """The number of this device's first expert, of those it holds."""
         return 0
 
+    def together(self, x: jax.Array) -> jax.Array:
+        """Something of which devices may hold parts, on all of them."""
+        return x
+
     def by_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """An attention kernel for arrays whose heads stand on different devices."""
         return kernel

@@ -206,6 +206,7 @@ class Transformer(nnx.Module):
             logits = self.head(x_BTD)
         else:
             logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
+        logits = self.sharing.together(logits)
         return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
@@ -221,4 +222,4 @@ class Transformer(nnx.Module):
             x_BTD = x_BTD + self.position_embed[...][jnp.clip(positions_BT, 0)]
         elif self.config.position == "sinusoidal":
             x_BTD = x_BTD + sinusoidal(positions_BT, self.config.dim)
-        return x_BTD.astype(self.dtype)
+        return self.sharing.together(x_BTD.astype(self.dtype))

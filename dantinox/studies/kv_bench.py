@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import KVSection, UserError
+from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import Run
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK
@@ -175,7 +175,9 @@ def contenders(
     def contender(name: str, ratio: float, kv: KVSection) -> Contender:
         plan = plan_cache(run.model.config, kv, length, measured)
         report = None if name == ORACLE else make_cache(run.model.config, 1, *plan).report()
-        return Contender(name, ratio, run.prepared("auto", head_order(run.model.config, kv, measured)), plan, report)
+        return Contender(
+            name, ratio, run.prepared(GenerationSection(), head_order(run.model.config, kv, measured)), plan, report
+        )
 
     caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
     for ratio in sorted(set(ratios or RATIOS), reverse=True):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config, GenerationSection, UserError
 from dantinox.generation import generate
 from dantinox.generation import run as run_module
 from dantinox.generation.cache_plan import plan_cache
@@ -72,5 +72,5 @@ def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
     monkeypatch.setattr(run_module, "prepare", lambda model, weights, products: made.append(model) or model)
     run = run_module.Run(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
-        assert run.prepared("auto", order) == order
+        assert run.prepared(GenerationSection(), order) == order
     assert made == [1, 2, 3, 4, 5, 2]  # 2 was not used for longest

@@ -1,0 +1,130 @@
+"""A model that generates on several devices: each holds some heads and features of every layer, and XLA adds up what they find.
+
+Unlike in training nothing is gathered: weights stay where they are, and a token's residual stream passes between the devices
+twice in a layer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dantinox.config import ModelConfig, UserError
+from dantinox.distributed.rules import BATCH, in_layer, rule_of, split_of
+from dantinox.model import Transformer
+from dantinox.model.sharing import Sharing
+
+SIZES = dict.fromkeys((*BATCH, "tensor"), 1)
+
+
+@dataclass(frozen=True)
+class TensorSharing(Sharing):
+    """What a model is given whose weights stand on the axis `tensor` of a mesh, its rows on `rows`."""
+
+    mesh: Mesh | None = None
+    rows: tuple[str, ...] = ()
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        return self.together(x)
+
+    def together(self, x: jax.Array) -> jax.Array:
+        assert self.mesh is not None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows or None)))
+
+    def by_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        by_row, by_head = PartitionSpec(self.rows or None), PartitionSpec(self.rows or None, None, "tensor")
+
+        def shared(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
+            inputs = by_head, by_head, by_head, by_row, PartitionSpec("tensor")
+
+            def of_own(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
+                return kernel(q, k, v, segments, window, softmax._replace(sinks_KG=sinks_KG))
+
+            each = jax.shard_map(of_own, mesh=self.mesh, in_specs=inputs, out_specs=by_head, check_vma=False)
+            return each(q_BTKGH, k_BTKH, v_BTKH, segments_BT, softmax.sinks_KG)
+
+        return shared
+
+
+def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh of the first `count` devices, or of these.
+
+    Raises:
+      UserError: there are fewer, or heads and features cannot be divided by it.
+    """
+    devices = jax.local_devices() if devices is None else devices
+    if count > len(devices):
+        raise UserError(f"generation.tensor_parallel must be at most the {len(devices)} devices of this machine, got {count}")
+    numbers = {"features of the feed-forward": model.hidden_dim}
+    numbers |= {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
+    for what, number in numbers.items():
+        if number % count:
+            raise UserError(f"generation.tensor_parallel must divide the {number} {what} of a layer, got {count}")
+    kinds = (jax.sharding.AxisType.Auto,)
+    return Mesh(np.array(devices[:count]), ("tensor",), axis_types=kinds)
+
+
+def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> PartitionSpec:
+    """How a parameter of a prepared model stands, by its path. `narrow`: stored as `[…, outputs, inputs]`, with a scale."""
+    inner, _ = in_layer(name)
+    module, _, leaf = inner.rpartition("/")
+    if inner == "embed" or module == "head":  # tables by what a token's row has, the output layer by its tokens
+        axis = 0 if narrow else 1
+        return _along(axis, len(shape)) if len(shape) and shape[axis] % tensor == 0 else PartitionSpec()
+    if leaf == "one":
+        return PartitionSpec()
+    if not narrow:
+        parts = split_of(inner, shape, SIZES | {"tensor": tensor}).apart
+        return PartitionSpec(*(names or None for names in parts))
+    rule = next(rule for rule in _rules(f"{module}/kernel"))
+    letter = next((letter for letter, axis in rule.apart.items() if axis == "tensor"), "")
+    stacked = rule.axes.startswith("E")
+    inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
+    axis = stacked + (1 if letter in inputs else 0)
+    fits = letter and axis < len(shape) and shape[axis] % tensor == 0
+    return _along(axis, len(shape)) if fits else PartitionSpec()
+
+
+def _along(axis: int, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*("tensor" if number == axis else None for number in range(ndim)))
+
+
+def _rules(path: str) -> Any:
+    """The rules for a kernel, whatever its number of axes."""
+    for ndim in (4, 3, 2):
+        try:
+            yield rule_of(path, ndim)
+        except ValueError:
+            continue
+
+
+def shardings_of(model: Transformer, mesh: Mesh) -> Any:
+    """Where the parameters of a model, prepared or not, stand: of the structure of its `nnx.state`."""
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        narrow = (*path[:-1], "one") in flat
+        spec = spec_of("/".join(map(str, path)), leaf.shape, narrow, mesh.shape["tensor"])
+        return NamedSharding(mesh, spec)
+
+    return nnx.from_flat_state([(path, leaf.replace(place(path, leaf))) for path, leaf in flat.items()])
+
+
+def weight_places(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
+    """Where the weights of a file stand, by their paths."""
+    return {
+        name: NamedSharding(mesh, spec_of(name, tuple(leaf.shape), False, mesh.shape["tensor"]))
+        for name, leaf in shapes.items()
+    }
+
+
+def shared_over(model: Transformer, mesh: Mesh, rows: tuple[str, ...] = ()) -> Transformer:
+    """The same model with its weights on a mesh."""
+    graph, state = nnx.split(model)
+    shared = nnx.merge(graph, jax.device_put(state, shardings_of(model, mesh)))
+    shared.sharing = TensorSharing(mesh=mesh, rows=rows)
+    return shared
