@@ -1,6 +1,6 @@
 """Many devices, by JAX's own means. Only here are the axes of a mesh spelled."""
 
-from dantinox.distributed.generation import shared_over, tensor_mesh, weight_places
+from dantinox.distributed.generation import shared_over, tensor_mesh, weight_places, widest
 from dantinox.distributed.layout import ONE_DEVICE, Layout, make_layout, mesh_sizes
 from dantinox.distributed.processes import Silent, StopTogether, agreed, from_first, is_first, join, leave_at_once, on_host
 from dantinox.distributed.rules import AXES, BATCH
@@ -23,4 +23,5 @@ __all__ = [
     "shared_over",
     "tensor_mesh",
     "weight_places",
+    "widest",
 ]

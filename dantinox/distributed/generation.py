@@ -50,6 +50,18 @@ class TensorSharing(Sharing):
         return shared
 
 
+def widest(model: ModelConfig, most: int) -> int:
+    """The largest number of devices, up to `most`, that a model's heads and features can be divided by."""
+    numbers = _divided(model).values()
+    return max(count for count in range(1, most + 1) if not any(number % count for number in numbers))
+
+
+def _divided(model: ModelConfig) -> dict[str, int]:
+    """What stands on different devices, in words, and how much of it a layer has."""
+    heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
+    return heads | {"features of the feed-forward": model.hidden_dim}
+
+
 def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None = None) -> Mesh:
     """A mesh of the first `count` devices, or of these.
 
@@ -59,9 +71,7 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
     devices = jax.local_devices() if devices is None else devices
     if count > len(devices):
         raise UserError(f"generation.tensor_parallel must be at most the {len(devices)} devices of this machine, got {count}")
-    numbers = {"features of the feed-forward": model.hidden_dim}
-    numbers |= {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
-    for what, number in numbers.items():
+    for what, number in _divided(model).items():
         if number % count:
             raise UserError(f"generation.tensor_parallel must divide the {number} {what} of a layer, got {count}")
     kinds = (jax.sharding.AxisType.Auto,)

@@ -47,6 +47,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
 
         def prepare() -> str:
             nonlocal made
+            make_layout(config, config.architecture(vocab_size=1))  # whatever the vocabulary: what does not fit is said first
             run = _existing(run_dir) if resume else create_run(run_dir)
             held.enter_context(run.lock())
             made = (_go_on if resume else _begin)(config, run, console)

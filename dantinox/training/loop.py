@@ -22,7 +22,7 @@ from dantinox.config import Config
 from dantinox.distributed import Layout, Silent, StopTogether, agreed, from_first, is_first, leave_at_once, make_layout, on_host
 from dantinox.files import UserError, first_line
 from dantinox.model.flops import training_flops
-from dantinox.model.parameters import blueprint, unrolled
+from dantinox.model.parameters import unrolled
 from dantinox.platform import platform_of
 from dantinox.programs import chip_of
 from dantinox.report import Console, MetricsLog, plot_loss, trackers
@@ -31,7 +31,7 @@ from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory, used_gb
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
-from dantinox.training.samples import Sampler
+from dantinox.training.samples import Sampler, sampled_model
 from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
 from dantinox.training.stopping import StopRequest, stop_request
 
@@ -360,12 +360,11 @@ class _Trainer:
 
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
-        build, _ = blueprint(replace(self.model, scan_layers=False))
         weights = self.state.weights if self.layout.mesh is None else on_host(self.state.weights)
         if not is_first():
             return
         try:
-            text = sample(build(unrolled(weights)))
+            text = sample(sampled_model(self.model, weights))
             self.run.samples.mkdir(exist_ok=True)
             put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
             self.logs.sample(self.step, text)

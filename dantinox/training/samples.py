@@ -1,13 +1,19 @@
 """Text samples for whoever watches a training; what they start from is checked before the first step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from dantinox.config import Config, overlay
+import jax
+import numpy as np
+
+from dantinox.config import Config, ModelConfig, overlay
+from dantinox.distributed import tensor_mesh, weight_places, widest
 from dantinox.files import UserError
 from dantinox.generation import Run
 from dantinox.generation.words import sampling_params
 from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint, unrolled
 from dantinox.text import Tokenizer
 
 Sampler = Callable[[Transformer], str]
@@ -34,7 +40,19 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
         settings["router_preset"] = "guide"
     sampling_params(tokenizer, [overlay(config, settings)])  # raises what a sample would raise
+    settings["tensor_parallel"] = widest(config.architecture(tokenizer.vocab_size), jax.local_device_count())
     return lambda model: prompt + Run(config, model, tokenizer).generate(prompt, **settings).text
+
+
+def sampled_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
+    """A model as a sample wants it, layers apart; weights from a host's memory go to as many devices as can share them."""
+    apart = replace(model, scan_layers=False)
+    build, shapes = blueprint(apart)
+    parameters = unrolled(weights)
+    if any(isinstance(array, np.ndarray) for array in parameters.values()):
+        mesh = tensor_mesh(apart, widest(apart, jax.local_device_count()))
+        parameters = jax.device_put(parameters, weight_places(mesh, shapes))
+    return build(parameters)
 
 
 def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
