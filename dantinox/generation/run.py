@@ -20,6 +20,7 @@ from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.run import (
     KVCalibration,
+    has_calibration,
     load_kv_calibration,
     load_router_calibration,
     load_run_config,
@@ -215,7 +216,7 @@ def load(run_dir: str | Path, tensor: int | None = None) -> Run:
     model = load_model(config, tokenizer.vocab_size, run.weights, tensor or config.generation.tensor_parallel)
 
     def kv_calibration(path: str | None) -> KVCalibration | None:
-        if path is None and not run.kv.exists():
+        if path is None and not has_calibration(run.kv, "kv"):
             return None
         return load_kv_calibration(
             run.kv if path is None else Path(path), model.config, weights_digest(run), tokenizer.fingerprint

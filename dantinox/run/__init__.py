@@ -4,6 +4,7 @@ from dantinox.run.calibrations import (
     KV_FORMAT,
     HeadFile,
     KVCalibration,
+    has_calibration,
     head_names,
     load_kv_calibration,
     load_router_calibration,
@@ -20,8 +21,8 @@ from dantinox.run.directory import (
     save_config,
     save_tokenizer,
 )
-from dantinox.run.manifest import Damage, answer_for, log_damage, put, step_damage, write_step_manifest
-from dantinox.run.verify import ASIDE, SAVING, Verified, accept_run, saved_steps, verify_run
+from dantinox.run.manifest import Damage, answer_for, entry_while_unchanged, log_damage, put, step_damage, write_step_manifest
+from dantinox.run.verify import ASIDE, SAVING, Verified, accept_run, own_damage, saved_steps, verify_run
 from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "accept_run",
     "answer_for",
     "create_run",
+    "entry_while_unchanged",
+    "has_calibration",
     "head_names",
     "load_kv_calibration",
     "load_router_calibration",
@@ -44,6 +47,7 @@ __all__ = [
     "log_damage",
     "newest_run",
     "open_run",
+    "own_damage",
     "put",
     "read_kv_calibration",
     "save_config",

@@ -43,11 +43,11 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
     Warns if the weights of the run have changed since; of a file it is not known which model it is for.
 
     Raises:
-      UserError: the file cannot be read, or does not hold exactly these numbers.
+      UserError: the file cannot be read, is lost, or does not hold exactly these numbers.
     """
     run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
     again = _again(path, "router")
-    if run is not None and not path.exists():
+    if run is not None and not has_calibration(path, "router"):
         return None
     found = _read(path, _RouterFile, MAX_ROUTER_BYTES, again)
     if run is not None and found.weights != weights_digest(run):
@@ -227,6 +227,19 @@ def read_kv_calibration(
 def head_names(layers: int, heads: int, letter: str) -> list[str]:
     """`L0_H0`, `L0_H1` … for query heads, `L0_K0` … for key heads."""
     return [f"L{layer}_{letter}{head}" for layer in range(layers) for head in range(heads)]
+
+
+def has_calibration(path: Path, what: str) -> bool:
+    """Whether there is a file of a run's calibration; `what` is router or kv.
+
+    Raises:
+      UserError: there is none, and the run was calibrated: without it other tokens would come, and nobody would know.
+    """
+    if path.exists():
+        return True
+    if problem := damage_if_named(path):
+        raise UserError(f"the calibration {problem}: {_again(path, what)}")
+    return False
 
 
 def _again(path: Path, what: str) -> str:

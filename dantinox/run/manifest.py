@@ -7,6 +7,7 @@ by its last line.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,10 +17,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dantinox.files import UserError, atomic_write
+from dantinox.files import UserError, atomic_write, shown
 
 MANIFEST = "manifest.txt"
 FORMAT = 1
+LAST_LINE = 65  # bytes: a SHA-256 in hexadecimal digits and the end of the line
 SMALL = 1 << 20  # bytes of a file that a quick look reads too
 
 
@@ -82,24 +84,40 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
     atomic_write(path, text + hashlib.sha256(text.encode()).hexdigest() + "\n")
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
     """What `write_manifest` wrote, its last line checked.
 
+    Args:
+      step: the checkpoint that it is to be of; None: it is to be that of a run.
+
     Raises:
-      Damage: it is missing or damaged.
+      Damage: it is missing, damaged, or belongs elsewhere.
+      UserError: it cannot be read, or was written by another version.
     """
     try:
+        if not path.is_file():  # a pipe would never end
+            nowhere = f"{path} is missing: nothing says whether the files beside it are whole"
+            raise Damage(f"{path} is no file" if os.path.lexists(path) else nowhere)
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise Damage(f"{path} is missing: nothing says whether the files beside it are whole") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    text, _, last = content.removesuffix(b"\n").rpartition(b"\n")
-    if last.decode(errors="replace") != hashlib.sha256(text + b"\n").hexdigest():
+    text, last = content[:-LAST_LINE], content[-LAST_LINE:]
+    if last.decode(errors="replace") != hashlib.sha256(text).hexdigest() + "\n":
         raise Damage(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
-    record: dict[str, Any] = json.loads(text)
-    if record["format"] != FORMAT:
-        raise UserError(f"{path} has format {record['format']}, this version reads {FORMAT}")
+    return _record_of(path, text, step)
+
+
+def _record_of(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        record = None
+    if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{path} has format {shown(record['format'])}, this version reads {FORMAT}")
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        raise Damage(f"{path} is damaged: it names no files")
+    if (found := record.get("step")) != step:
+        raise Damage(f"{path} is that of {'a run' if found is None else f'step {shown(found)}'}")
     return record
 
 
@@ -189,20 +207,26 @@ def damage(
     Args:
       expected: the entries that it may have; None: no manifest names it.
       quick: of a large file only the size is looked at.
+
+    Raises:
+      UserError: it cannot be read, for want of a permission or of memory: then nobody knows whether it is damaged.
     """
     path = folder / name
     if expected is None:
-        return f"{path} is named by no manifest" if path.exists() else ""
+        return f"{path} is named by no manifest" if os.path.lexists(path) else ""
     allowed = [tuple(one) if one else None for one in expected]
     try:
+        if not path.is_file():
+            missing = "" if None in allowed else f"{path} is missing"
+            return f"{path} is no file" if os.path.lexists(path) else missing
         size = path.stat().st_size
         if quick and size > SMALL:
             return "" if any(one and one[1] == size for one in allowed) else _size_differs(path, size, allowed)
         found = entry(path)
-    except FileNotFoundError:
-        return "" if None in allowed else f"{path} is missing"
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        if error.errno == errno.EIO:
+            return f"{path} cannot be read: {error.strerror}"
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if found in allowed:
         return ""
     if not any(one and one[1] == found.size for one in allowed):
@@ -228,27 +252,36 @@ def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path
 
 
 def step_damage(step: Path, quick: bool = False) -> Iterator[str]:
-    """A sentence for everything in a checkpoint that is not as it was written; with `quick` large files by their size alone."""
+    """A sentence for everything in a checkpoint that is not as it was written; with `quick` large files by their size alone.
+
+    Raises:
+      UserError: something cannot be read.
+    """
     try:
-        record = read_manifest(step / MANIFEST)
-    except UserError as error:
+        files = read_manifest(step / MANIFEST, int(step.name))["files"]
+    except Damage as error:
         yield str(error)
         return
-    if record.get("step") != int(step.name):
-        yield f"{step / MANIFEST} is that of step {record.get('step')}"
-    for name in sorted({*record["files"], *_files(step)}):
-        if problem := damage(step, name, record["files"].get(name), quick=quick):
+    for name in sorted({*files, *_files(step)}):
+        if problem := damage(step, name, files.get(name), quick=quick):
             yield problem
 
 
 def log_damage(folder: Path, step: Path) -> Iterator[str]:
     """A sentence for every log that does not begin with what it held when a checkpoint was saved."""
-    for name, entries in read_manifest(step / MANIFEST)["logs"].items():
-        size = entries[0][1]
+    for name, size, entries in logs_of(step):
         problem = damage(folder, name, entries, lambda path, size=size: entry_of(path, size))  # type: ignore[misc]
         if problem:
             yield f"{problem} up to step {step.name}"
 
 
+def logs_of(step: Path) -> Iterator[tuple[str, int, Any]]:
+    """(name, bytes when the checkpoint was saved, entries) of the logs that a checkpoint answers for."""
+    for name, entries in read_manifest(step / MANIFEST, int(step.name))["logs"].items():
+        yield name, entries[0][1], entries
+
+
 def _files(step: Path) -> list[str]:
-    return sorted(str(path.relative_to(step)) for path in step.rglob("*") if not path.is_dir() and path.name != MANIFEST)
+    """All but directories; a link to one has nothing to say about what is behind it."""
+    found = (path for path in step.rglob("*") if path.name != MANIFEST or path.parent != step)
+    return sorted(str(path.relative_to(step)) for path in found if path.is_symlink() or not path.is_dir())

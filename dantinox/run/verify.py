@@ -1,15 +1,28 @@
 """Whether a run is what was written: all its files compared with its manifests. Nothing here imports jax."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dantinox.files import UserError
 from dantinox.run.directory import RunDirectory
-from dantinox.run.manifest import MANIFEST, answer_for, damage, log_damage, read_manifest, step_damage
+from dantinox.run.manifest import (
+    MANIFEST,
+    Damage,
+    Entry,
+    answer_for,
+    damage,
+    entry_of,
+    log_damage,
+    logs_of,
+    read_manifest,
+    step_damage,
+)
 
 SAVING = ".saving"  # checkpoints/12.saving: step 12 is on its way to the disk, or was when the process ended
+TEMPORARY = ".orbax-checkpoint-tmp"  # what Orbax writes until a step has its name
 ASIDE = "damaged-"  # checkpoints/damaged-12: what a resumed run found damaged and put aside
 
 
@@ -27,7 +40,8 @@ def saved_steps(checkpoints: Path) -> list[int]:
     """The steps whose directories lie there, whole or not, newest first."""
     if not checkpoints.is_dir():
         return []
-    return sorted((int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()), reverse=True)
+    names = (path.name for path in checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
+    return sorted((int(name) for name in names if name == str(int(name))), reverse=True)  # not 012
 
 
 def verify_run(run: RunDirectory) -> Verified:
@@ -39,22 +53,30 @@ def verify_run(run: RunDirectory) -> Verified:
     if not run.config.is_file() and not (run.path / MANIFEST).is_file():
         raise UserError(f"{run.path} is not a run directory: it has neither {run.config.name} nor {MANIFEST}")
     found = Verified()
-    found.damage += _own_files(run, found)
-    found.damage += _checkpoints(run, found)
+    for part in (_own_files(run, found), _checkpoints(run, found)):
+        found.damage += _said(part)
     return found
 
 
-def _own_files(run: RunDirectory, found: Verified) -> Iterator[str]:
-    try:
-        files = read_manifest(run.path / MANIFEST)["files"]
-    except UserError as error:
-        yield str(error)
-        return
+def own_damage(run: RunDirectory, entry: Callable[[Path], Entry] = entry_of) -> Iterator[str]:
+    """A sentence for each of the run's own files that is not as it was written; checkpoints and logs are not looked at.
+
+    Raises:
+      UserError: something cannot be read, or the manifest is damaged.
+    """
+    files = read_manifest(run.path / MANIFEST)["files"]
     own = {str(path.relative_to(run.path)) for path in (run.config, run.tokenizer, run.weights) if path.exists()}
     for name in sorted({*files, *own}):
-        _count(run.path / name, found)
-        if problem := damage(run.path, name, files.get(name)):
+        if problem := damage(run.path, name, files.get(name), entry):
             yield problem
+
+
+def _own_files(run: RunDirectory, found: Verified) -> Iterator[str]:
+    def counted(path: Path) -> Entry:
+        _count(path, found)
+        return entry_of(path)
+
+    return own_damage(run, counted)
 
 
 def _checkpoints(run: RunDirectory, found: Verified) -> Iterator[str]:
@@ -62,20 +84,50 @@ def _checkpoints(run: RunDirectory, found: Verified) -> Iterator[str]:
     for number in saved_steps(run.checkpoints):
         step = run.checkpoints / str(number)
         if (run.checkpoints / f"{number}{SAVING}").exists() and not (step / MANIFEST).exists():
-            found.remarks.append(f"{step} is unfinished: the run ended while it was written")
             continue
         for path in step.rglob("*"):
             _count(path, found)
-        yield from step_damage(step)
+        yield from _said(step_damage(step))
         if not logs_compared:
-            with contextlib.suppress(UserError):  # the manifest of an older step may do
-                yield from log_damage(run.path, step)
+            with contextlib.suppress(Damage):  # the manifest of an older step may do
+                yield from _logs(run, step, found)
                 logs_compared = True
-    for path in sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
+    yield from _beside_steps(run, found)
+
+
+def _logs(run: RunDirectory, step: Path, found: Verified) -> Iterator[str]:
+    yield from log_damage(run.path, step)
+    for name, size, _ in logs_of(step):
+        log = run.path / name
+        if log.is_file() and (more := log.stat().st_size - size) > 0:
+            found.remarks.append(f"{log} has {more} bytes more than when step {step.name} was saved")
+
+
+def _beside_steps(run: RunDirectory, found: Verified) -> Iterator[str]:
+    """What lies among the checkpoints and is none."""
+    if not run.checkpoints.is_dir():
+        if os.path.lexists(run.checkpoints):
+            yield f"{run.checkpoints} is no directory"
+        return
+    steps, unfinished = {str(step) for step in saved_steps(run.checkpoints)}, set()
+    for path in sorted(run.checkpoints.iterdir()):
         if path.name.startswith(ASIDE):
             found.remarks.append(f"{path} was found damaged and put aside")
-        elif path.is_file() and path.suffix != SAVING and not path.name.startswith("."):
+        elif path.suffix in (SAVING, TEMPORARY):
+            unfinished.add(path.with_suffix(""))
+        elif path.name not in steps and not path.name.startswith("."):
             yield f"{path} is named by no manifest"
+    for step in sorted(unfinished):
+        if not (step / MANIFEST).exists():
+            found.remarks.append(f"{step} is unfinished: a run is writing it, or ended while it did")
+
+
+def _said(problems: Iterator[str]) -> Iterator[str]:
+    """What cannot be read is a sentence like the others."""
+    try:
+        yield from problems
+    except UserError as error:
+        yield str(error)
 
 
 def _count(path: Path, found: Verified) -> None:

@@ -212,6 +212,8 @@ class Checkpoints:
         finished = self._finished()
         for mark in self.path.glob(f"*{SAVING}"):
             step = mark.name.removesuffix(SAVING)
+            if not step.isdecimal():
+                continue  # none of ours
             if int(step) not in finished:
                 shutil.rmtree(self.path / step, ignore_errors=True)
             mark.unlink()

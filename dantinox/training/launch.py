@@ -14,7 +14,16 @@ from dantinox.config.sections import without
 from dantinox.distributed import Silent, from_first, is_first, join, make_layout
 from dantinox.files import UserError
 from dantinox.report import Console, human_count, open_console, table, trackers
-from dantinox.run import RunDirectory, answer_for, create_run, load_run_config, save_config, save_tokenizer
+from dantinox.run import (
+    RunDirectory,
+    answer_for,
+    create_run,
+    entry_while_unchanged,
+    load_run_config,
+    own_damage,
+    save_config,
+    save_tokenizer,
+)
 from dantinox.text import Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
@@ -121,6 +130,8 @@ def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
         _check_rebuilt(run)
     elif has_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
+    for problem in own_damage(run, entry_while_unchanged):
+        console.note(problem)  # nothing that the training reads
     sample = make_sampler(config, tokenizer)
     if config != saved:
         save_config(run, config)

@@ -2,12 +2,15 @@
 
 import importlib
 import io
+import json
+import re
 
 from training.small import SETTINGS
 
 from dantinox.config import build_config
+from dantinox.config.router import MEASURED
 from dantinox.report import Console
-from dantinox.run import RunDirectory
+from dantinox.run import RunDirectory, head_names, save_kv_calibration, save_router_calibration, weights_digest
 
 launching = importlib.import_module("dantinox.training.launch")
 STEPS = 12
@@ -36,12 +39,21 @@ def launch(config, path, resume=False):
 
 
 def small_run(folder):
-    """(settings, a finished run of twelve steps, with checkpoints of the last two evaluations)."""
+    """(settings, a finished run of twelve steps, with checkpoints of the last two evaluations and both calibrations)."""
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"nel mezzo del cammin {i} di nostra vita\n" for i in range(60)))
-    settings = config(corpus)
-    launch(settings, folder / "run")
-    return settings, RunDirectory(folder / "run")
+    settings, run = config(corpus), RunDirectory(folder / "run")
+    launch(settings, run.path)
+    save_router_calibration(run, {"weights": weights_digest(run), "measured": dict.fromkeys(MEASURED, 0.5)})
+    m = architecture(settings, run)
+    entropies = dict.fromkeys(head_names(m.num_blocks, m.n_heads, "H"), 0.5)
+    heads = {"n_layer": m.num_blocks, "n_head": m.n_heads, "n_head_kv": m.kv_heads, "head_entropies": entropies}
+    save_kv_calibration(run.kv, heads)
+    return settings, run
+
+
+def architecture(settings, run):
+    return settings.architecture(json.loads(run.summary(settings).read_text())["model"]["vocab_size"])
 
 
 def files_of(run):
@@ -70,8 +82,14 @@ DAMAGES = {
 
 
 def counterpart(path, files):
-    """The same file of another checkpoint, or the next one that has other content."""
-    parts = path.parts
-    twins = [other for other in files if other != path and other.parts[-2:] == parts[-2:]]
-    others = [other for other in (*twins, *files) if other.read_bytes() != path.read_bytes()]
-    return others[0]
+    """The same file of another checkpoint, or the first of the run; it has other content."""
+    others = [other for other in files if other.read_bytes() != path.read_bytes()]
+    step, place = _in_checkpoint(path)
+    of_other_steps = (o for o in others if place and _in_checkpoint(o)[1] == place and _in_checkpoint(o)[0] != step)
+    return next(of_other_steps, others[0])
+
+
+def _in_checkpoint(path):
+    """(step, place in it) of a file of a checkpoint, else nothing; files of data have names of their own in every step."""
+    step, _, place = str(path).partition("/checkpoints/")[2].partition("/")
+    return step, re.sub(r"/d/\w+$", "/d", place)

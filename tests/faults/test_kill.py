@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
-from training.small import small_config
+from training.small import VOCABULARY, small_config
 
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory, verify_run
+from dantinox.training.checkpoints import Checkpoints
+from dantinox.training.step import abstract_state
 
 CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
@@ -25,28 +28,40 @@ def process(path, *arguments):
 
 
 def outcome(path):
-    run = RunDirectory(path / "run")
-    rows = [*read_csv(run.log(small_config())), *read_jsonl(run.metrics)]
-    return run.weights.read_bytes(), [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+    """What must not depend on the kill, bit for bit: the exported weights, the last state, the logs but for times."""
+    config, run = small_config(), RunDirectory(path / "run")
+    rows = [*read_csv(run.log(config)), *read_jsonl(run.metrics)]
+    steps = config.training.steps
+    state = Checkpoints(run.checkpoints, 2).read(steps, abstract_state(config, config.architecture(VOCABULARY), steps))
+    return (
+        run.weights.read_bytes(),
+        [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)],
+        [{name: value for name, value in row.items() if name not in TIMES} for row in rows],
+    )
 
 
 @pytest.mark.faults
 def test_25_moments_inside_and_outside_of_saves(tmp_path):
-    begun = time.monotonic()
-    whole = process(tmp_path / "whole")
-    seconds, events = time.monotonic() - begun, int(whole.stdout)
+    events = int(process(tmp_path / "whole").stdout)
     expected = outcome(tmp_path / "whole")
+    assert len(expected[1]) > 20 and len(expected[2]) == 9  # 3 evaluations, 6 intervals
+    begun = time.monotonic()
+    process(tmp_path / "again")  # its programs are compiled, as those of the runs to be killed
+    seconds = time.monotonic() - begun
+    assert outcome(tmp_path / "again") == expected
     draw = random.Random(int(os.environ.get("SEED", "14")))
     moments = [("after", draw.randrange(2, events)) for _ in range(20)] + [("at", draw.uniform(0, seconds)) for _ in range(5)]
-    killed = 0
+    killed = inside = resumed = 0
     for number, moment in enumerate(moments):
         path = tmp_path / str(number)
-        first = process(path, *moment)
-        killed += first.returncode == -9
+        killed += process(path, *moment).returncode == -9
+        inside += any((path / "run" / "checkpoints").glob("*.saving"))
         second = process(path, "resume")
         assert second.returncode == 0, (moment, second.stderr)
         assert "damaged" not in second.stderr, (moment, second.stderr)
+        resumed += "resumed from step" in second.stderr
         assert outcome(path) == expected, moment
         assert verify_run(RunDirectory(path / "run")).damage == [], moment
-    print(f"{killed} of {len(moments)} were killed before they ended, {events} events in {seconds:.1f} s")
-    assert killed >= 20
+    of = f"of {len(moments)}, {events} events in {seconds:.1f} s"
+    print(f"{killed} killed, {inside} of them inside a save, {resumed} resumed from a checkpoint, {len(moments)} equal, {of}")
+    assert killed >= 20 and inside >= 5

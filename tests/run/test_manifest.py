@@ -87,7 +87,7 @@ def test_each_kind_of_damage_is_a_sentence(tmp_path):
     path.unlink()
     assert damage(tmp_path, "a", entries) == f"{path} is missing"
     path.mkdir()
-    assert damage(tmp_path, "a", entries) == f"{path} cannot be read: Is a directory"
+    assert damage(tmp_path, "a", entries) == f"{path} is no file"
     assert damage(tmp_path, "a", None) == f"{path} is named by no manifest"
 
 
