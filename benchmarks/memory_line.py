@@ -1,0 +1,104 @@
+"""The memory line of a run against the memory that its first steps take, on a CPU under Linux: five models, a process each.
+
+Measured is the peak of the resident memory from before the state is made until five steps are done, less what was resident
+before, when the program was compiled and what the compiler left had been given back. Prints a JSON line for each model.
+
+    python benchmarks/memory_line.py [NAME …]
+"""
+
+import ctypes
+import json
+import subprocess
+import sys
+import time
+
+STEPS = 5
+SHAPES = {
+    "5M": (1_000, {
+        "model": {"dim": 256, "n_heads": 4, "num_blocks": 6, "max_context": 256},
+        "training": {"batch_size": 16, "optimizer": "adamw"},
+    }),
+    "15M": (8_000, {
+        "model": {"dim": 384, "n_heads": 6, "kv_heads": 2, "num_blocks": 6, "max_context": 512, "scan_layers": True},
+        "attention": {"sliding_window": True, "context_window": 128},
+        "training": {"batch_size": 8, "optimizer": "muon", "ema": 0.99},
+    }),
+    "27M": (4_000, {
+        "model": {"dim": 256, "n_heads": 4, "num_blocks": 6, "max_context": 128},
+        "moe": {"use_moe": True, "n_experts": 8, "top_k_mlp": 2},
+        "training": {"batch_size": 16, "grad_accum": 4, "optimizer": "lion"},
+    }),
+    "58M": (32_000, {
+        "model": {
+            "dim": 512, "n_heads": 8, "num_blocks": 8, "max_context": 1024, "gradient_checkpointing": True, "weight_tying": False,
+        },
+        "training": {"batch_size": 4, "optimizer": "adafactor"},
+    }),
+    "124M": (50_304, {
+        "model": {"dim": 768, "n_heads": 12, "num_blocks": 12, "max_context": 512},
+        "training": {"batch_size": 4, "optimizer": "adamw"},
+    }),
+}  # fmt: skip
+
+
+def resident(field: str) -> int:
+    """Bytes of `VmRSS`, what is resident, or `VmHWM`, the most that was."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields[field].split()[0]) * 1024
+
+
+def measure(name: str) -> dict[str, object]:
+    import jax
+    import numpy as np
+
+    from dantinox.config import build_config
+    from dantinox.programs import bytes_of, compiled
+    from dantinox.text import Batch
+    from dantinox.training.memory import keep_freed_memory
+    from dantinox.training.step import initial_state, traced_programs
+
+    vocabulary, sections = SHAPES[name]
+    sections["training"] |= {"steps": STEPS, "warmup_steps": 0}
+    config = build_config(sections)
+    keep_freed_memory()
+    model, rows, length = config.architecture(vocabulary), config.training.batch_size, config.model.max_context
+    train = traced_programs(config, model, STEPS)["train"]
+    step = compiled(train.program.lower(), train.options)
+    del train
+    planned = bytes_of(step)
+    random = np.random.default_rng(0)
+    jax.clear_caches()
+    time.sleep(1)  # threads of the compiler end
+    ctypes.CDLL(None).malloc_trim(0)
+    before = resident("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # the peak begins anew
+    state = initial_state(config, model, STEPS)
+    jax.block_until_ready(state)
+    begun = resident("VmHWM")
+    for _ in range(STEPS):
+        ids = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
+        batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones((rows, length), np.float32))
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+    peak = resident("VmHWM") - before
+    parameters = sum(array.size for array in state.parameters.values())
+    return {
+        "model": name, "parameters_m": round(parameters / 1e6, 1), "line_mb": round(planned.peak / 1e6, 1),
+        "measured_mb": round(peak / 1e6, 1), "measured_of_line": round(peak / planned.peak, 3),
+        "arguments_mb": round(planned.arguments / 1e6, 1), "temp_mb": round(planned.temp / 1e6, 1),
+        "start_mb": round((begun - before) / 1e6, 1),
+    }  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    if len(names) == 1:
+        print(json.dumps(measure(names[0])), flush=True)
+        return
+    for name in names or SHAPES:
+        subprocess.run([sys.executable, __file__, name], check=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
