@@ -21,6 +21,8 @@ from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, wr
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
+REMOVED = ".removed"  # where a step is renamed to before it is deleted: it goes as a whole, whenever the process is killed
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -87,6 +89,7 @@ class Checkpoints:
             best_fn=_val_loss,
             best_mode="min",
             cleanup_tmp_directories=True,
+            todelete_subdir=REMOVED,
             enable_async_checkpointing=True,
         )
         return self._guarded(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
@@ -187,6 +190,7 @@ class Checkpoints:
         for step in steps[: -self._keep_last]:
             if step != best:
                 self._guarded(partial(self._manager.delete, step))
+        self._delete_removed()
 
     def close(self) -> None:
         try:
@@ -209,6 +213,7 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Removes what a save left that was killed; there is nothing in it that its run does not make again."""
+        self._delete_removed()
         finished = self._finished()
         for mark in self.path.glob(f"*{SAVING}"):
             step = mark.name.removesuffix(SAVING)
@@ -217,6 +222,9 @@ class Checkpoints:
             if int(step) not in finished:
                 shutil.rmtree(self.path / step, ignore_errors=True)
             mark.unlink()
+
+    def _delete_removed(self) -> None:
+        shutil.rmtree(self.path / REMOVED, ignore_errors=True)
 
     def _put_aside(self, step: int) -> Path:
         """Renames a step: its number will come again."""

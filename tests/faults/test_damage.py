@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import jax
 import pytest
@@ -193,7 +194,7 @@ def test_200_damages_are_refused_or_stepped_back_from(finished, tmp_path):
     settings, whole = finished
     longer = config(settings.data.path, training__steps=16)
     expected = launch_copy(whole, tmp_path / "expected", longer)[0]
-    tally, swaps = Counter(), 0
+    generated, resumed, swaps = Counter(), Counter(), 0
     for number, path in enumerate(files_of(whole)):
         for kind, inflict in DAMAGES.items():
             copy = RunDirectory(shutil.copytree(whole.path, tmp_path / f"{number}{kind}"))
@@ -202,31 +203,45 @@ def test_200_damages_are_refused_or_stepped_back_from(finished, tmp_path):
             other = counterpart(damaged, files)
             swaps += kind == "swap" and {"8", "12"} <= {*damaged.parts, *other.parts}
             inflict(damaged, other)
-            problems = verify_run(copy).damage
             both = [str(damaged), str(other)] if kind == "swap" else [str(damaged)]
+            problems = verify_run(copy).damage
             assert all(any(name in problem for problem in problems) for name in both), (kind, path, problems)
+            told = read_everything(copy)
+            assert told is None or names_one(told, both), (kind, path, told)
+            assert told or damaged.parent != copy.path or damaged.name in UNREAD, (kind, path)
+            generated["nothing" if told is None else "refused"] += 1
             try:
-                read_calibrations(copy)
                 notes = launch(longer, copy.path, resume=True)
-                load(copy.path)
             except UserError as error:
-                missing = f"{copy.path} is not a run directory: it has no {path.name}"
-                assert any(name in str(error) for name in (*both, missing)), (kind, path, error)
-                tally["refused"] += 1
+                assert names_one(str(error), both), (kind, path, error)
+                resumed["refused"] += 1
             else:
                 assert copy.weights.read_bytes() == expected, (kind, path)
                 assert any(name in notes for name in both), (kind, path, notes)
                 kinds = ("stepping back", "stepped back"), ("what is damaged stays", "put aside"), ("", "named, and not read")
-                tally[next(name for said, name in kinds if said in notes)] += 1
+                resumed[next(name for said, name in kinds if said in notes)] += 1
             shutil.rmtree(copy.path)
-    print(dict(tally), "of", tally.total(), "swapped with another step:", swaps)
-    assert tally.total() >= 200 and swaps >= 20
+    print(
+        f"{resumed.total()} damages: --resume {dict(resumed)}, generation {dict(generated)}, {swaps} with another step's file"
+    )
+    assert resumed.total() >= 200 and swaps >= 20
 
 
-def read_calibrations(run):
-    """As generation does where its settings ask for them."""
-    loaded = load(run.path)
-    assert None not in (loaded.calibration(), loaded.kv_calibration(None))
+UNREAD = {"training_log.csv", "metrics.jsonl", "model_summary.json"}  # by generation
+
+
+def read_everything(run):
+    """Loads a run as generation does, the calibrations too; what it said against it."""
+    try:
+        loaded = load(run.path)
+        assert None not in (loaded.calibration(), loaded.kv_calibration(None))
+    except UserError as error:
+        return str(error)
+
+
+def names_one(sentence, paths):
+    """Whether a sentence names one of the files, by its path or as missing in its run."""
+    return any(path in sentence or (str(Path(path).parent) in sentence and Path(path).name in sentence) for path in paths)
 
 
 def launch_copy(whole, path, settings):

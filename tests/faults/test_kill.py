@@ -4,18 +4,21 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from training.small import VOCABULARY, small_config
+from training.small import VOCABULARY, Workshop, small_config
 
 from dantinox.report import read_csv, read_jsonl
-from dantinox.run import RunDirectory, verify_run
+from dantinox.run import SAVING, RunDirectory, saved_steps, step_damage, verify_run
 from dantinox.training.checkpoints import Checkpoints
 from dantinox.training.step import abstract_state
+
+from .dies import WATCHED
 
 CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
@@ -38,6 +41,28 @@ def outcome(path):
         [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)],
         [{name: value for name, value in row.items() if name not in TIMES} for row in rows],
     )
+
+
+@pytest.mark.slow
+def test_at_no_moment_is_a_checkpoint_incomplete_that_no_mark_says_so_of(tmp_path):
+    """Looked at before everything that Python does in the run, in whichever thread: what a kill at that moment would leave."""
+    checkpoints, problems, looking = RunDirectory(tmp_path / "run").checkpoints, [], threading.local()
+    moments = 0
+
+    def look(event, arguments):
+        nonlocal moments
+        if event not in WATCHED or not str(arguments[0]).startswith(str(checkpoints)) or getattr(looking, "now", False):
+            return
+        looking.now, moments = True, moments + 1
+        for step in saved_steps(checkpoints):
+            folder = checkpoints / str(step)
+            if not (checkpoints / f"{step}{SAVING}").exists() or (folder / "manifest.txt").exists():
+                problems.extend(problem for problem in list(step_damage(folder)) if folder.exists())
+        looking.now = False
+
+    sys.addaudithook(lambda *event: checkpoints.exists() and look(*event))
+    Workshop(tmp_path).train("run", small_config(training__checkpoint_every=4, training__eval_every=8))
+    assert problems == [] and moments > 100
 
 
 @pytest.mark.faults
