@@ -1,9 +1,11 @@
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,11 +13,14 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
+from dantinox.platform import platform_of
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
-from dantinox.training.resume import resumed_config, total_steps
+from dantinox.training import resume
+from dantinox.training.resume import check_facts, resumed_config, run_facts, total_steps
+from dantinox.training.step import traced_programs
 
-from .small import small_config, small_store
+from .small import VOCABULARY, small_config, small_store
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +117,28 @@ def test_only_steps_intervals_and_logging_may_differ():
     for change, old, new in (("training__lr", 0.01, 0.02), ("model__dim", 16, 32), ("training__seed", 42, 1)):
         with pytest.raises(UserError, match=rf"{change.replace('__', '.')} .*the run has {old}, got {new}"):
             resumed_config(saved, small_config(**{change: new}))
+
+
+def test_other_versions_and_gpus_are_told_of(monkeypatch):
+    """A run may go on with them; whether bit for bit, it says."""
+    now = run_facts(small_config(), "0" * 64)
+    assert check_facts(now, now, deterministic=False) == []
+    saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
+    version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__}: the run may not go on bit for bit"
+    assert check_facts(saved, now, deterministic=False) == [version]
+    monkeypatch.setattr(resume, "platform_of", lambda: platform_of("gpu"))
+    (note,) = check_facts(now, now, deterministic=False)
+    assert "the run may not go on bit for bit (training.deterministic: true does)" in note
+    assert check_facts(now, now, deterministic=True) == []
+
+
+def test_deterministic_has_the_compiler_of_a_gpu_keep_the_order():
+    for name, deterministic in itertools.product(("gpu", "cpu"), (True, False)):
+        config = small_config(training__deterministic=deterministic)
+        model = replace(config.architecture(VOCABULARY), platform=name, kernel="xla")
+        for traced in traced_programs(config, model, 24).values():
+            wanted = "true" if deterministic and name == "gpu" else None
+            assert traced.options.get("xla_gpu_deterministic_ops") == wanted
 
 
 def test_steps_win_over_epochs():
