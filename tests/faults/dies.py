@@ -1,13 +1,16 @@
-"""Trains a small run in a process of its own, which kills itself: `dies.py DIRECTORY [resume] [after N | at SECONDS]`.
+"""Trains a small run in a process of its own, which kills itself: `dies.py DIRECTORY [resume] [after N | at SECONDS | slow N]`.
 
 `after N`: when Python has opened, renamed, made or removed its Nth file or directory in the run, whichever thread does. Saving
 is a row of such events, so a count of them is a moment inside a save as often as not.
+
+`slow N`: lives, but from the Nth step on a step takes half a second.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -15,9 +18,18 @@ WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncat
 
 
 def main(path, *arguments):
-    from training.small import Workshop, small_config
+    from training.small import Workshop, small_config, small_store
 
     events = 0
+    config = small_config(training__checkpoint_every=4, training__eval_every=8, logging__log_every=1)
+    store = small_store(config)
+    batch = store.batch
+
+    def slowly(step):
+        time.sleep(0.5 * ("slow" in arguments and step >= int(arguments[-1])))
+        return batch(step)
+
+    store.batch = slowly
 
     def watch(event, args):
         nonlocal events
@@ -29,8 +41,8 @@ def main(path, *arguments):
     if "at" in arguments:
         threading.Timer(float(arguments[-1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
     sys.addaudithook(watch)
-    config = small_config(training__checkpoint_every=4, training__eval_every=8)
-    Workshop(Path(path), sys.stderr).train("run", config, resume="resume" in arguments and (Path(path) / "run").exists())
+    resume = "resume" in arguments and (Path(path) / "run").exists()
+    Workshop(Path(path), sys.stderr).train("run", config, resume=resume, store=store)
     print(events)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -24,10 +25,16 @@ CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_sec
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
 
 
-def process(path, *arguments):
+def started(path, *arguments):
     caching = {f"{name.upper()}": str(getattr(jax.config, name)) for name in CACHE}
     command = [sys.executable, str(Path(__file__).with_name("dies.py")), str(path), *map(str, arguments)]
-    return subprocess.run(command, env=os.environ | caching, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.Popen(command, env=os.environ | caching, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def process(path, *arguments):
+    running = started(path, *arguments)
+    output, errors = running.communicate(timeout=600)
+    return subprocess.CompletedProcess(running.args, running.returncode, output, errors)
 
 
 def outcome(path):
@@ -69,7 +76,7 @@ def test_at_no_moment_is_a_checkpoint_incomplete_that_no_mark_says_so_of(tmp_pat
 def test_25_moments_inside_and_outside_of_saves(tmp_path):
     events = int(process(tmp_path / "whole").stdout)
     expected = outcome(tmp_path / "whole")
-    assert len(expected[1]) > 20 and len(expected[2]) == 3 + 3 + 6  # evaluations in both logs, lines
+    assert len(expected[1]) > 20 and len(expected[2]) == 3 + 3 + 24  # evaluations in both logs, lines
     begun = time.monotonic()
     process(tmp_path / "again")  # its programs are compiled, as those of the runs to be killed
     seconds = time.monotonic() - begun
@@ -90,3 +97,29 @@ def test_25_moments_inside_and_outside_of_saves(tmp_path):
     of = f"of {len(moments)}, {events} events in {seconds:.1f} s"
     print(f"{killed} killed, {inside} of them inside a save, {resumed} resumed from a checkpoint, {len(moments)} equal, {of}")
     assert killed >= 20 and inside >= 5
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("interruptible")
+def test_signals_save_and_exit_in_time_and_two_of_them_exit_at_once(tmp_path):
+    process(tmp_path / "whole")
+    expected, seconds = outcome(tmp_path / "whole"), {}
+    cases = [(step, (number,)) for step in (1, 6, 14) for number in (signal.SIGTERM, signal.SIGINT)]
+    for step, numbers in [*cases, (14, (signal.SIGTERM, signal.SIGTERM))]:
+        path = tmp_path / "-".join(map(str, (step, *numbers)))
+        running = started(path, "slow", step)
+        for line in running.stderr:
+            if line.startswith(f"step {step} "):
+                break
+        begun = time.monotonic()
+        for number in numbers:
+            running.send_signal(number)
+            time.sleep(0.1)
+        _, errors = running.communicate(timeout=60)
+        seconds[path.name] = round(time.monotonic() - begun, 1)
+        assert running.returncode == 128 + numbers[-1], errors
+        assert seconds[path.name] < (10 if len(numbers) == 1 else 0.4)
+        assert "Traceback" not in errors and ("is saved, --resume goes on from it" in errors) == (len(numbers) == 1)
+        assert process(path, "resume").returncode == 0
+        assert outcome(path) == expected, path
+    print("seconds from a signal to the exit:", seconds)
