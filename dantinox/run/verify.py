@@ -113,7 +113,7 @@ def _beside_steps(run: RunDirectory, found: Verified) -> Iterator[str]:
     for path in sorted(run.checkpoints.iterdir()):
         if path.name.startswith(ASIDE):
             found.remarks.append(f"{path} was found damaged and put aside")
-        elif path.suffix in (SAVING, TEMPORARY):
+        elif path.suffix == TEMPORARY or (path.suffix == SAVING and path.is_file()):
             unfinished.add(path.with_suffix(""))
         elif path.name not in steps and not path.name.startswith("."):
             yield f"{path} is named by no manifest"

@@ -217,14 +217,15 @@ class Checkpoints:
         finished = self._finished()
         for mark in self.path.glob(f"*{SAVING}"):
             step = mark.name.removesuffix(SAVING)
-            if not step.isdecimal():
+            if not step.isdecimal() or not mark.is_file():
                 continue  # none of ours
             if int(step) not in finished:
                 shutil.rmtree(self.path / step, ignore_errors=True)
             mark.unlink()
 
     def _delete_removed(self) -> None:
-        shutil.rmtree(self.path / REMOVED, ignore_errors=True)
+        if is_first():
+            shutil.rmtree(self.path / REMOVED, ignore_errors=True)
 
     def _put_aside(self, step: int) -> Path:
         """Renames a step: its number will come again."""

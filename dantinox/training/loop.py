@@ -29,7 +29,7 @@ from dantinox.report import Console, MetricsLog, plot_loss, trackers
 from dantinox.run import RunDirectory, put, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
-from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory, used_gb
+from dantinox.training.memory import check_memory, give_back_freed_memory, keep_freed_memory, out_of_memory, used_gb
 from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler, sampled_model
 from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
@@ -161,6 +161,8 @@ class _Trainer:
         check_memory(self.programs.memory, self.config)
         if not restored:
             self._begin()
+        if platform_of().name == "cpu":
+            give_back_freed_memory()
         self.logs.cut(self.step)
         self.console.start(self.steps, self.step)
         self.stop.can_save = True

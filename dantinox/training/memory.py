@@ -82,6 +82,12 @@ def keep_freed_memory() -> None:
         malloc_option(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+def give_back_freed_memory() -> None:
+    """Returns to the system what compiling and making the state have freed; the steps have no use for such small pieces."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def used_gb() -> float | None:
     """Peak memory in use on the device, or the resident memory of this process on a CPU; 10⁹ bytes."""
     device = jax.devices()[0]

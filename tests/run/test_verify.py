@@ -147,6 +147,7 @@ HOSTILE = {
     "a stray folder": (new_file("best/state"), "checkpoints/best is named by no manifest"),
     "a step by another spelling": (new_file("012/state"), "checkpoints/012 is named by no manifest"),
     "a step in other digits": (new_file("１２/state"), "checkpoints/１２ is named by no manifest"),
+    "a folder in place of a mark": (new_file("12.saving/a"), "checkpoints/12.saving is named by no manifest"),
     "a file in place of all steps": (no_folder, "checkpoints is no directory"),
 }
 
