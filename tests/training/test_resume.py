@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
+from dantinox.distributed import make_layout
 from dantinox.platform import platform_of
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
@@ -121,7 +122,8 @@ def test_only_steps_intervals_and_logging_may_differ():
 
 def test_other_versions_and_gpus_are_told_of(monkeypatch):
     """A run may go on with them; whether bit for bit, it says."""
-    now = run_facts(small_config(), "0" * 64)
+    config = small_config()
+    now = run_facts(config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1]))
     assert check_facts(now, now, deterministic=False) == []
     saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
     version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__}: the run may not go on bit for bit"
