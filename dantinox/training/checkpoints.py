@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -17,6 +17,7 @@ import jax
 
 from dantinox.distributed import from_first, is_first
 from dantinox.files import UserError, first_line
+from dantinox.model.parameters import Parameters
 from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, write_step_manifest
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
@@ -176,6 +177,26 @@ class Checkpoints:
         whole = from_first(lambda: step in self._finished() and not any(step_damage(self.path / str(step))))
         return self._read(step, abstract)[0] if whole and step is not None else None
 
+    def parameters(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Parameters:
+        """The parameters of a step and nothing else of it, in the dtypes and places of these shapes.
+
+        Raises:
+          UserError: that step is not there, damaged, or of another model.
+        """
+        import orbax.checkpoint as orbax
+
+        directory = self.path / str(step)
+        if step not in self._finished():
+            raise UserError(f"there is no complete checkpoint {step} in {self.path}")
+        if problem := next(step_damage(directory), ""):
+            raise UserError(problem)
+        self._compare(step, {"parameters": wanted})
+        tree = {"parameters": _placed(dict(wanted))}
+        restoring = orbax.checkpoint_utils.construct_restore_args(tree)
+        with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+            arguments = orbax.args.PyTreeRestore(item=tree, restore_args=restoring, partial_restore=True)
+            return checkpointer.restore(directory / "state", args=arguments)["parameters"]
+
     def newest(self) -> int | None:
         """The newest step that was written completely."""
         return next(iter(self._finished()), None)
@@ -236,21 +257,24 @@ class Checkpoints:
     def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
-        saved = _shapes(orbax.StandardCheckpointHandler().metadata(self.path / str(step) / "state"))
-        wanted = _shapes(abstract._asdict())
-        for name in sorted(wanted.keys() | saved.keys()):
-            if saved.get(name) != wanted.get(name):
-                has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, wanted))
-                raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where arrays without a place are restored to
-        placed = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), abstract
-        )
+        self._compare(step, abstract._asdict())
         args = orbax.args
-        arguments = args.Composite(state=args.StandardRestore(placed._asdict()), facts=args.JsonRestore())
+        arguments = args.Composite(state=args.StandardRestore(_placed(abstract._asdict())), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self.path / str(step), args=arguments)
         return State(**restored.state), dict(restored.facts)
+
+    def _compare(self, step: int, wanted: dict[str, Any]) -> None:
+        """Raises where a step has other arrays than these, in the entries of these."""
+        import orbax.checkpoint as orbax
+
+        metadata = orbax.StandardCheckpointHandler().metadata(self.path / str(step) / "state")
+        saved = {name: shape for name, shape in _shapes(metadata).items() if name.partition("/")[0] in wanted}
+        needed = _shapes(wanted)
+        for name in sorted(needed.keys() | saved.keys()):
+            if saved.get(name) != needed.get(name):
+                has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, needed))
+                raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:
@@ -268,6 +292,12 @@ class Checkpoints:
             return "there is no such directory any more"
         said = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
         return next((sentence for sentence in said if sentence in str(error)), first_line(error))
+
+
+def _placed(tree: Any) -> Any:
+    """Shapes, on the first device at hand where they have no place."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), tree)
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -56,10 +56,10 @@ def small_store(config, store=TokenStore, **options):
 class Deadly(TokenStore):
     """Sends this process the signal DIE_WITH when the batch of step DIE_AT is asked for."""
 
-    def batch(self, step):
+    def batch(self, step, *rows):
         if step == int(os.environ.get("DIE_AT", -1)):
             os.kill(os.getpid(), int(os.environ["DIE_WITH"]))
-        return super().batch(step)
+        return super().batch(step, *rows)
 
 
 @dataclass

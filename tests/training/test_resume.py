@@ -33,10 +33,10 @@ class Stumbles(TokenStore):
 
     at = None
 
-    def batch(self, step):
+    def batch(self, step, *rows):
         if step == self.at:
             raise KeyError("stumbled")
-        return super().batch(step)
+        return super().batch(step, *rows)
 
 
 def outcome(run, config):
