@@ -1,0 +1,131 @@
+"""Trainings of a few steps on meshes of simulated devices, each done once."""
+
+from functools import cache
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import numpy as np
+
+from dantinox.config import Config, build_config
+from dantinox.distributed import Layout, make_layout
+from dantinox.measure.work import Work, work_of
+from dantinox.programs import bytes_of, size
+from dantinox.text import Batch, TokenStore
+from dantinox.training.objective import sums
+from dantinox.training.step import State, abstract_batch, abstract_state, initial_state, make_eval_step, make_train_step
+
+V, STEPS = 64, 3
+BASE = {
+    "model.dim": 32, "model.n_heads": 4, "model.kv_heads": 2, "model.num_blocks": 2, "model.max_context": 16,
+    "model.dtype": "float32", "training.batch_size": 16, "training.warmup_steps": 0, "training.steps": 10, "training.lr": 0.003,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "learned": {"model.weight_tying": True, "attention.use_rotary_pos": False, "attention.trainable_pos": True},
+    "moe": {
+        "moe.use_moe": True, "moe.n_experts": 4, "moe.alpha_balance": 0.01, "moe.router_z_loss": 0.01, "moe.shared_experts": 1,
+    },
+    "mla": {
+        "model.kv_heads": None, "attention.kv_lora_rank": 16, "attention.q_lora_rank": 24, "attention.qk_rope_head_dim": 4,
+    },
+}  # fmt: skip
+
+
+def settings(kind: str, mesh: str = "", **changes: Any) -> Config:
+    """`mesh`: the axes with more than one device, "fsdp=4 tensor=2"; `training__ema=0.9` changes `training.ema`."""
+    axes = {f"distributed.{axis}": int(size) for axis, size in (part.split("=") for part in mesh.split())}
+    given = BASE | KINDS[kind] | ({"distributed.fsdp": 1} | axes) | {key.replace("__", "."): v for key, v in changes.items()}
+    return build_config({}, {key: value for key, value in given.items() if value is not None})
+
+
+def layout_of(config: Config, devices: int | None = None) -> Layout:
+    """The layout on as many devices as the mesh of the settings has, or on so many."""
+    d = config.distributed
+    count = devices or d.data * d.fsdp * d.expert * d.tensor
+    return make_layout(config, config.architecture(V), jax.devices()[:count])
+
+
+def rows(layout: Layout, batch: Batch, parts: int = 1) -> Batch:
+    """A batch on its devices."""
+
+    def read(chosen: Any = slice(None)) -> Batch:
+        return Batch(*(array[chosen] for array in batch))
+
+    return layout.put_rows(read, len(batch.tokens_BT), parts)
+
+
+def store_of(config: Config) -> TokenStore:
+    """Random tokens in short documents."""
+    ids = np.random.default_rng(0).integers(0, V, 20000).astype(np.uint16)
+    t = config.training
+    return TokenStore(ids, ids[:999], batch_size=t.batch_size, sequence_length=config.model.max_context, seed=1, eos_id=3)
+
+
+class Program(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+      work: of a device.
+      arguments: bytes of them on a device. `state`: of all parameters and moments.
+    """
+
+    run: Any
+    work: Work
+    arguments: int
+    state: int
+
+
+@cache
+def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Program:
+    """The step of a training, with the loss of a device's tokens in so many chunks."""
+    config = settings(kind, mesh, **changes)
+    model, layout, t = config.architecture(V), layout_of(config), config.training
+    tokens = t.batch_size // t.grad_accum * model.max_context // layout.devices
+    shapes = abstract_state(config, model, t.steps)
+    batch = layout.place_rows(abstract_batch(t.batch_size, model.max_context))
+    with patch.dict(sums.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
+        lowered = make_train_step(config, model, t.steps, layout=layout).lower(layout.place(shapes), batch)
+    step = lowered.compile()
+    return Program(step, work_of(step.as_text()), bytes_of(step).arguments, size(shapes))
+
+
+class Trained(NamedTuple):
+    """What a few steps gave; `weights` are those that are evaluated, after the last step, `counts_LE` its rows of experts."""
+
+    losses: np.ndarray
+    norms: np.ndarray
+    counts_LE: np.ndarray | None
+    weights: dict[str, np.ndarray]
+    evaluation: float
+
+
+@cache
+def trained(kind: str, mesh: str = "", bad_step: int | None = None, chunks: int = 1, **changes: Any) -> Trained:
+    """A training of `STEPS` steps with `program`; the batch of the step `bad_step` makes a loss that is no number."""
+    step, config = program(kind, mesh, chunks, **changes).run, settings(kind, mesh, **changes)
+    model, layout, store, t = config.architecture(V), layout_of(config), store_of(config), config.training
+    state: State = initial_state(config, model, t.steps, layout=layout)
+    losses, norms = [], []
+    for number in range(STEPS):
+        batch = store.batch(number)
+        if number == bad_step:
+            batch = batch._replace(mask_BT=np.full_like(batch.mask_BT, np.nan))
+        state, metrics = step(state, rows(layout, batch, t.grad_accum))
+        losses.append(float(metrics.loss))
+        norms.append(float(metrics.grad_norm))
+    counted = make_eval_step(model, layout)(state.weights, rows(layout, next(store.validation(8))))
+    weights = {name: np.asarray(array) for name, array in state.weights.items()}
+    counts_LE = None if metrics.expert_counts is None else np.asarray(metrics.expert_counts)
+    return Trained(np.array(losses), np.array(norms), counts_LE, weights, float(counted.nats) / float(counted.targets))
+
+
+def same(got: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
+    """Losses and evaluation are equal within `tolerance`; norms and weights within ten times that; experts' rows exactly."""
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(got.evaluation, expected.evaluation, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=10 * tolerance)
+    np.testing.assert_array_equal(got.counts_LE, expected.counts_LE)
+    assert got.weights.keys() == expected.weights.keys()
+    for name, array in expected.weights.items():
+        np.testing.assert_allclose(got.weights[name], array, rtol=0, atol=10 * tolerance, err_msg=name)

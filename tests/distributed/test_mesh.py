@@ -1,0 +1,161 @@
+"""Trainings on meshes of eight simulated devices: the numbers of one device, an eighth of its work, little passed on."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from dantinox.distributed import AXES, BATCH
+from dantinox.model.parameters import blueprint
+
+from .mesh import KINDS, V, layout_of, program, same, settings, trained
+
+DEVICES = 8
+DENSE, SPARSE = ("fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=2 tensor=2"), ("data=2 expert=4", "expert=2 fsdp=2 tensor=2")
+QUICK = {("dense", "adamw", DENSE[0]), ("dense", "muon", DENSE[0]), ("moe", "adamw", SPARSE[0]), ("mla", "muon", "fsdp=8")}
+EACH = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.exhaustive)
+    for kind in KINDS
+    for case in itertools.product([kind], ("adamw", "muon"), DENSE + SPARSE * (kind == "moe"))
+]
+TOGETHER = {
+    "training__grad_accum": 8, "training__batch_size": 32, "chunks": 16, "model__scan_layers": True,
+    "model__gradient_checkpointing": True, "training__ema": 0.9,
+}  # fmt: skip
+LARGE = {"model__dim": 128, "model__max_context": 128, "model__num_blocks": 4, "training__batch_size": 32}
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "mesh"), EACH)
+def test_a_mesh_trains_as_one_device_does(kind, optimizer, mesh):
+    changes = {"training__optimizer": optimizer, "model__num_blocks": 1 if kind in ("moe", "mla") else 2}
+    same(trained(kind, mesh, **changes), trained(kind, **changes))
+
+
+def test_parts_chunks_rolled_layers_and_the_average_together():
+    """Rows that stand on several devices are no axis of a loop, or every device would do the work of all."""
+    mesh = "data=2 fsdp=2 tensor=2"
+    same(trained("dense", mesh, **TOGETHER), trained("dense", **TOGETHER))
+    assert program("dense", mesh, **TOGETHER).work.flops <= 1.1 / 8 * program("dense", **TOGETHER).work.flops
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [DENSE[0], "data=2 fsdp=4", "data=8"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__grad_accum": 8, "training__batch_size": 64},
+        {"chunks": 16},
+        {"model__scan_layers": True},
+        {"model__scan_layers": True, "training__optimizer": "muon"},
+        {"model__gradient_checkpointing": True, "model__remat_policy": "full"},
+        {"model__gradient_checkpointing": True, "model__remat_policy": "dots"},
+        {"training__ema": 0.9},
+        {"training__optimizer": "adafactor"},
+        {"training__optimizer": "sgd"},
+        {"training__z_loss": 0.01, "training__grad_clip": 0.1},
+        {"training__nan_policy": "skip", "bad_step": 1},
+        {"attention__sink_logits": True, "attention__no_sink": True, "model__qk_norm": True},
+    ],
+    ids=str,
+)
+def test_every_way_of_training_is_that_of_one_device(mesh, changes):
+    if "training__grad_accum" in changes and "fsdp=4" not in mesh:
+        changes = changes | {"training__grad_accum": 4}
+    same(trained("dense", mesh, **changes), trained("dense", **changes))
+
+
+@pytest.mark.exhaustive
+def test_lion_takes_the_signs_of_the_same_numbers():
+    """But for those that are next to zero."""
+    got, expected = (trained("dense", mesh, training__optimizer="lion", training__lr=1e-3) for mesh in (DENSE[0], ""))
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=1e-4)
+    apart = [np.abs(got.weights[name] - array) > 1e-5 for name, array in expected.weights.items()]
+    assert np.mean(np.concatenate([a.reshape(-1) for a in apart])) < 1e-3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_bfloat16_differs_by_its_rounding(kind):
+    got, expected = (trained(kind, mesh, model__dtype="bfloat16") for mesh in ("fsdp=4 tensor=2", ""))
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=0.01)
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=0.05)
+
+
+@pytest.mark.exhaustive
+def test_dropout_is_the_same_every_time():
+    changes = {"model__dropout_rate": 0.5}
+    first, again = (trained.__wrapped__("dense", DENSE[0], **changes) for _ in range(2))
+    same(first, again, tolerance=0)
+    assert np.max(np.abs(first.losses - trained("dense", DENSE[0]).losses)) > 1e-3
+
+
+def test_devices_with_other_rows_draw_other_numbers():
+    """And those with the same rows the same, or heads and features would not fit together."""
+    layout = layout_of(settings("dense", "data=2 fsdp=2 tensor=2"))
+
+    def draw(key):
+        return jax.random.uniform(layout.own_key(key), (1, 4))
+
+    drawn = jax.jit(layout.on_devices(draw, PartitionSpec(), PartitionSpec(AXES)))(jax.random.key(0, impl="rbg"))
+    same_rows = np.asarray(drawn).reshape(4, 2, 4)
+    np.testing.assert_array_equal(same_rows[:, 0], same_rows[:, 1])
+    assert len(np.unique(same_rows[:, 0])) == 16
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_every_part_of_a_batch_has_the_rows_that_it_has_on_one_device(parts):
+    layout = layout_of(settings("dense", "data=2 fsdp=2 tensor=2"))
+    numbers = np.arange(32)
+    on_devices = layout.put_rows(lambda chosen=slice(None): numbers[chosen], 32, parts)
+    split = jax.jit(layout.on_devices(lambda x: x.reshape(parts, -1), PartitionSpec(BATCH), PartitionSpec(None, BATCH)))
+    assert [sorted(part) for part in np.asarray(split(on_devices)).tolist()] == numbers.reshape(parts, -1).tolist()
+
+
+def check_cost(kind: str, optimizer: str, mesh: str, **changes) -> None:
+    """FLOPs, collectives and bytes of a step against those of one device, of AdamW, and of what there is to hold."""
+    given = LARGE | changes
+    alone, adamw, got = (
+        program(kind, m, training__optimizer=o, **given) for m, o in (("", optimizer), (mesh, "adamw"), (mesh, optimizer))
+    )
+    config = settings(kind, mesh, **given)
+    assert got.work.flops <= 1.1 / 8 * alone.work.flops
+    assert got.work.bytes <= 1.5 * adamw.work.bytes
+    assert got.arguments <= 1.05 * got.state * config.distributed.data / 8  # whose devices have copies
+    shapes = blueprint(config.architecture(V))[1]
+    layers = {name: (shape.shape[0] if name.startswith("rolled/") else 1) for name, shape in shapes.items()}
+    weights = sum(layers[name] for name, shape in shapes.items() if len(shape.shape) - name.startswith("rolled/") > 1)
+    assert got.work.count["all-gather"] <= 2 * weights
+    if kind != "moe":
+        assert got.work.count["all-to-all"] == 0
+        assert got.work.unknown_loops == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_eight_devices_do_an_eighth_of_the_work_each(optimizer):
+    check_cost("dense", optimizer, DENSE[0], model__scan_layers=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=4", "data=2 fsdp=2 tensor=2", "data=2 tensor=4"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("changes", [{}, {"training__grad_accum": 2, "chunks": 16}], ids=str)
+def test_they_do_on_every_mesh(optimizer, mesh, changes):
+    check_cost("dense", optimizer, mesh, model__kv_heads=None, model__scan_layers="grad_accum" in str(changes), **changes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "mesh"), [("mla", "fsdp=4 tensor=2"), ("mla", "fsdp=8"), ("moe", "data=2 expert=4")])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_so_do_those_of_other_models(kind, optimizer, mesh):
+    """The products of experts turn as often as there are rows: they are counted once here, the rows in the test below."""
+    check_cost(kind, optimizer, mesh)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", SPARSE)
+def test_every_row_of_an_expert_is_multiplied_once(mesh):
+    config, counts_LE = settings("moe", mesh), trained("moe", mesh).counts_LE
+    tokens = config.training.batch_size * config.model.max_context
+    np.testing.assert_array_equal(counts_LE.sum(axis=1), tokens * config.moe.top_k_mlp)

@@ -1,0 +1,132 @@
+"""The table of parameters and axes: it fits every architecture, and says in a sentence what cannot be divided."""
+
+import math
+
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.distributed import make_layout, mesh_sizes
+from dantinox.distributed.rules import AXES, RULES, in_layer, rule_of, split_of
+from dantinox.model.parameters import blueprint
+
+from .mesh import KINDS, V, settings
+
+ARCHITECTURES = [
+    ("dense", {"attention__no_sink": True, "attention__sink_logits": True, "model__qk_norm": True}),
+    (
+        "dense",
+        {"model__weight_tying": False, "model__norm": "layernorm", "model__activation": "gelu", "model__scan_layers": True},
+    ),
+    ("learned", {}),
+    ("moe", {"moe__score_function": "sigmoid", "moe__bias_update_rate": 0.001}),
+    ("moe", {"model__activation": "gelu", "model__scan_layers": True}),
+    ("mla", {"attention__no_sink": True, "attention__sink_logits": True}),
+    ("mla", {"attention__q_lora_rank": None}),
+]
+
+
+def parameters():
+    """Name in its layer, shape there, and model of every parameter."""
+    for kind, changes in ARCHITECTURES:
+        model = settings(kind, **changes).architecture(V)
+        for name, leaf in blueprint(model)[1].items():
+            inner, layers = in_layer(name)
+            yield inner, leaf.shape[layers:], model
+
+
+def test_every_rule_is_for_some_parameter_and_every_parameter_has_one():
+    used = [rule_of(name, len(shape)) for name, shape, _ in parameters()]
+    assert [rule for rule in RULES if rule not in used] == []
+    with pytest.raises(ValueError, match="no rule says how ffn/new/kernel with 2 axes is split"):
+        rule_of("ffn/new/kernel", 2)
+
+
+def test_letters_stand_for_the_sizes_of_the_model():
+    """A letter that stood for another axis would split it."""
+    for name, shape, m in parameters():
+        sizes = {"V": V, "D": m.dim, "T": m.max_context, "K": m.kv_heads, "N": m.n_heads, "2": 2}
+        sizes |= {"E": m.experts.count} if m.experts else {}
+        width = m.hidden_dim * (m.experts.shared if "shared" in name else 1)
+        sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if not name.endswith("qkv/kernel") else {})
+        sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # what its queries are made from, of rank D or less
+        for letter, size in zip(rule_of(name, len(shape)).axes, shape, strict=True):
+            assert sizes.get(letter, size) == size, (name, letter)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
+def test_parts_are_equal_and_hold_everything_once(sizes):
+    """What lies in parts is a parameter's size over all axes it is split over; a matrix lies in parts over all but `data`."""
+    mesh = dict(zip(AXES, sizes, strict=True))
+    for name, shape, _ in parameters():
+        split = split_of(name, shape, mesh)
+        for size, apart, stored in zip(shape, split.apart, split.stored, strict=True):
+            assert size % math.prod(mesh[axis] for axis in apart + stored) == 0, name
+        assert len(split.axes) == len(split.axes_of(slice(None))), name
+        if len(shape) > 1 and name != "attention/sinks":
+            assert split.axes == {axis for axis in AXES[1:] if mesh[axis] > 1 and "router" not in name} or "router" in name, (
+                name
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "changes", "sentence"),
+    [
+        ("dense", "tensor=4", {}, "distributed.tensor must divide the 2 key heads of a layer, got 4"),
+        ("mla", "tensor=3", {"training__batch_size": 15}, "distributed.tensor must divide the 4 heads of a layer, got 3"),
+        (
+            "dense", "tensor=2", {"model__hidden_dim": 33},
+            "distributed.tensor must divide the 33 features of the feed-forward of a layer, got 2",
+        ),
+        ("moe", "expert=8", {}, "distributed.expert must divide the 4 experts of a layer, got 8"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_said(kind, mesh, changes, sentence):
+    config = settings(kind, mesh, **changes)
+    model, devices = config.architecture(V), math.prod(int(part.split("=")[1]) for part in mesh.split())
+    sizes = mesh_sizes(config, model, devices)
+    with pytest.raises(UserError) as raised:
+        [
+            split_of(name, shape, sizes)
+            for name, shape in ((in_layer(n)[0], leaf.shape) for n, leaf in blueprint(model)[1].items())
+        ]
+    assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "changes", "sentence"),
+    [
+        (
+            "dense", "fsdp=4 tensor=1", {},
+            "distributed: data 1 × fsdp 4 × expert 1 × tensor 1 is a mesh of 4 devices, and there are 8",
+        ),
+        (
+            "dense", "fsdp=-1 tensor=3", {},
+            "distributed: data 1 × fsdp 2 × expert 1 × tensor 3 is a mesh of 6 devices, and there are 8",
+        ),
+        (
+            "dense", "fsdp=8", {"training__batch_size": 12},
+            "training.batch_size 12 is 12 rows, which 8 devices (data 1 × fsdp 8 × expert 1 × tensor 1) cannot share equally: "
+            "make it a multiple of 8, or set the axes of distributed",
+        ),
+        (
+            "dense", "fsdp=4 tensor=2", {"training__grad_accum": 8},
+            "training.batch_size 16 / training.grad_accum 8 is 2 rows, which 4 devices "
+            "(data 1 × fsdp 4 × expert 1 × tensor 2) cannot share equally: "
+            "make it a multiple of 32, or set the axes of distributed",
+        ),
+        ("dense", "data=2 expert=4", {}, "distributed.expert must be 1 for a model without experts, got 4"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_fit_is_said(kind, mesh, changes, sentence):
+    config = settings(kind, mesh, **changes)
+    with pytest.raises(UserError) as raised:
+        mesh_sizes(config, config.architecture(V), 8)
+    assert str(raised.value) == sentence
+
+
+def test_one_device_is_left_to_one_axis():
+    config = build_config({}, {"training.batch_size": 8})
+    model = config.architecture(V)
+    assert mesh_sizes(config, model, 8) == {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1}
+    assert make_layout(config, model).mesh is None
+    assert set(KINDS) == {kind for kind, _ in ARCHITECTURES}

@@ -1,0 +1,143 @@
+"""Whole trainings on eight simulated devices, and their checkpoints on other devices."""
+
+import json
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training.conftest import programs_are_kept, workshop
+from training.small import VOCABULARY, Workshop, small_config, small_store
+from training.test_resume import Stumbles, outcome
+
+from dantinox.config import UserError
+from dantinox.distributed import make_layout
+from dantinox.model.parameters import blueprint
+from dantinox.report import read_csv, read_jsonl
+from dantinox.run import load_weights
+from dantinox.training import loop
+from dantinox.training.checkpoints import Checkpoints
+from dantinox.training.step import abstract_state, initial_state
+
+__all__ = ["programs_are_kept", "workshop"]
+DEVICES = 8
+MESH = {"distributed__fsdp": 4, "distributed__tensor": 2}
+
+
+def on_first(monkeypatch, devices):
+    """Lets trainings have so many devices."""
+    monkeypatch.setattr(loop, "make_layout", partial(make_layout, devices=jax.devices()[:devices]))
+
+
+@cache
+def whole(path):
+    """A run on all devices, never interrupted."""
+    config = small_config(**MESH)
+    return config, Workshop(path).train("whole", config)
+
+
+@pytest.fixture
+def never_interrupted(tmp_path_factory):
+    """That run, trained when it is asked for."""
+    return partial(whole, tmp_path_factory.getbasetemp())
+
+
+def test_a_run_leaves_what_it_leaves_on_one_device(workshop, monkeypatch):
+    """Rows of the logs, best weights, and samples of the model as it was."""
+    said = {}
+
+    def sample(model, to):
+        tokens_1T = jnp.arange(8)[None] % VOCABULARY
+        to.append(np.asarray(model(tokens_1T, jnp.arange(8)[None])[0]))
+        return "a text"
+
+    given = {"model__dropout_rate": 0.0, "training__steps": 12, "training__sample_every": 6, "logging__log_every": 6}
+    rows, weights = {}, {}
+    for devices, changes in ((8, MESH | given), (1, given)):
+        on_first(monkeypatch, devices)
+        config, said[devices] = small_config(**changes), []
+        run = workshop.train(str(devices), config, sample=partial(sample, to=said[devices]))
+        rows[devices] = read_csv(run.log(config)), [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
+        weights[devices] = load_weights(run.weights, blueprint(config.architecture(VOCABULARY))[1])
+        assert sorted(path.name for path in run.samples.iterdir()) == ["step_12.txt", "step_6.txt"]
+        words = "data 1 × fsdp 4 × expert 1 × tensor 2" if devices == 8 else "one device"
+        summary = json.loads(run.summary(config).read_text())
+        assert (summary["best_step"], summary["devices"]) == (12, words)
+    assert (
+        json.loads((workshop.path / "8" / "model_summary.json").read_text())["devices"]
+        == "data 1 × fsdp 4 × expert 1 × tensor 2"
+    )
+    for mesh, one in zip(rows[8], rows[1], strict=True):
+        assert [row["step"] for row in mesh] == [row["step"] for row in one] == [6, 12]
+        for name in {"train_loss", "val_loss", "bits_per_byte"} & mesh[0].keys():
+            np.testing.assert_allclose([row[name] for row in mesh], [row[name] for row in one], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(said[8], said[1], rtol=0, atol=1e-4)
+    for name, array in weights[1].items():
+        np.testing.assert_allclose(weights[8][name], array, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(workshop, never_interrupted):
+    config, run = never_interrupted()
+    store = small_store(config, Stumbles)
+    store.at = 15
+    with pytest.raises(KeyError):
+        workshop.train("cut", config, store=store)
+    assert outcome(workshop.train("cut", config, resume=True), config) == outcome(run, config)
+    assert "another order" not in workshop.notes.getvalue()
+
+
+@pytest.mark.parametrize(("devices", "axes"), [(4, {"fsdp": 2, "tensor": 2}), (4, {"data": 2, "fsdp": 2}), (1, {})])
+def test_a_state_is_the_same_on_other_devices(never_interrupted, devices, axes):
+    config, run = never_interrupted()
+    model = config.architecture(VOCABULARY)
+
+    def state_on(count, **axes):
+        sections = config.model_copy(update={"distributed": config.distributed.model_copy(update={"tensor": 1} | axes)})
+        layout = make_layout(sections, model, jax.devices()[:count])
+        restored = checkpoints.restore(layout.place(abstract_state(config, model, 24)))
+        assert restored.step == 24
+        fresh = initial_state(config, model, 24, layout=layout)
+        assert [a.sharding for a in jax.tree.leaves(restored.state)] == [a.sharding for a in jax.tree.leaves(fresh)]
+        return restored.state
+
+    checkpoints = Checkpoints(run.checkpoints, 3)
+    axes = {"fsdp": 1} | axes
+    here, there = state_on(8, fsdp=4, tensor=2), state_on(devices, **axes)
+    jax.tree.map(np.testing.assert_array_equal, there, here)
+    assert len(there.parameters["embed"].sharding.device_set) == devices
+    checkpoints.close()
+
+
+def test_parameters_alone_in_bfloat16(never_interrupted):
+    config, run = never_interrupted()
+    model = config.architecture(VOCABULARY)
+    checkpoints = Checkpoints(run.checkpoints, 3)
+    state = checkpoints.restore(abstract_state(config, model, 24)).state
+    shapes = blueprint(model)[1]
+    wanted = {name: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16) for name, shape in shapes.items()}
+    narrow = checkpoints.parameters(24, wanted)
+    assert narrow.keys() == state.parameters.keys()
+    for name, array in state.parameters.items():
+        assert narrow[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(narrow[name], array.astype(jnp.bfloat16), err_msg=name)
+    with pytest.raises(UserError, match="there is no complete checkpoint 23 in"):
+        checkpoints.parameters(23, wanted)
+    with pytest.raises(UserError, match=r"parameters/embed has the shape \(11, 16\) in checkpoint 24 of .*\(12, 16\)"):
+        checkpoints.parameters(24, wanted | {"embed": jax.ShapeDtypeStruct((12, 16), jnp.bfloat16)})
+    checkpoints.close()
+
+
+def test_a_run_that_goes_on_with_other_devices_says_so(workshop, monkeypatch, never_interrupted):
+    """From eight to four and to one; the losses are those of the same devices, but for the order of sums."""
+    given = {"model__dropout_rate": 0.0, "training__eval_every": 4}
+    workshop.train("moved", small_config(training__steps=12, **MESH, **given))
+    for steps, devices, changes in ((16, 4, {"distributed__fsdp": 2, "distributed__tensor": 2}), (20, 1, {})):
+        on_first(monkeypatch, devices)
+        run = workshop.train("moved", small_config(training__steps=steps, **changes, **given), resume=True)
+    notes = workshop.notes.getvalue().replace("\n", " ")
+    words = [f"data 1 × fsdp {size} × expert 1 × tensor 2" for size in (4, 2)]
+    assert f"the run was trained on {words[0]} and goes on with {words[1]}, which add up in another order" in notes
+    assert f"the run was trained on {words[1]} and goes on with one device, which add up in another order" in notes
+    rows = read_csv(run.log(small_config()))
+    assert [row["step"] for row in rows] == [4, 8, 12, 16, 20] and rows[-1]["val_loss"] < rows[0]["val_loss"]
