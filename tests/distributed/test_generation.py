@@ -1,0 +1,89 @@
+"""Texts that several devices generate together are those of one."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError, build_config
+from dantinox.distributed import shared_over, tensor_mesh, weight_places, widest
+from dantinox.generation.cache_plan import plan_cache
+from dantinox.generation.loop import Session
+from dantinox.generation.weights import prepare
+from dantinox.model import Transformer
+from dantinox.model.parameters import blueprint
+from dantinox.sampling import SamplingParams
+
+DEVICES, V, TENSOR = 8, 62, 4  # a vocabulary that four do not divide
+SMALL = {
+    "model.dim": 32, "model.n_heads": 8, "model.kv_heads": 4, "model.num_blocks": 2, "model.max_context": 256,
+    "model.dtype": "float32", "generation.seed": 1, "generation.greedy": True,
+}  # fmt: skip
+LATENT = {"model.kv_heads": 8, "attention.kv_lora_rank": 16, "attention.qk_rope_head_dim": 8}
+SINKS = {"attention.sink_logits": True, "attention.sliding_window": True, "attention.context_window": 64}
+
+
+def settings(**changes):
+    return build_config({}, SMALL | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def texts(config, model, length):
+    """The tokens behind two prompts."""
+    prompts_PT = np.random.default_rng(0).integers(3, V, (2, length)).astype(np.int32)
+    lengths_P, rows = np.array([length, length - 7], np.int32), {"batch": 2, "sample_index": [0, 0]}
+    session = Session(
+        model,
+        prompts_PT,
+        lengths_P,
+        SamplingParams.build(config, stop_ids=[0], vocab_size=V, **rows),
+        limits_B=np.array([24, 24]),
+        eos_ids=[[0]] * 2,
+        plan=plan_cache(model.config, config.kv, 256),
+    )
+    return np.concatenate([chunk.tokens for chunk in session.run()], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "length"),
+    [
+        ({}, "auto", 150),  # read by an attention kernel, head by head
+        (LATENT, "int8", 20),
+        *(
+            pytest.param(changes, weights, length, marks=pytest.mark.exhaustive)
+            for changes, weights, length in (
+                ({}, "int8", 20),
+                (LATENT, "auto", 150),
+                (SINKS, "auto", 150),
+                ({"moe.use_moe": True}, "int8", 20),
+                ({"moe.use_moe": True}, "auto", 150),
+                ({"kv.budget": 0.5, "kv.signal": "uniform"}, "auto", 150),
+            )
+        ),
+    ],
+)
+def test_tokens_are_those_of_one_device(changes, weights, length):
+    config = settings(**changes)
+    whole = prepare(Transformer(config.architecture(V), rngs=nnx.Rngs(0)), weights)
+    shared = shared_over(whole, tensor_mesh(whole.config, TENSOR))
+    np.testing.assert_array_equal(texts(config, shared, length), texts(config, whole, length))
+    of_all, of_one = 0, 0
+    for leaf in jax.tree.leaves(nnx.state(shared)):
+        of_all, of_one = of_all + leaf.nbytes, of_one + leaf.addressable_shards[0].data.nbytes
+    assert of_one < 1.35 * of_all / TENSOR  # norms, routers and an output layer of 62 symbols are copied
+
+
+def test_weights_of_a_file_go_to_their_devices():
+    model = settings().architecture(V)
+    _, shapes = blueprint(model)
+    places = weight_places(tensor_mesh(model, TENSOR), shapes)
+    assert places["blocks/0/attention/qkv/kernel"].spec[1] == places["blocks/1/ffn/down/kernel"].spec[0] == "tensor"
+    assert places["blocks/0/norm1/scale"].is_fully_replicated
+
+
+def test_what_cannot_be_divided_is_said():
+    model = settings().architecture(V)
+    assert [widest(model, most) for most in (1, 3, 4, 8)] == [1, 2, 4, 4]
+    with pytest.raises(UserError, match=r"^generation.tensor_parallel must divide the 4 key heads of a layer, got 8$"):
+        tensor_mesh(model, 8)
+    with pytest.raises(UserError, match=r"^generation.tensor_parallel must be at most the 8 devices of this machine, got 16$"):
+        tensor_mesh(model, 16)
