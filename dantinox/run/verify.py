@@ -53,8 +53,8 @@ def verify_run(run: RunDirectory) -> Verified:
     if not run.config.is_file() and not (run.path / MANIFEST).is_file():
         raise UserError(f"{run.path} is not a run directory: it has neither {run.config.name} nor {MANIFEST}")
     found = Verified()
-    for part in (_own_files(run, found), _checkpoints(run, found)):
-        found.damage += _said(part)
+    found.damage += _own_files(run, found)
+    found.damage += _said(_checkpoints(run, found))
     return found
 
 
@@ -71,12 +71,25 @@ def own_damage(run: RunDirectory, entry: Callable[[Path], Entry] = entry_of) -> 
             yield problem
 
 
-def _own_files(run: RunDirectory, found: Verified) -> Iterator[str]:
+def _own_files(run: RunDirectory, found: Verified) -> list[str]:
     def counted(path: Path) -> Entry:
         _count(path, found)
         return entry_of(path)
 
-    return own_damage(run, counted)
+    while True:
+        found.files = found.bytes = 0
+        before = _written(run.manifest)
+        problems = list(_said(own_damage(run, counted)))
+        if not problems or before == _written(run.manifest):  # else the run goes on meanwhile
+            return problems
+
+
+def _written(path: Path) -> tuple[int, ...]:
+    """Another one whenever a file is replaced."""
+    with contextlib.suppress(OSError):
+        state = path.stat()
+        return state.st_ino, state.st_mtime_ns
+    return ()
 
 
 def _checkpoints(run: RunDirectory, found: Verified) -> Iterator[str]:
@@ -87,7 +100,10 @@ def _checkpoints(run: RunDirectory, found: Verified) -> Iterator[str]:
             continue
         for path in step.rglob("*"):
             _count(path, found)
-        yield from _said(step_damage(step))
+        problems = list(_said(step_damage(step)))
+        if not step.exists():
+            continue  # a run that goes on meanwhile had no more use for it
+        yield from problems
         if not logs_compared:
             with contextlib.suppress(Damage):  # the manifest of an older step may do
                 yield from _logs(run, step, found)

@@ -8,8 +8,19 @@ import pytest
 
 from dantinox.cli import main
 from dantinox.config import Config
-from dantinox.run import Damage, RunDirectory, log_damage, put, save_config, saved_steps, step_damage, verify_run
-from dantinox.run.manifest import MANIFEST, read_manifest, write_step_manifest
+from dantinox.run import (
+    Damage,
+    RunDirectory,
+    log_damage,
+    manifest,
+    put,
+    save_config,
+    saved_steps,
+    step_damage,
+    verify,
+    verify_run,
+)
+from dantinox.run.manifest import MANIFEST, entry_of, read_manifest, write_step_manifest
 
 
 @pytest.fixture
@@ -213,3 +224,23 @@ def test_a_manifest_that_is_none_is_a_sentence(run, text):
         read_manifest(run.manifest)
     with pytest.raises(Damage if "2" not in text else Exception):
         list(log_damage(run.path, run.checkpoints / "12"))
+
+
+def test_a_run_that_goes_on_meanwhile_is_not_damaged(run, monkeypatch):
+    """Weights may be replaced between the reading of their manifest and theirs, a step may go while it is read."""
+    done = []
+
+    def read(path, size=None):
+        if path == run.weights and not done:
+            done.append(path)
+            put(run.path, path.name, "better weights")
+        if path.parent.name == "state" and "8" in path.parts:
+            shutil.rmtree(run.checkpoints / "8")
+        return entry_of(path, size)
+
+    monkeypatch.setattr(verify, "entry_of", read)
+    monkeypatch.setattr(manifest, "entry_of", read)
+    monkeypatch.setattr(manifest.damage, "__defaults__", (read, False))
+    found = verify_run(run)
+    assert found.damage == [] and done and not (run.checkpoints / "8").exists()
+    assert found.files == 3 + 2 + 2  # settings, tokenizer, weights; a file and a manifest in each step
