@@ -20,6 +20,7 @@ from dantinox.training import loop
 from dantinox.training.checkpoints import Checkpoints
 from dantinox.training.step import abstract_state, initial_state
 
+pytestmark = pytest.mark.slow
 __all__ = ["programs_are_kept", "workshop"]
 DEVICES = 8
 MESH = {"distributed__fsdp": 4, "distributed__tensor": 2}
