@@ -21,11 +21,19 @@ from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.model.sharing import ALONE, GATHERED, Sharing
 from dantinox.platform import platform_of
 
+
+def _but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Keeps everything but weights that were made whole: neither under their name nor in a form that they have before it."""
+    inner = getattr(parameters.get("call_jaxpr"), "eqns", ())
+    made = {primitive.name, *(operation.primitive.name for operation in inner)}
+    return not made & {"all_gather", "reshape"} and parameters.get("name") != GATHERED
+
+
 # What is kept for the backward pass; with none, only weights that lie in parts on several devices are made anew.
 REMAT = {
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
-    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
+    "none": _but_gathered,
 }
 
 
