@@ -17,6 +17,8 @@ class Chip:
       flops: of dense bfloat16 products, per second.
       memory: bytes.
       bandwidth: of that memory, bytes per second.
+      link: bytes per second that it can send to the chips next to it, by all its links together: half of what its maker counts
+        in both directions.
       source: where the figures are published.
     """
 
@@ -25,17 +27,18 @@ class Chip:
     flops: float
     memory: int
     bandwidth: float
+    link: float
     source: str
 
 
 # A TPU's memory is published in GB of 2³⁰ bytes: XLA finds 15.75 of them to give to programs on a v5e.
 CHIPS = {
     "h100": Chip(
-        "gpu", "NVIDIA H100 80GB HBM3", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
+        "gpu", "NVIDIA H100 80GB HBM3", 989.4e12, 80 * 10**9, 3.35e12, 450e9, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
     ),
-    "v5e": Chip("tpu", "TPU v5 lite", 197e12, 16 << 30, 819e9, "Google Cloud TPU documentation, TPU v5e"),
-    "v5p": Chip("tpu", "TPU v5", 459e12, 95 << 30, 2765e9, "Google Cloud TPU documentation, TPU v5p"),
-    "v6e": Chip("tpu", "TPU v6 lite", 918e12, 32 << 30, 1640e9, "Google Cloud TPU documentation, TPU v6e"),
+    "v5e": Chip("tpu", "TPU v5 lite", 197e12, 16 << 30, 819e9, 200e9, "Google Cloud TPU documentation, TPU v5e"),
+    "v5p": Chip("tpu", "TPU v5", 459e12, 95 << 30, 2765e9, 600e9, "Google Cloud TPU documentation, TPU v5p"),
+    "v6e": Chip("tpu", "TPU v6 lite", 918e12, 32 << 30, 1640e9, 400e9, "Google Cloud TPU documentation, TPU v6e"),
 }
 
 

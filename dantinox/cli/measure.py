@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from typing import Any
 from dantinox.cli.common import DEFAULT_PROMPT, check_plot, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import UserError, load_config, overlay
 from dantinox.config.flags import add_config_flags, overrides
+from dantinox.config.sections import AXES, DistributedSection
 from dantinox.config.start import DEFAULT, find_config
 from dantinox.files import atomic_write, check_folder
 
@@ -196,14 +198,27 @@ def plan_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config", type=Path, default=DEFAULT, help=f"a YAML file, or a config of the package (default: {DEFAULT})"
     )
-    names = "cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e, a TPU also with its shape, as tpu:v5e:4x4"
+    names = "cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips as gpu:h100:8 and tpu:v5e:4x4"
     command.add_argument("--topology", metavar="NAME", help=f"{names} (default: the machine at hand)")
+    axes = "how its chips share a training, as data=4,fsdp=64; again for another one to compare (default: `distributed`)"
+    command.add_argument("--mesh", action="append", type=mesh_of, metavar="AXIS=N,…", help=axes)
     command.add_argument("--batch", type=whole_number, default=1, metavar="N", help="prompts to generate from (default: 1)")
     command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens of a prompt (default: what --new leaves)")
     new = "tokens to generate (default: max_new_tokens, at most half of the context)"
     command.add_argument("--new", type=whole_number, metavar="N", help=new)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(command)
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """The sizes of `data=4,fsdp=64`; an axis that is not named has one device, or for fsdp all that the others leave."""
+    named: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or axis in named or not re.fullmatch(r"[1-9]\d{0,8}", size):
+            raise argparse.ArgumentTypeError(f"must be sizes of {', '.join(AXES)}, as data=4,fsdp=64, got {text}")
+        named[axis] = int(size)
+    return {axis: getattr(DistributedSection(), axis) for axis in AXES} | named
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -219,7 +234,9 @@ def plan(options: argparse.Namespace) -> int:
     from dantinox.training.step import traced_programs
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
-    found = make_plan(topology, config, vocabulary_size(config), traced_programs, progress=_progress, **sizes)
+    found = make_plan(
+        topology, config, vocabulary_size(config), traced_programs, meshes=options.mesh or (), progress=_progress, **sizes
+    )
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
         return 0

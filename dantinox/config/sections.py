@@ -155,6 +155,9 @@ class TrainingSection(Section):
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
 
 
+AXES = ("data", "fsdp", "expert", "tensor")
+
+
 class DistributedSection(Section):
     """How the devices of a training share it, as a mesh of four axes whose product is their number."""
 
@@ -192,7 +195,7 @@ class LoggingSection(Section):
 
 def distributed_conflicts(d: DistributedSection) -> Iterator[str]:
     """A sentence for each rule among these settings that is broken."""
-    axes = {name: getattr(d, name) for name in ("data", "fsdp", "expert", "tensor")}
+    axes = {name: getattr(d, name) for name in AXES}
     for name, size in axes.items():
         if size == 0:
             yield f"distributed.{name} must be at least 1, or -1 for all devices that are left, got 0"

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.distributed.rules import AXES, BATCH, TABLES, Split, in_layer, split_of
 from dantinox.model import Transformer, compute_dtype
@@ -54,6 +55,10 @@ class Layout:
             return ONE_DEVICE
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + processes
+
+    def short(self) -> str:
+        """The mesh without axes of one device, as a table has room for."""
+        return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or ONE_DEVICE
 
     @property
     def parts(self) -> int:
@@ -150,6 +155,15 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(place, tree)
 
+    def bytes(self, tree: Any) -> int:
+        """What a device holds of such a tree of shapes."""
+        if self.mesh is None:
+            return programs.size(tree)
+        held = jax.tree.map(
+            lambda leaf, at: math.prod(at.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, self.shardings(tree)
+        )
+        return sum(jax.tree.leaves(held))
+
     def place(self, tree: Any) -> Any:
         """Shapes of such a tree, placed."""
         places = self.shardings(tree)
@@ -216,7 +230,7 @@ def _gather_backward(dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DType
     d = d.astype(jnp.float32) / copies
     for axis, names in dims:
         d = lax.psum_scatter(d, names, scatter_dimension=axis, tiled=True)
-    return (d,)
+    return (lax.optimization_barrier(d),)  # else a compiler adds up whole derivatives, and scatters behind the loop over parts
 
 
 _gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.distributed import Layout, make_layout
+from dantinox.distributed import ONE_DEVICE, Layout, make_layout
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.loop import Session, slots_needed
 from dantinox.generation.weights import prepare
 from dantinox.measure.topology import Topology
+from dantinox.measure.work import SENT, work_of
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import spans
 from dantinox.model.flops import attention_flops, matrix_parameters
@@ -35,29 +36,45 @@ FORMULAS = {
     "decode": "2N + 4·L·H·Q·S FLOPs a token, S the slots of the cache",
 }
 # What libtpu writes as custom calls and is no kernel.
-MARKS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
+MARKS = {
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked",
+}  # fmt: skip
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """Those of one kind in a call of a program: how many, and the bytes that a device sends in them."""
+
+    count: int
+    sent: int
+
+
+@dataclass(frozen=True)
 class Program:
-    """What one program takes, and the least time of a call of it: of one token per row in the case of `decode`.
+    """What one program takes on each device, and the least time of a call: of one token per row in the case of `decode`.
 
     Attributes:
+      mesh: of the devices that share it, in words.
       reads: what a call reads, in words.
-      flops: of the mathematics, by `FORMULAS`, whatever the program throws away; `again` those that it does a second time,
-        the layers forward where `model.gradient_checkpointing` asks for all of it.
-      traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written anew.
+      flops: a device's share of those of the mathematics, by `FORMULAS`, whatever the program throws away; `again` those that
+        it does a second time, the layers forward where `model.gradient_checkpointing` asks for all of it.
+      traffic: bytes that must pass between memory and chip: every weight, moment and key once, and what is written anew or
+        received.
+      collectives: kind → how many a call has, loops counted as often as they turn, and the bytes that the device sends in them.
       bytes: of the compiled program; None where the compiler gave up.
       needs: the most memory at any time, in bytes; None where the compiler does not say.
       fits: whether the chip has as much; None where nobody says.
       kernels: calls in the program's text that are no plain XLA, and sorts, with how often they stand there.
-      compute_seconds, memory_seconds: of `flops + again` and of `traffic` at the chip's published rates, if it has any.
-      mfu: the share of the peak that `flops` are at most, if the longer of these is all it takes.
+      compute_seconds, memory_seconds, link_seconds: of `flops + again`, of `traffic`, and of what is sent to other devices, at
+        the chip's published rates, if it has any.
+      mfu: the share of the peak that `flops` are at most, if the longest of these is all it takes.
       failure: why it was not compiled.
     """
 
     name: str
+    mesh: str
     reads: str
     flops: int
     again: int
@@ -66,8 +83,10 @@ class Program:
     needs: int | None
     fits: bool | None
     kernels: dict[str, int]
+    collectives: dict[str, Collectives]
     compute_seconds: float | None
     memory_seconds: float | None
+    link_seconds: float | None
     mfu: float | None
     compile_seconds: float
     failure: str | None
@@ -78,6 +97,7 @@ class Plan:
     """The programs of a config on a machine.
 
     Attributes:
+      chips: of the whole machine.
       memory: bytes of a chip, of the machine at hand those that are free.
       chip: its published figures.
       matrix_parameters: N of the formulas: all that are multiplied by, the output layer too, norms and look-ups not.
@@ -104,6 +124,7 @@ class Traced(NamedTuple):
     """A program before it is compiled, with what `Program` says of it and the options of its compiler."""
 
     name: str
+    mesh: str
     reads: str
     flops: int
     again: int
@@ -122,6 +143,7 @@ def make_plan(
     vocab_size: int,
     training: Training,
     *,
+    meshes: Sequence[Mapping[str, int]] = (),
     batch: int = 1,
     prompt: int | None = None,
     new: int | None = None,
@@ -131,12 +153,14 @@ def make_plan(
 
     Args:
       training: gives the programs of a training run.
+      meshes: sizes of axes in place of those of `distributed`, for each mesh that is asked for; none: `distributed` as it is.
       batch: prompts that are generated from at once, `generation.n` samples of each.
       prompt: their length in tokens; None: all that `new` leaves of the context.
       new: tokens to generate; None: `generation.max_new_tokens`, at most half of the context.
 
     Raises:
-      UserError: prompt and new tokens do not fit into the context, or the settings name tokens by their text.
+      UserError: prompt and new tokens do not fit into the context, the settings name tokens by their text, or a mesh does not
+        fit the devices, the batch or the model.
     """
     model = config.architecture(vocab_size, topology.platform)
     new = min(config.generation.max_new_tokens, model.max_context // 2) if new is None else new
@@ -146,17 +170,23 @@ def make_plan(
             f"batch, prompt and new must be at least 1, and prompt + new at most the context of {model.max_context}, "
             f"got {batch}, {prompt} and {new}"
         )
+    meshed = [on_mesh(config, mesh) for mesh in meshes or [{}]]
+    layouts = [make_layout(one, model, topology.devices) for one in meshed]
     with topology.assumed():
-        traced = [*training_programs(topology, config, model, training)]
+        traced: list[Traced] = []
+        for one, layout in zip(meshed, layouts, strict=True):
+            traced += training_programs(one, model, training, layout)
+        traced.sort(key=lambda program: program.name, reverse=True)  # the meshes of one program beside each other
         traced += generation_programs(topology, config, model, batch, prompt, new)
         programs = []
         for program in traced:
-            progress(f"compiling {program.name} for {topology.name}")
+            on = f" on {program.mesh}" if len(topology.devices) > 1 else ""
+            progress(f"compiling {program.name} for {topology.name}{on}")
             programs.append(_compiled(topology, program))
     return Plan(
         topology=topology.name,
         device=topology.device.device_kind,
-        chips=topology.chips,
+        chips=len(topology.devices),
         memory=topology.memory,
         chip=topology.chip,
         dtype=np.dtype(compute_dtype(model)).name,
@@ -180,18 +210,24 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
     return held - held * taken // model.experts.count
 
 
-def training_programs(topology: Topology, config: Config, model: ModelConfig, training: Training) -> Iterator[Traced]:
+def on_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
+    """The same settings with these sizes of axes."""
+    return config.model_copy(update={"distributed": config.distributed.model_copy(update=dict(mesh))})
+
+
+def training_programs(config: Config, model: ModelConfig, training: Training, layout: Layout) -> Iterator[Traced]:
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
     steps = config.training.steps or STEPS
-    layout = make_layout(config, model, topology.devices)
     for name, (rows, length, program, options) in training(config, model, steps, layout).items():
         forward = 2 * matrix_parameters(model) + attention_flops(model, length)
-        flops = rows * length * forward * (3 if name == "train" else 1)
-        layers = rows * length * (forward - 2 * model.dim * model.vocab_size)
+        flops = rows * length * forward * (3 if name == "train" else 1) // layout.devices
+        layers = rows * length * (forward - 2 * model.dim * model.vocab_size) // layout.devices
         again = layers if name == "train" and model.remat == "full" else 0
-        untouched = 0 if name == "train" or model.weight_tying else model.vocab_size * model.dim * 4
-        traffic = size(program.in_avals) + size(program.out_info) - untouched
-        yield Traced(name, f"{rows} × {length} tokens", flops, again, traffic, program, options)
+        # Of a table on one device rows are looked up; in parts it is passed on, which counts as that.
+        untouched = 0 if name == "train" or model.weight_tying or layout.mesh else model.vocab_size * model.dim * 4
+        (state, batch), _ = program.in_avals
+        traffic = layout.bytes(state) + size(batch) // layout.parts + layout.bytes(program.out_info) - untouched
+        yield Traced(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic, program, options)
 
 
 def generation_programs(
@@ -225,7 +261,7 @@ def generation_programs(
         """FLOPs of reading texts for the logits behind them."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
-    yield Traced("prefill", f"{batch} × {prompt} tokens", forward(batch, prompt), 0, read + cache, first, {})
+    yield Traced("prefill", ONE_DEVICE, f"{batch} × {prompt} tokens", forward(batch, prompt), 0, read + cache, first, {})
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
     if model.latent is not None:  # which all heads read, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
@@ -233,7 +269,7 @@ def generation_programs(
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots)
-    yield Traced("decode", reads, flops, 0, read - idle + cache, following, {})
+    yield Traced("decode", ONE_DEVICE, reads, flops, 0, read - idle + cache, following, {})
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
@@ -244,22 +280,28 @@ def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
 
 
 def _compiled(topology: Topology, traced: Traced) -> Program:
-    name, reads, flops, again, traffic, program, options = traced
+    name, mesh, reads, flops, again, traffic, program, options = traced
     begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
+    collectives: dict[str, Collectives] = {}
     try:
         compiled = topology.compile(program, options)
-        found, kernels = bytes_of(compiled), kernels_in(compiled.as_text())
+        text = compiled.as_text()
+        found, kernels, work = bytes_of(compiled), kernels_in(text), work_of(text)
+        collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in SENT if work.count[kind]}
         needs = found.peak
     except jax.errors.JaxRuntimeError as error:
         failure = first_line(error)
         needs = needed_bytes(failure)
     seconds, memory, chip = time.perf_counter() - begun, topology.memory, topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
-    bounds: tuple[float | None, float | None, float | None] = (None, None, None)
+    sent = sum(of.sent for of in collectives.values())
+    times: tuple[float | None, float | None, float | None] = (None, None, None)
+    mfu = None
     if chip is not None:
-        compute, passing = (flops + again) / chip.flops, traffic / chip.bandwidth
-        bounds = (compute, passing, flops / chip.flops / max(compute, passing))
-    return Program(name, reads, flops, again, traffic, found, needs, fits, kernels, *bounds, seconds, failure)
+        times = (flops + again) / chip.flops, (traffic + sent) / chip.bandwidth, sent / chip.link
+        mfu = flops / chip.flops / max(filter(None, times))
+    takes = (flops, again, traffic + sent, found, needs, fits, kernels, collectives)
+    return Program(name, mesh, reads, *takes, *times, mfu, seconds, failure)
 
 
 def kernels_in(text: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from dantinox.measure.plan import Plan, Program
+from dantinox.measure.work import SENT
 from dantinox.report import human_bytes, human_count
 from dantinox.report.tables import Column, percent, text_table, wrapped
 
@@ -15,34 +16,49 @@ def _bytes(kind: str) -> Column:
     return Column(kind, kind, lambda p: p.bytes and human_bytes(getattr(p.bytes, kind)))
 
 
+def _passed(kind: str) -> Column:
+    """How many collectives of a kind there are, and what they pass."""
+
+    def said(p: Program) -> str | None:
+        of = p.collectives.get(kind)
+        return None if of is None else f"{of.count} · {human_bytes(of.sent)}"
+
+    return Column(kind, kind, said)
+
+
 NAMES = (Column("program", "program", lambda p: p.name), Column("reads", "reads", lambda p: p.reads))
+MESHED = (NAMES[0], Column("mesh", "mesh", lambda p: p.mesh), NAMES[1])
 MEMORY = (
-    *NAMES,
     *map(_bytes, ("arguments", "temp", "output", "alias")),
     Column("needs", "needs", lambda p: p.needs and human_bytes(p.needs)),
     Column("compile", "compiled\nin s", lambda p: p.compile_seconds, ".1f"),
 )
 TIME = (
-    *NAMES,
     Column("flops", "FLOPs", lambda p: human_count(p.flops)),
     Column("again", "again", lambda p: human_count(p.again) if p.again else None),
     Column("traffic", "traffic", lambda p: human_bytes(p.traffic)),
     Column("compute", "compute\nms ≥", lambda p: _milliseconds(p.compute_seconds)),
     Column("memory", "memory\nms ≥", lambda p: _milliseconds(p.memory_seconds)),
+    Column("links", "links\nms ≥", lambda p: _milliseconds(p.link_seconds) if p.collectives else None),
     Column("mfu", "MFU ≤", lambda p: p.mfu and percent(p.mfu)),
 )
+PASSED = tuple(map(_passed, SENT))
 
 
 def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
     """The machine, the table of programs, and what is to be said of each, in lines of at most `width`."""
     yield from wrapped(_machine(found), width)
     yield ""
-    for table in (MEMORY, TIME):
-        columns = [column for column in table if any(column.value(program) is not None for program in found.programs)]
-        yield from text_table(columns, found.programs, width, front=2)
-        yield ""
+    names = MESHED if found.chips > 1 else NAMES
+    passing = [program for program in found.programs if program.collectives]
+    for table, programs in ((MEMORY, found.programs), (TIME, found.programs), (PASSED, passing)):
+        if programs:
+            columns = [column for column in table if any(column.value(program) is not None for program in programs)]
+            yield from text_table([*names, *columns], programs, width, front=len(names))
+            yield ""
     for program in found.programs:
-        yield from wrapped([f"{program.name}: {_fits(program, found.memory)}{_kernels(program)}"], width)
+        on = f" on {program.mesh}" if found.chips > 1 else ""
+        yield from wrapped([f"{program.name}{on}: {_fits(program, found.memory)}{_kernels(program)}"], width)
     yield ""
     formulas = [f"{name}: {formula}" for name, formula in found.formulas.items()]
     yield from wrapped([f"N = {human_count(found.matrix_parameters)} weights in matrix products; FLOPs:", *formulas], width)
@@ -56,7 +72,8 @@ def _machine(found: Plan) -> Iterator[str]:
     else:
         yield f"{human_count(found.chip.flops)} bfloat16 FLOP/s, {human_bytes(found.chip.bandwidth)}/s: {found.chip.source}"
     if found.chips > 1:
-        yield f"programs are for one chip of the {found.chips}: this version distributes nothing"
+        link = f", whose links send {human_bytes(found.chip.link)}/s" if found.chip else ""
+        yield f"{found.chips} chips{link}: all figures are of one of them, a collective's bytes those that it sends"
     yield f"{human_count(found.parameters)} parameters, computing in {found.dtype}, {found.vocab_size} symbols"
 
 

@@ -20,6 +20,7 @@ from dantinox.programs import CHIPS, Chip, available_bytes, chip_of, compiled
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+GPUS = tuple(map(str, range(1, 9)))  # that NVLink joins
 CUDNN, CAPABILITY = 91000, (9, 0)  # 9.10.0, and of an H100: as in the file
 H100 = Path(__file__).with_name("h100.txtpb")
 # Autotuning runs kernels on the device: without one, XLA's heuristics choose them.
@@ -41,8 +42,7 @@ class Topology:
 
     Attributes:
       platform: a name of `dantinox.platform`.
-      devices: that share a training: one chip, unless a mesh of more is asked for.
-      chips: of the whole machine.
+      devices: that share a training.
       memory: bytes of a chip; of the machine at hand what is free; None where nobody says.
       chip: its published figures, None where there are none.
       options: of the compiler.
@@ -51,7 +51,6 @@ class Topology:
     name: str
     platform: Literal["cpu", "gpu", "tpu"]
     devices: list[jax.Device]
-    chips: int
     memory: int | None
     chip: Chip | None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -81,40 +80,44 @@ class Topology:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     def compile(self, traced: Any, options: Mapping[str, Any]) -> Any:
-        """A program that was traced on arguments of `place`, with further options of the compiler."""
+        """A program that was traced on arguments of these devices, with further options of the compiler."""
         return compiled(traced.lower(), {**self.options, **options})
 
 
 def find_topology(name: str | None = None) -> Topology:
-    """The machine of a name: `cpu`, `gpu:h100`, `tpu:v5e`, `tpu:v5e:4x4`; None is the one at hand with its accelerator.
+    """The machine of a name: `cpu`, `gpu:h100`, `gpu:h100:8`, `tpu:v5e`, `tpu:v5e:4x4`; None is the one at hand.
 
     Raises:
       UserError: there is none of that name, or its compiler is not installed.
     """
     if name is None or name == "cpu":
-        device = jax.devices(name)[0]
-        platform: Any = "gpu" if device.platform == "cuda" else device.platform
-        return Topology(name or platform, platform, [device], 1, available_bytes(device), chip_of(device))
+        devices = jax.devices(name)
+        platform: Any = "gpu" if devices[0].platform == "cuda" else devices[0].platform
+        memory = available_bytes(devices[0])
+        if platform == "cpu" and memory is not None:
+            memory //= len(devices)  # they are simulated and share it
+        return Topology(name or platform, platform, devices, memory, chip_of(devices[0]))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
-    if f"{family}:{model}" not in NAMES or (shape and family != "tpu"):
+    if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPUS):
         raise UserError(
-            f"no topology {on_one_line(name)}: they are {', '.join(NAMES)}, a TPU also with its shape, as tpu:v5e:4x4"
+            f"no topology {on_one_line(name)}: they are {', '.join(NAMES)}, a GPU also with the number in its host, up to "
+            f"{GPUS[-1]}, as gpu:h100:8, a TPU with its shape, as tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):
         newer = ", on Python 3.12 or newer" if family == "tpu" else ""
         raise UserError(f"the compiler for {name} is not installed: pip install 'dantinox[aot]'{newer}")
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    devices = _gpus() if family == "gpu" else _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
+    devices = _gpus(shape or "1") if family == "gpu" else _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
     chip = CHIPS[model]
-    return Topology(name, family, devices[:1], len(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
+    return Topology(name, family, list(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
 
 
-def _gpus() -> list[jax.Device]:
+def _gpus(count: str) -> list[jax.Device]:
     lines = H100.read_text(encoding="ascii").splitlines()
     config = "\n".join(line for line in lines if not line.startswith("#"))
-    return topologies.get_topology_desc("h100", "cuda", target_config=config, topology="1x1x1").devices
+    return topologies.get_topology_desc("h100", "cuda", target_config=config, topology=f"1x1x{count}").devices
 
 
 def _tpus(model: str, shape: str) -> list[jax.Device]:

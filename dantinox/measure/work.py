@@ -77,9 +77,14 @@ def work_of(text: str) -> Work:
     def of(computation: str) -> Work:
         types = {i.name: i.type for i in computations[computation]}
         total = Work()
+        # On a TPU a collective stands in every fusion that goes on with it; a sum of which parts are kept is one fusion.
+        begins = any('"AsyncCollectiveStart"' in i.rest for i in computations[computation])
+        scatters = computation.startswith("all-reduce-scatter")
         for i in computations[computation]:
-            if i.opcode.endswith(("-done", "-update")):
+            if i.opcode.endswith(("-done", "-update")) or ("chain_id=" in i.rest and i.opcode in SENT and not begins):
                 continue
+            if scatters and i.opcode == "all-reduce":
+                i = i._replace(opcode="reduce-scatter")
             total += _own(i, types, devices)
             called = [name for _, names in CALLED.findall(i.rest) for name in re.findall(r"[\w.\-]+", names)]
             for name in called:

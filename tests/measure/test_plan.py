@@ -11,7 +11,7 @@ import pytest
 from dantinox import cli
 from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config, dump_config
 from dantinox.measure import topology as topologies
-from dantinox.measure.plan import generation_programs, kernels_in, make_plan, matrix_parameters, needed_bytes
+from dantinox.measure.plan import Collectives, generation_programs, kernels_in, make_plan, matrix_parameters, needed_bytes
 from dantinox.measure.plan_view import plan_lines
 from dantinox.measure.topology import find_topology
 from dantinox.model.flops import attention_flops
@@ -28,6 +28,12 @@ SETTINGS = {
 }  # fmt: skip
 BLOCK = 16 * 8 * (2 + 2) + 2 * 8 * 16 + 3 * 16 * 24  # queries, key and value; output; gate, up and down
 N = 2 * BLOCK + 16 * 259
+PASSES = """HloModule passes, num_partitions=4
+ENTRY %main (p: f32[8,4]) -> f32[32,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %all = f32[32,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +164,11 @@ def test_settings_of_the_cache_and_of_generation_count(config):
 
 def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
     here = find_topology("cpu")
-    slow = replace(CHIPS["v5e"], flops=1e9, bandwidth=1e6, memory=1000)
-    target = replace(here, chip=slow, memory=slow.memory, chips=16)
+    slow = replace(CHIPS["v5e"], flops=1e9, bandwidth=1e6, link=1e5, memory=1000)
+    target = replace(here, chip=slow, memory=slow.memory)
     monkeypatch.setattr(topologies.Topology, "compile", lambda *_: next(compiled))
     text = SimpleNamespace(argument_size_in_bytes=900, temp_size_in_bytes=300, output_size_in_bytes=50, alias_size_in_bytes=40)
-    program = SimpleNamespace(memory_analysis=lambda: text, as_text=lambda: "")
+    program = SimpleNamespace(memory_analysis=lambda: text, as_text=lambda: PASSES)
 
     def broken():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory required (3.00K) exceeds available HBM (1.00K)")
@@ -172,6 +178,7 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
     train = found.programs[0]
     assert (train.needs, train.fits) == (900 + 300 + 50 - 40, False)
     assert train.compute_seconds == train.flops / 1e9 and train.memory_seconds == train.traffic / 1e6
+    assert train.collectives == {"all-gather": Collectives(1, 3 * 128)} and train.link_seconds == 3 * 128 / 1e5
     assert train.mfu == train.compute_seconds / max(train.compute_seconds, train.memory_seconds)
     again = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
     compiled = iter([program] * 4)
@@ -180,7 +187,11 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
     assert twice.compute_seconds == (twice.flops + twice.again) / 1e9
     assert twice.mfu == pytest.approx(twice.flops / 1e9 / max(twice.compute_seconds, twice.memory_seconds))
     lines = "\n".join(plan_lines(found))
-    assert "programs are for one chip of the 16" in lines and "train: does not fit, 210 B too much" in lines
+    assert (
+        re.search(r"program +reads +all-gather\n", lines)
+        and "1 · 384 B" in lines
+        and "train: does not fit, 210 B too much" in lines
+    )
     monkeypatch.setattr(topologies.Topology, "compile", lambda *_: broken())
     found = make_plan(target, config, 259, traced_programs)
     assert [program.needs for program in found.programs] == [3072] * 4
@@ -221,6 +232,7 @@ def test_json_and_table_say_the_same(plan, command, capfd):
         ("gpu:h200", "no topology gpu:h200: they are cpu, gpu:h100, tpu:v5e, "),
         ("tpu:h100", "no topology tpu:h100: "),
         ("gpu:h100:2x2", "no topology gpu:h100:2x2: "),
+        ("gpu:h100:9", "no topology gpu:h100:9: "),
         ("tpu:v5e:", "no topology tpu:v5e:: "),
         ("tpu:v5e:4by4", "no topology tpu:v5e:4by4: "),
         ("gpu:h100", "the compiler for gpu:h100 is not installed: pip install 'dantinox[aot]'"),

@@ -71,6 +71,47 @@ def test_a_program_is_counted_with_its_loops():
     )
 
 
+def test_a_collective_in_several_fusions_is_one():
+    """On a TPU: begun, gone on with beside a product, and ended; and a sum of which each device keeps a part."""
+    groups = "replica_groups={{0,1,2,3}}"
+    gather = f'%g = bf16[8,2]{{1,0}} all-gather(%p), {groups}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
+    text = f"""HloModule example, num_partitions=4
+%begin (p: bf16[2,2]) -> bf16[8,2] {{
+  %p = bf16[2,2]{{1,0}} parameter(0)
+  {gather}
+  ROOT %c = bf16[8,2]{{1,0}} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+
+%end (p: bf16[2,2]) -> bf16[8,2] {{
+  %p = bf16[2,2]{{1,0}} parameter(0)
+  {gather}
+  ROOT %c = bf16[8,2]{{1,0}} custom-call(%g), custom_call_target="AsyncCollectiveDone"
+}}
+
+%all-reduce-scatter.3 (p: f32[8,2]) -> f32[2,2] {{
+  %p = f32[8,2]{{1,0}} parameter(0)
+  %r = f32[8,2]{{1,0}} all-reduce(%p), {groups}, to_apply=%add
+  ROOT %s = f32[2,2]{{1,0}} dynamic-slice(%r)
+}}
+
+ENTRY %main (p: bf16[2,2], q: f32[8,2]) -> f32[2,2] {{
+  %p = bf16[2,2]{{1,0}} parameter(0)
+  %q = f32[8,2]{{1,0}} parameter(1)
+  %b = bf16[8,2]{{1,0}} fusion(%p), kind=kCustom, calls=%begin
+  %e = bf16[8,2]{{1,0}} fusion(%p), kind=kCustom, calls=%end
+  ROOT %k = f32[2,2]{{1,0}} fusion(%q), kind=kCustom, calls=%all-reduce-scatter.3
+}}
+
+%add (x: f32[], y: f32[]) -> f32[] {{
+  ROOT %x = f32[] parameter(0)
+}}
+"""
+    counted = work_of(text)
+    assert counted == Work(
+        count={"all-gather": 1, "reduce-scatter": 1}, sent={"all-gather": 3 * 8, "reduce-scatter": 64 * 3 / 4}
+    )
+
+
 @pytest.mark.parametrize(("turns", "unknown"), [(6, 0), (None, 1)])
 def test_a_compiled_loop(turns, unknown):
     """On this very machine's compiler: six products in a loop, and a loop that ends when its numbers are small."""
