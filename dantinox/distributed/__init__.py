@@ -2,7 +2,17 @@
 
 from dantinox.distributed.generation import shared_over, tensor_mesh, weight_places, widest
 from dantinox.distributed.layout import ONE_DEVICE, Layout, make_layout, mesh_sizes
-from dantinox.distributed.processes import Silent, StopTogether, agreed, from_first, is_first, join, leave_at_once, on_host
+from dantinox.distributed.processes import (
+    Silent,
+    StopTogether,
+    agreed,
+    from_first,
+    is_first,
+    join,
+    leave_at_once,
+    meet,
+    on_host,
+)
 from dantinox.distributed.rules import AXES, BATCH
 
 __all__ = [
@@ -18,6 +28,7 @@ __all__ = [
     "join",
     "leave_at_once",
     "make_layout",
+    "meet",
     "mesh_sizes",
     "on_host",
     "shared_over",

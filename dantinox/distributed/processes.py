@@ -4,6 +4,7 @@ All of them run the same loop on the same steps. The first one alone talks and w
 one of them decides that another must do too, a signal or a checkpoint to go back to, passes through here.
 """
 
+import itertools
 import json
 import os
 from collections import deque
@@ -20,6 +21,8 @@ from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
 HEARTBEAT = 8  # seconds without a sign of life after which a process counts as dead, and the others end
+PATIENCE = 24 * 3600 * 1000  # milliseconds; that a process is dead is noticed long before
+MEETINGS = itertools.count()
 LAG = 2  # steps that a signal travels, in which the devices need not wait for the processes
 
 
@@ -48,6 +51,15 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def meet() -> None:
+    """Waits until all processes are here, however long one of them works alone: what passes between devices gives up sooner."""
+    if jax.process_count() == 1:
+        return
+    from orbax.checkpoint.multihost import get_barrier_sync_fn
+
+    get_barrier_sync_fn()(key=f"dantinox_{next(MEETINGS)}", timeout_ms=PATIENCE)
+
+
 def from_first(make: Callable[[], Any]) -> Any:
     """What `make` gives in the first process, to all: something that JSON holds. What goes wrong there goes wrong for all."""
     if jax.process_count() == 1:
@@ -61,6 +73,7 @@ def from_first(make: Callable[[], Any]) -> Any:
             content = json.dumps({"value": make()}).encode()
         except UserError as error:
             content, raised = json.dumps({"error": str(error)}).encode(), error
+    meet()
     size = int(broadcast_one_to_all(np.int32(len(content))))
     told = broadcast_one_to_all(np.frombuffer(content.ljust(size), np.uint8))
     if raised is not None:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,7 +19,18 @@ import jax
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.distributed import Layout, Silent, StopTogether, agreed, from_first, is_first, leave_at_once, make_layout, on_host
+from dantinox.distributed import (
+    Layout,
+    Silent,
+    StopTogether,
+    agreed,
+    from_first,
+    is_first,
+    leave_at_once,
+    make_layout,
+    meet,
+    on_host,
+)
 from dantinox.files import UserError, first_line
 from dantinox.model.flops import training_flops
 from dantinox.model.parameters import unrolled
@@ -166,6 +177,7 @@ class _Trainer:
         self.logs.cut(self.step)
         self.console.start(self.steps, self.step)
         self.stop.can_save = True
+        meet()
         while not self._ran_to_the_end():
             pass
         self._conclude()
@@ -347,6 +359,7 @@ class _Trainer:
         weights = on_host(state.weights)
         if is_first():
             save_weights(self.run.weights, unrolled(weights), self.facts)
+        meet()
 
     def _validation_loss(self) -> float | None:
         """Nats per token, summed in float64 over batches; None when a signal came in between."""
@@ -363,8 +376,11 @@ class _Trainer:
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
         weights = self.state.weights if self.layout.mesh is None else on_host(self.state.weights)
-        if not is_first():
-            return
+        if is_first():
+            self._sample_of(weights, sample)
+        meet()
+
+    def _sample_of(self, weights: Mapping[str, Any], sample: Sampler) -> None:
         try:
             text = sample(sampled_model(self.model, weights))
             self.run.samples.mkdir(exist_ok=True)
