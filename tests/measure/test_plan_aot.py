@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from dantinox.config import build_config
+from dantinox.distributed import make_layout
 from dantinox.measure.plan import generation_programs, kernels_in, training_programs
 from dantinox.measure.topology import COMPILERS, find_topology
+from dantinox.measure.work import Work, work_of
+from dantinox.model.parameters import blueprint
 from dantinox.programs import Bytes, bytes_of, size
 from dantinox.training.step import traced_programs
 
@@ -77,7 +80,7 @@ def traced(topology: str, case: str) -> dict[str, Any]:
     rows, new = 8 if "rows" in case else 1, 128
     programs = [*generation_programs(target, config, model, rows, model.max_context - new, new)] if "decode" in names else []
     if "train" in names:
-        programs += training_programs(target, config, model, traced_programs)
+        programs += training_programs(config, model, traced_programs, make_layout(config, model, target.devices))
     return {program.name: program for program in programs}
 
 
@@ -183,3 +186,70 @@ def test_what_is_narrow_takes_less(topology, case, name):
     assert small.bytes.arguments < plain.bytes.arguments
     if case == "compressed":
         assert small.kept < 0.6 * plain.kept
+
+
+# Name of a machine with several chips → what its attention kernels begin with.
+MESHED = {"gpu:h100:8": "__cudnn$fmha", "tpu:v5e:2x2": "tpu_custom_call"}
+
+
+class Meshed(NamedTuple):
+    """A program of a mesh: its kernels, its work on a device, its bytes there, those of all parameters, their number."""
+
+    kernels: dict[str, int]
+    work: Work
+    bytes: Bytes
+    whole: int
+    weights: int
+
+
+@cache
+def meshed(topology: str, tensor: int, name: str) -> Meshed:
+    """One layer with an output layer of its own, on a mesh of `fsdp` × `tensor`."""
+    target = find_topology(topology)
+    rows = len(target.devices) // tensor
+    given = {"model.num_blocks": 1, "training.batch_size": 2 * rows, "training.grad_accum": 2, "distributed.tensor": tensor}
+    config = build_config({}, SIZE | {"model.dim": 512, "model.weight_tying": False} | given)
+    model = config.architecture(V, target.platform)
+    layout = make_layout(config, model, target.devices)
+    with target.assumed():
+        programs = {p.name: p for p in training_programs(config, model, traced_programs, layout)}
+        found = target.compile(programs[name].program, programs[name].options)
+    shapes, text = blueprint(model)[1], found.as_text()
+    return Meshed(
+        kernels_in(text), work_of(text), bytes_of(found), size(shapes), sum(len(shape.shape) > 1 for shape in shapes.values())
+    )
+
+
+def on_meshes(*cases: tuple[str, int, str]) -> pytest.MarkDecorator:
+    """A test for each (topology, tensor, program)."""
+    found = []
+    for case in cases:
+        lacks = pytest.mark.skipif(not any(map(find_spec, COMPILERS[case[0][:3]])), reason=f"no compiler for {case[0]}")
+        found.append(pytest.param(*case, marks=[lacks, pytest.mark.xdist_group(case[0][:7])]))
+    return pytest.mark.parametrize(("topology", "tensor", "name"), found)
+
+
+MESHES = [(topology, tensor, "train") for topology in MESHED for tensor in (1, 2)]
+
+
+@on_meshes(*MESHES)
+def test_a_mesh_has_the_chips_kernels(topology, tensor, name):
+    """Forward, and backward once or on a TPU twice; recomputed in no layer."""
+    found = sum(count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESHED[topology]))
+    assert found == (2 if topology.startswith("gpu") else 3)
+
+
+@on_meshes(*MESHES)
+def test_a_mesh_passes_each_weight_twice_in_a_part(topology, tensor, name):
+    """Tables once; not whole derivatives behind the loop over parts; and nothing is passed from all to all."""
+    found = meshed(topology, tensor, name)
+    count, parts, devices = found.work.count, 2, len(find_topology(topology).devices)
+    assert set(count) <= {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
+    assert 0 < count["all-gather"] <= 2 * parts * found.weights
+    assert found.work.unknown_loops == 0
+    assert found.bytes.arguments < 1.05 * 3 * found.whole / devices + 2**17
+    if topology.startswith("gpu"):
+        # Of the parts of float32: the embedding whole, all others rounded, twice in a layer; once each way the derivatives.
+        assert count["reduce-scatter"] >= parts
+        assert found.work.sent["all-gather"] < parts * found.whole
+        assert found.work.sent["reduce-scatter"] <= parts * found.whole
