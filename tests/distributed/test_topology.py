@@ -16,6 +16,7 @@ from dantinox.distributed import make_layout
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights
+from dantinox.text import TokenStore
 from dantinox.training import loop
 from dantinox.training.checkpoints import Checkpoints
 from dantinox.training.step import abstract_state, initial_state
@@ -142,3 +143,28 @@ def test_a_run_that_goes_on_with_other_devices_says_so(workshop, monkeypatch, ne
     assert f"the run was trained on {words[1]} and goes on with one device, which add up in another order" in notes
     rows = read_csv(run.log(small_config()))
     assert [row["step"] for row in rows] == [4, 8, 12, 16, 20] and rows[-1]["val_loss"] < rows[0]["val_loss"]
+
+
+class Poisoned(TokenStore):
+    """The batch of step 9, counted from 0, makes a loss that is no number."""
+
+    def batch(self, step, *rows):
+        batch = super().batch(step, *rows)
+        return batch._replace(mask_BT=batch.mask_BT * np.float32("nan" if step == 9 else 1))
+
+
+@pytest.mark.exhaustive
+def test_a_rewind_and_given_weights_are_those_of_one_device(workshop, monkeypatch):
+    given = {"model__dropout_rate": 0.0, "training__optimizer": "adamw", "training__nan_policy": "rewind"}
+    losses = {}
+    for devices, changes in ((8, MESH | given), (1, given)):
+        on_first(monkeypatch, devices)
+        config = small_config(**changes)
+        run = workshop.train(str(devices), config, store=small_store(config, Poisoned))
+        after = small_config(**changes, training__steps=6, training__warmup_steps=0, training__init_from=str(run.path))
+        losses[devices] = [
+            row["val_loss"] for r in (run, workshop.train(f"after {devices}", after)) for row in read_csv(r.log(config))
+        ]
+    assert workshop.notes.getvalue().count("back to step 6, the batches of steps 7 to 10 are passed over") == 2
+    assert len(losses[8]) == 5
+    np.testing.assert_allclose(losses[8], losses[1], rtol=0, atol=1e-5)
