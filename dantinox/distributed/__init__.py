@@ -1,6 +1,14 @@
 """Many devices, by JAX's own means. Only here are the axes of a mesh spelled."""
 
-from dantinox.distributed.generation import shared_over, tensor_mesh, weight_places, widest
+from dantinox.distributed.generation import (
+    bytes_on_one,
+    place_shared,
+    shapes_over,
+    shared_over,
+    tensor_mesh,
+    weight_places,
+    widest,
+)
 from dantinox.distributed.layout import ONE_DEVICE, Layout, make_layout, mesh_sizes
 from dantinox.distributed.processes import (
     Silent,
@@ -23,6 +31,7 @@ __all__ = [
     "Silent",
     "StopTogether",
     "agreed",
+    "bytes_on_one",
     "from_first",
     "is_first",
     "join",
@@ -31,6 +40,8 @@ __all__ = [
     "meet",
     "mesh_sizes",
     "on_host",
+    "place_shared",
+    "shapes_over",
     "shared_over",
     "tensor_mesh",
     "weight_places",

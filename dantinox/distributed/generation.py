@@ -4,6 +4,7 @@ Unlike in training nothing is gathered: weights stay where they are, and a token
 twice in a layer.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import ModelConfig, UserError
 from dantinox.distributed.rules import BATCH, in_layer, rule_of, split_of
 from dantinox.model import Transformer
+from dantinox.model.cache import KVCache
 from dantinox.model.sharing import Sharing
 
 SIZES = dict.fromkeys((*BATCH, "tensor"), 1)
@@ -138,3 +140,33 @@ def shared_over(model: Transformer, mesh: Mesh, rows: tuple[str, ...] = ()) -> T
     shared = nnx.merge(graph, jax.device_put(state, shardings_of(model, mesh)))
     shared.sharing = TensorSharing(mesh=mesh, rows=rows)
     return shared
+
+
+def shapes_over(model: Transformer, mesh: Mesh) -> Transformer:
+    """`shared_over` of a model of shapes."""
+    graph, state = nnx.split(model)
+    places = shardings_of(model, mesh)
+    placed = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, places)
+    shared = nnx.merge(graph, placed)
+    shared.sharing = TensorSharing(mesh=mesh)
+    return shared
+
+
+def place_shared(mesh: Mesh, tree: Any) -> Any:
+    """The arguments of a program of such a model as shapes: placed ones as they are, caches by heads, all else everywhere."""
+    by_heads = isinstance(tree, KVCache)
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            return leaf
+        split = by_heads and len(leaf.shape) == 4 and leaf.shape[1] % mesh.size == 0  # [B, K, S, H]
+        at = NamedSharding(mesh, PartitionSpec(None, "tensor") if split else PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+
+    return jax.tree.map(place, tree)
+
+
+def bytes_on_one(tree: Any) -> int:
+    """What a device holds of placed shapes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.distributed import ONE_DEVICE, Layout, make_layout
+from dantinox.distributed import ONE_DEVICE, Layout, bytes_on_one, make_layout, place_shared, shapes_over, tensor_mesh
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.loop import Session, slots_needed
@@ -236,6 +237,10 @@ def generation_programs(
     """Prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
     g, rows, model = config.generation, batch * config.generation.n, replace(model, scan_layers=False)
     weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.products))
+    mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
+    place: Callable[[Any], Any] = topology.place
+    if mesh is not None:
+        weights, place = shapes_over(weights, mesh), partial(place_shared, mesh)
     lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
     # Which head gets which share is measured on a trained model: here all are alike.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
@@ -252,24 +257,25 @@ def generation_programs(
         use_cache=g.use_cache,
         plan=cache_plan,
     )
-    first, following = session.trace(topology.place)
-    read = size([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP])
-    cache, head = size(first.out_info[0][0]), 2 * model.dim * model.vocab_size
+    first, following = session.trace(place)
+    read = bytes_on_one(place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP]))
+    cache, head = bytes_on_one(place(first.out_info[0][0])), 2 * model.dim * model.vocab_size
     token = 2 * matrix_parameters(model) - head
 
     def forward(rows: int, length: int) -> int:
         """FLOPs of reading texts for the logits behind them."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
-    yield Traced("prefill", ONE_DEVICE, f"{batch} × {prompt} tokens", forward(batch, prompt), 0, read + cache, first, {})
+    shares, on = g.tensor_parallel, ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
+    yield Traced("prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache, first, {})
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
     if model.latent is not None:  # which all heads read, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
     flops = rows * (token + head + 2 * sizes * groups * kept_slots(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
-    idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots)
-    yield Traced("decode", ONE_DEVICE, reads, flops, 0, read - idle + cache, following, {})
+    idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
+    yield Traced("decode", on, reads, flops // shares, 0, read - idle + cache, following, {})
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
