@@ -37,6 +37,12 @@ class TensorSharing(Sharing):
         assert self.mesh is not None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows or None)))
 
+    def apart(self, x: jax.Array) -> jax.Array:
+        """Else narrow weights, gate above up in one array, leave their parts where `down` is gathered for them."""
+        assert self.mesh is not None
+        at = PartitionSpec(self.rows or None, *[None] * (x.ndim - 2), "tensor")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, at))
+
     def by_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         by_row, by_head = PartitionSpec(self.rows or None), PartitionSpec(self.rows or None, None, "tensor")
 

@@ -167,7 +167,7 @@ class GatedFeedForward(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
         gate_up = self.gate_up(sharing.enter(x_BTD))
-        return sharing.leave(self.down(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :]))
+        return sharing.leave(self.down(sharing.apart(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :])))
 
 
 class PlainFeedForward(nnx.Module):

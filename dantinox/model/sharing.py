@@ -72,6 +72,10 @@ class Sharing:
         """The number of this device's first expert, of those it holds."""
         return 0
 
+    def apart(self, x: jax.Array) -> jax.Array:
+        """Features of the feed-forward, of which each device has its part."""
+        return x
+
     def together(self, x: jax.Array) -> jax.Array:
         """Something of which devices may hold parts, on all of them."""
         return x

@@ -7,12 +7,14 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
+from flax import nnx
 
 from dantinox.config import build_config
 from dantinox.distributed import make_layout
 from dantinox.measure.plan import generation_programs, kernels_in, training_programs
 from dantinox.measure.topology import COMPILERS, find_topology
 from dantinox.measure.work import Work, work_of
+from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.programs import Bytes, bytes_of, size
 from dantinox.training.step import traced_programs
@@ -253,3 +255,17 @@ def test_a_mesh_passes_each_weight_twice_in_a_part(topology, tensor, name):
         assert count["reduce-scatter"] >= parts
         assert found.work.sent["all-gather"] < parts * found.whole
         assert found.work.sent["reduce-scatter"] <= parts * found.whole
+
+
+@on_meshes(*((topology, 4, "decode") for topology in MESHED))
+def test_a_token_passes_activations_alone(topology, tensor, name):
+    """Four devices pass a token's logits and its residual stream, and no weight: the smallest has twice as many bytes."""
+    given = {"model.num_blocks": 1, "model.kv_heads": 4, "generation.greedy": True, "generation.tensor_parallel": tensor}
+    config, target = build_config({}, SIZE | given), find_topology(topology)
+    model = config.architecture(V, target.platform)
+    with target.assumed():
+        programs = {p.name: p for p in generation_programs(target, config, model, 1, T - 128, 128)}
+        found = target.compile(programs[name].program, {})
+    whole = size(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
+    assert bytes_of(found).arguments < whole / tensor  # which are float32
+    assert 3 * V < work_of(found.as_text()).bytes < D * D
