@@ -1,14 +1,21 @@
 """Trainings on meshes of eight simulated devices: the numbers of one device, an eighth of its work, little passed on."""
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from dantinox.config import UserError
 from dantinox.distributed import AXES, BATCH
+from dantinox.measure.plan import Collectives, make_plan
+from dantinox.measure.plan_view import plan_lines
+from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import blueprint
+from dantinox.training.step import traced_programs
 
 from .mesh import KINDS, V, layout_of, program, same, settings, trained
 
@@ -161,3 +168,32 @@ def test_every_row_of_an_expert_is_multiplied_once(mesh):
     config, counts_LE = settings("moe", mesh), trained("moe", mesh).counts_LE
     tokens = config.training.batch_size * config.model.max_context
     np.testing.assert_array_equal(counts_LE.sum(axis=1), tokens * config.moe.top_k_mlp)
+
+
+def test_a_plan_is_of_one_device_of_each_mesh(monkeypatch):
+    """Traced, not compiled: what passes is read from a text."""
+    text = """HloModule passes, num_partitions=8
+ENTRY %main (p: f32[8,4]) -> f32[64,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %all = f32[64,4]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+}
+"""
+    bytes_ = dict.fromkeys((f"{kind}_size_in_bytes" for kind in ("argument", "temp", "output", "alias")), 100)
+    compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**bytes_), as_text=lambda: text)
+    monkeypatch.setattr(Topology, "compile", lambda *_: compiled)
+    config = settings("dense", "fsdp=8", training__grad_accum=1, generation__seed=1)
+    meshes = [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}]
+    alone = replace(find_topology("cpu"), devices=jax.devices()[:1])
+    one = make_plan(alone, config, V, traced_programs, meshes=[{"fsdp": 1}]).programs
+    found = make_plan(find_topology("cpu"), config, V, traced_programs, meshes=meshes)
+    wide, divided, *others = found.programs
+    assert found.chips == 8 and [p.name for p in others] == ["evaluation", "evaluation", "prefill", "decode"]
+    assert (wide.mesh, divided.mesh, others[-1].mesh) == ("fsdp 8", "fsdp 4 × tensor 2", "one device")
+    assert wide.flops == divided.flops == one[0].flops // 8
+    assert wide.collectives == {"all-gather": Collectives(1, 7 * 128)}
+    # Of weights and moments an eighth, but for the norms, and what is received; a batch's part is of the rows.
+    own, norms = 7 * 128, 5 * 32 * 4
+    assert wide.traffic - own <= (one[0].traffic - own) / 8 + 6 * norms
+    assert any("fsdp 4 × tensor 2" in line for line in plan_lines(found))
+    with pytest.raises(UserError, match="fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, and there are 8"):
+        make_plan(find_topology("cpu"), config, V, traced_programs, meshes=[{"fsdp": 3}])
