@@ -120,11 +120,12 @@ def test_every_part_of_a_batch_has_the_rows_that_it_has_on_one_device(parts):
     assert [sorted(part) for part in np.asarray(split(on_devices)).tolist()] == numbers.reshape(parts, -1).tolist()
 
 
-def check_cost(kind: str, optimizer: str, mesh: str, **changes) -> None:
+def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes) -> None:
     """FLOPs, collectives and bytes of a step against those of one device, of AdamW, and of what there is to hold."""
     given = LARGE | changes
     alone, adamw, got = (
-        program(kind, m, training__optimizer=o, **given) for m, o in (("", optimizer), (mesh, "adamw"), (mesh, optimizer))
+        program(kind, m, chunks, training__optimizer=o, **given)
+        for m, o in (("", optimizer), (mesh, "adamw"), (mesh, optimizer))
     )
     config = settings(kind, mesh, **given)
     assert got.work.flops <= 1.1 / 8 * alone.work.flops
