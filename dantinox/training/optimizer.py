@@ -130,12 +130,13 @@ RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformat
 
 
 def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule that sees hidden matrices with two axes, fan in and fan out, those of a stack one by one."""
+    """A rule that sees hidden matrices with two axes, fan in and fan out, and all that is stacked one by one."""
 
     def flat(tree: Parameters) -> Parameters:
         matrices = {name: p.reshape(as_matrix(name, p.shape) or p.shape) for name, p in tree.items()}
-        whole = {name: p for name, p in matrices.items() if p.ndim < 3}
-        return whole | {f"{name}/{i}": x for name, p in matrices.items() if p.ndim == 3 for i, x in enumerate(p)}
+        stacks = {name: p for name, p in matrices.items() if p.ndim == 3 or name.startswith("rolled/")}
+        whole = {name: p for name, p in matrices.items() if name not in stacks}
+        return whole | {f"{name}/{i}": x for name, p in stacks.items() for i, x in enumerate(p)}
 
     def update(gradients: Parameters, state: Any, parameters: Any = None) -> tuple[Parameters, Any]:
         updates, state = rule.update(flat(gradients), state, None if parameters is None else flat(parameters))
