@@ -58,7 +58,7 @@ def generate(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.generation import in_order, load
 
-    run = load(options.run_dir, requests[0][1].generation.tensor_parallel)
+    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in requests), default=1))
     alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
     batches = run.start(requests, logprobs=reported, echo=options.echo, show_candidates=options.show_candidates)

@@ -1,7 +1,7 @@
 """Where the arrays of a training stand on a mesh, and what passes between its devices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property, partial
@@ -170,6 +170,17 @@ class Layout:
         if places is None:
             return tree
         return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree, places)
+
+    def put_parameters(self, weights: Mapping[str, np.ndarray]) -> Parameters:
+        """Weights in the host's memory, on their devices: no device ever has more than its part."""
+        if self.mesh is None:
+            return {name: jnp.array(array) for name, array in weights.items()}
+
+        def put(name: str, array: np.ndarray) -> jax.Array:
+            where = NamedSharding(self.mesh, self.specs[name])  # type: ignore[arg-type]
+            return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+        return {name: put(name, array) for name, array in weights.items()}
 
     @property
     def rows(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig
@@ -44,7 +45,8 @@ def rolled(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
         if head == "blocks" and int(layer) < config.period:
             kind = int(layer)
             layers = [parameters[f"blocks/{i}/{leaf}"] for i in range(kind, config.num_blocks, config.period)]
-            result[f"rolled/{kind}/{leaf}"] = jnp.stack(layers)
+            stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack  # what is in the host's memory stays there
+            result[f"rolled/{kind}/{leaf}"] = stack(layers)
     return result
 
 

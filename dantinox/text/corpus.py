@@ -118,7 +118,7 @@ def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes
 
 
 def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
-    """(does a document start here, text) of a text file, in pieces of less than two blocks."""
+    """(does a document start here, text) of a text file, in pieces of three blocks at most."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts, text, position = True, "", 0
     for block in chain(_blocks(source, content), [b""]):

@@ -435,7 +435,7 @@ class _Trainer:
         best = self.progress.best_step
         kept = None if best in (None, self.step) else self.checkpoints.read(best, self._abstract())
         if kept is None and best != self.step:
-            self.console.note(f"there is no checkpoint of the best step, {best}: exporting the weights of step {self.step}")
+            self.console.note(f"no whole checkpoint of the best step, {best}: exporting the weights of step {self.step}")
         return kept or self.state
 
     def _abstract(self) -> State:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, shown
-from dantinox.model.parameters import Parameters, blueprint, rolled
+from dantinox.model.parameters import blueprint, rolled
 from dantinox.platform import platform_of
 from dantinox.run import load_weights, open_run
 
@@ -81,8 +81,8 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     ]
 
 
-def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> Parameters | None:
-    """The weights of the run `training.init_from`, or None where it is not set.
+def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:
+    """The weights of the run `training.init_from`, in the host's memory, or None where it is not set.
 
     Raises:
       UserError: that run has another tokenizer or another architecture.
@@ -97,5 +97,5 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> Pa
             f"set tokenizer.tokenizer_type: file and tokenizer.tokenizer_path: {source.tokenizer}"
         )
     _, shapes = blueprint(replace(model, scan_layers=False))
-    given = load_weights(source.weights, shapes, lambda _, array: jnp.array(array))
+    given = load_weights(source.weights, shapes, lambda _, array: np.array(array))
     return rolled(given, model) if model.scan_layers else given

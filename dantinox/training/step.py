@@ -1,6 +1,6 @@
 """One optimizer step and one evaluation batch, each one compiled program; what they need is known before it is allocated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
@@ -63,13 +63,13 @@ def abstract_batch(rows: int, length: int) -> Batch:
 
 
 def initial_state(
-    config: Config, model: ModelConfig, steps: int, parameters: Parameters | None = None, layout: Layout | None = None
+    config: Config, model: ModelConfig, steps: int, given: Mapping[str, np.ndarray] | None = None, layout: Layout | None = None
 ) -> State:
     """The state before the first step: fresh weights by `training.seed`, or the given ones."""
     layout = layout or Layout(model)
     places = layout.shardings(abstract_state(config, model, steps))
-    if parameters is not None:
-        parameters = parameters if places is None else jax.device_put(parameters, places.parameters)
+    if given is not None:
+        parameters = layout.put_parameters(given)
     elif layout.mesh is None:
         parameters = initial_parameters(model, config.training.seed)
     else:  # no device has all of them at any time

@@ -231,6 +231,7 @@ def test_no_step_is_without_a_flag():
         "use_cache",
         "weights",
         "products",
+        "tensor_parallel",
     }
     assert {*AS_FLAGS} == {*GenerationSection.model_fields} - refining - others
 

@@ -332,7 +332,7 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
 def test_a_windowed_layer_that_is_left_whole_is_no_unfairness():
     """With these entropies one method keeps all of a window's slots, which are then stored without positions."""
     small = builder.config(windows=(95, 95, None), max_context=512)
-    run = SimpleNamespace(model=SimpleNamespace(config=small), prepared=lambda weights, order: None)
+    run = SimpleNamespace(model=SimpleNamespace(config=small), prepared=lambda generation, order: None)
     found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
     (_, uniform, entropy), _ = contenders(run, found, ["uniform", "entropy"], [0.5], 512)
     kinds = [[len(layer) for layer in cache.report["slots"]] for cache in (uniform, entropy)]
@@ -399,7 +399,8 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
     lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
     tokens = np.where(np.arange(60) < lengths[:, None], random.integers(0, builder.V, (2, 60)), 0)
     run = SimpleNamespace(
-        model=model, prepared=lambda weights, order: prepare(with_head_order(model, order) if order else model, weights)
+        model=model,
+        prepared=lambda generation, order: prepare(with_head_order(model, order) if order else model, generation.weights),
     )
     (_, streaming), _ = contenders(run, None, ["streaming"], [budget], 64)
     expected, whole = [], []
@@ -417,7 +418,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
 def test_the_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
-    run = SimpleNamespace(model=model, prepared=lambda weights, order: prepare(model, weights))
+    run = SimpleNamespace(model=model, prepared=lambda generation, order: prepare(model, generation.weights))
     (_, oracle), _ = contenders(run, None, ["oracle"], [0.5], 64)
     read = oracle.read(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
     assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()

@@ -44,9 +44,11 @@ def test_any_block_size_gives_the_same_text(tmp_path_factory, text: str, block: 
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "BLOCK_BYTES", block)
+        patch.setattr(corpus, "_NEAR", block)
         assert documents(path) == [text]
         pieces = [piece.text for piece in Corpus.open(str(path)).pieces()]
-        assert all(pieces) and max(map(len, pieces)) < 2 * max(2, block)
+        # What a cut leaves is not more than two blocks; another follows.
+        assert all(pieces) and max(map(len, pieces)) <= 3 * max(2, block) + 1
 
 
 @given(text=st.text(st.sampled_from("ab\r\n .'s"), max_size=300), size=st.integers(1, 50))
