@@ -17,7 +17,6 @@ from dantinox.distributed.processes import (
     from_first,
     is_first,
     join,
-    leave_at_once,
     meet,
     on_host,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "from_first",
     "is_first",
     "join",
-    "leave_at_once",
     "make_layout",
     "meet",
     "mesh_sizes",

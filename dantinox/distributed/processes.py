@@ -6,7 +6,6 @@ one of them decides that another must do too, a signal or a checkpoint to go bac
 
 import itertools
 import json
-import os
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
@@ -141,8 +140,3 @@ class Silent:
 
     def __exit__(self, *_: object) -> None:
         return None
-
-
-def leave_at_once(code: int) -> None:
-    """Ends this process without waiting for others, one of which is gone."""
-    os._exit(code)

@@ -7,6 +7,7 @@ a row of the logs is on the disk before the checkpoint of its step; rows past a 
 import contextlib
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -26,7 +27,6 @@ from dantinox.distributed import (
     agreed,
     from_first,
     is_first,
-    leave_at_once,
     make_layout,
     meet,
     on_host,
@@ -187,7 +187,7 @@ class _Trainer:
         """Ends this process when another is gone: nothing that waits for all can end any more."""
         self.console.note(f"another process of this training is gone ({first_line(error)}): --resume goes on without it")
         self.console.close()
-        leave_at_once(GONE)
+        os._exit(GONE)
 
     def _ran_to_the_end(self) -> bool:
         """Trains; False where a step was no good and the run went back to a checkpoint."""
