@@ -1,7 +1,6 @@
 """Many devices, by JAX's own means. Only here are the axes of a mesh spelled."""
 
 from dantinox.distributed.generation import (
-    bytes_on_one,
     place_shared,
     shapes_over,
     shared_over,
@@ -9,7 +8,7 @@ from dantinox.distributed.generation import (
     weight_places,
     widest,
 )
-from dantinox.distributed.layout import ONE_DEVICE, Layout, make_layout, mesh_sizes
+from dantinox.distributed.layout import ONE_DEVICE, Layout, bytes_on_one, make_layout, mesh_sizes
 from dantinox.distributed.processes import (
     Silent,
     StopTogether,

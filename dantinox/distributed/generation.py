@@ -4,9 +4,9 @@ Unlike in training nothing is gathered: weights stay where they are, and a token
 twice in a layer.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import jax
@@ -15,12 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.distributed.rules import BATCH, in_layer, rule_of, split_of
+from dantinox.distributed.layout import placed
+from dantinox.distributed.rules import AXES, RULES, in_layer, split_of
 from dantinox.model import Transformer
 from dantinox.model.cache import KVCache
 from dantinox.model.sharing import Sharing
-
-SIZES = dict.fromkeys((*BATCH, "tensor"), 1)
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,9 @@ def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> Par
     if leaf == "one":
         return PartitionSpec()
     if not narrow:
-        parts = split_of(inner, shape, SIZES | {"tensor": tensor}).apart
+        parts = split_of(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).apart
         return PartitionSpec(*(names or None for names in parts))
-    rule = next(rule for rule in _rules(f"{module}/kernel"))
+    rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))  # whatever the number of its axes
     letter = next((letter for letter, axis in rule.apart.items() if axis == "tensor"), "")
     stacked = rule.axes.startswith("E")
     inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
@@ -109,15 +108,6 @@ def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> Par
 
 def _along(axis: int, ndim: int) -> PartitionSpec:
     return PartitionSpec(*("tensor" if number == axis else None for number in range(ndim)))
-
-
-def _rules(path: str) -> Any:
-    """The rules for a kernel, whatever its number of axes."""
-    for ndim in (4, 3, 2):
-        try:
-            yield rule_of(path, ndim)
-        except ValueError:
-            continue
 
 
 def shardings_of(model: Transformer, mesh: Mesh) -> Any:
@@ -151,9 +141,7 @@ def shared_over(model: Transformer, mesh: Mesh, rows: tuple[str, ...] = ()) -> T
 def shapes_over(model: Transformer, mesh: Mesh) -> Transformer:
     """`shared_over` of a model of shapes."""
     graph, state = nnx.split(model)
-    places = shardings_of(model, mesh)
-    placed = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, places)
-    shared = nnx.merge(graph, placed)
+    shared = nnx.merge(graph, placed(state, shardings_of(model, mesh)))
     shared.sharing = TensorSharing(mesh=mesh)
     return shared
 
@@ -170,9 +158,3 @@ def place_shared(mesh: Mesh, tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
 
     return jax.tree.map(place, tree)
-
-
-def bytes_on_one(tree: Any) -> int:
-    """What a device holds of placed shapes."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -26,6 +26,22 @@ from dantinox.model.sharing import ALONE, GATHERED, Sharing
 ONE_DEVICE = "one device"
 
 
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes, each with the sharding that stands in its place."""
+    return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, places)
+
+
+def bytes_on_one(tree: Any) -> int:
+    """What a device holds of placed shapes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def in_words(sizes: Mapping[str, int]) -> str:
+    """The axes of a mesh and their sizes."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the arrays of a training stand.
@@ -54,11 +70,11 @@ class Layout:
         if self.mesh is None:
             return ONE_DEVICE
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + processes
+        return in_words(self.sizes) + processes
 
     def short(self) -> str:
         """The mesh without axes of one device, as a table has room for."""
-        return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or ONE_DEVICE
+        return in_words({axis: size for axis, size in self.sizes.items() if size > 1}) or ONE_DEVICE
 
     @property
     def parts(self) -> int:
@@ -66,10 +82,15 @@ class Layout:
         return math.prod(self.sizes[axis] for axis in BATCH)
 
     @cached_property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of the model's parameters."""
+        return blueprint(self.model)[1]
+
+    @cached_property
     def splits(self) -> dict[str, Split]:
         """How each parameter of the model is split."""
         found = {}
-        for name, leaf in blueprint(self.model)[1].items():
+        for name, leaf in self.shapes.items():
             inner, layers = in_layer(name)
             split = split_of(inner, leaf.shape[layers:], self.sizes)
             found[name] = Split(((),) * layers + split.apart, ((),) * layers + split.stored)
@@ -136,8 +157,8 @@ class Layout:
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
-        """Of the parameters, for `on_devices`."""
-        return {name: split.spec for name, split in self.splits.items()}
+        """Of the parameters, for `on_devices`; none on one device, which asks for none."""
+        return {} if self.mesh is None else {name: split.spec for name, split in self.splits.items()}
 
     def shardings(self, tree: Any) -> Any:
         """Where a tree with parameters in it stands: what has the name and shape of one as that does, all else everywhere.
@@ -146,7 +167,7 @@ class Layout:
         """
         if self.mesh is None:
             return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)  # type: ignore[arg-type]
-        shapes = blueprint(self.model)[1]
+        shapes = self.shapes
 
         def place(path: Any, leaf: Any) -> NamedSharding:
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in shapes]
@@ -157,19 +178,12 @@ class Layout:
 
     def bytes(self, tree: Any) -> int:
         """What a device holds of such a tree of shapes."""
-        if self.mesh is None:
-            return programs.size(tree)
-        held = jax.tree.map(
-            lambda leaf, at: math.prod(at.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, self.shardings(tree)
-        )
-        return sum(jax.tree.leaves(held))
+        return programs.size(tree) if self.mesh is None else bytes_on_one(self.place(tree))
 
     def place(self, tree: Any) -> Any:
         """Shapes of such a tree, placed."""
         places = self.shardings(tree)
-        if places is None:
-            return tree
-        return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree, places)
+        return tree if places is None else placed(tree, places)
 
     def put_parameters(self, weights: Mapping[str, np.ndarray]) -> Parameters:
         """Weights in the host's memory, on their devices: no device ever has more than its part."""
@@ -191,9 +205,7 @@ class Layout:
 
     def place_rows(self, batch: Any) -> Any:
         """Shapes of a batch, placed."""
-        if self.rows is None:
-            return batch
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.rows), batch)
+        return batch if self.rows is None else placed(batch, jax.tree.map(lambda _: self.rows, batch))
 
     def put_rows(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
         """A batch of `count` rows on its devices; `read()` gives all of them, `read(numbers)` those of ascending numbers.
@@ -334,7 +346,7 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     for axis, size in sizes.items():
         if size == -1:
             sizes[axis] = max(1, devices // given)
-    words = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+    words = in_words(sizes)
     if math.prod(sizes.values()) != devices:
         raise UserError(f"distributed: {words} is a mesh of {math.prod(sizes.values())} devices, and there are {devices}")
     rows, parts = t.batch_size // t.grad_accum, math.prod(sizes[axis] for axis in BATCH)

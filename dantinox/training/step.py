@@ -67,10 +67,10 @@ def initial_state(
 ) -> State:
     """The state before the first step: fresh weights by `training.seed`, or the given ones."""
     layout = layout or Layout(model)
-    places = layout.shardings(abstract_state(config, model, steps))
+    places = None if layout.mesh is None else layout.shardings(abstract_state(config, model, steps))
     if given is not None:
         parameters = layout.put_parameters(given)
-    elif layout.mesh is None:
+    elif places is None:
         parameters = initial_parameters(model, config.training.seed)
     else:  # no device has all of them at any time
         fresh = jax.jit(lambda: initial_parameters(model, config.training.seed), out_shardings=places.parameters)
@@ -138,8 +138,10 @@ def make_train_step(
         following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
         return following, Metrics(loss, norm, training.lr * factor(state.step), counts_LE)
 
+    if layout.mesh is None:
+        return jax.jit(step, donate_argnums=0)
     places = layout.shardings(abstract_state(config, model, steps))
-    return jax.jit(step, donate_argnums=0, out_shardings=None if layout.mesh is None else (places, layout.on_all))
+    return jax.jit(step, donate_argnums=0, out_shardings=(places, layout.on_all))
 
 
 def _where(finite: jax.Array, after: Any, before: Any) -> Any:
