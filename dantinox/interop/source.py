@@ -1,0 +1,44 @@
+"""A checkpoint of another program, whatever its format: settings, tensors and tokenizer as Hugging Face's transformers has them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Tensor(NamedTuple):
+    """What a checkpoint says of a tensor before it is read: `dtype` is NumPy's name, or `bfloat16`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to import.
+
+    Attributes:
+      path: where it lies, for messages.
+      format: `hf` or `gguf`, for `origin.json`.
+      config: as transformers' `config.json` would have it; `model_type` names the family.
+      tensors: by transformers' names.
+      read: the array of such a name, mapped into memory where that is possible; called once for each, in any order. Arrays of
+        bfloat16 have the dtype of `ml_dtypes`.
+      tokenizer: the text of a `tokenizer.json`.
+      tokenizer_config: as transformers' `tokenizer_config.json` would have it: `bos_token`, `eos_token`, `pad_token` (names of
+        special tokens, as text), `add_bos_token`. What is absent is looked for in `generation_config`, the tokenizer and its names.
+      chat_template: Jinja, as it stands in the checkpoint.
+      generation_config: `eos_token_id` (one or several), `bos_token_id`, `pad_token_id`, and sampling defaults.
+    """
+
+    path: Path
+    format: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    read: Callable[[str], np.ndarray]
+    tokenizer: str
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
