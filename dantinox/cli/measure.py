@@ -19,7 +19,7 @@ from dantinox.files import atomic_write, check_folder
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
-# Flag → the one of router and kv, or sampling and kv, that it belongs to ("" both), and how it is read.
+# Flag → what it belongs to, of router and kv or of the kinds of `eval` ("": all), and how it is read.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
     "data_path": ("", {"type": Path, "metavar": "FILE", "help":
@@ -32,8 +32,13 @@ CALIBRATE: Flags = {
     "output": ("kv", {"type": Path, "metavar": "FILE", "help": "where to write (default: RUN/kv_entropy.json)"}),
 }  # fmt: skip
 EVALUATE: Flags = {
-    "methods": ("", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
-    "tokens": ("", COUNT | {"help": "sampling: of each continuation; kv: of each sequence (default: context)"}),
+    "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
+        "less of everything: prompts, sequences, seeds, trials"}),
+    "out": ("sampling kv", {"type": Path, "metavar": "DIR", "help":
+        "where CSV, Markdown and plot go (default: RUN/evaluation)"}),
+    "methods": ("sampling kv", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
+    "tokens": ("sampling kv ppl", COUNT | {"help":
+        "sampling: of each continuation; kv: of each sequence (default: context); ppl: of the text (default: all)"}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "the run that judges (default: the same)"}),
     "prompts": ("sampling", COUNT | {"help": "to test on, and as many to tune on"}),
     "seeds": ("sampling", COUNT | {"help": "continuations of each prompt"}),
@@ -45,12 +50,20 @@ EVALUATE: Flags = {
         "the heads' measured signals (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
         "of the compressed caches (default: auto)"}),
+    "data_path": ("ppl", {"metavar": "FILE", "help": "the text, or what else data.path may name"}),
+    "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
+    "context": ("ppl", COUNT | {"help": "tokens of a window (default: the model's context)"}),
+    "weights": ("ppl", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
+        "of the model (default: as the run's generation.weights)"}),
+    "tensor_parallel": ("ppl", COUNT | {"help": "devices that share a layer (default: as the run's)"}),
+    "json": ("ppl", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 
 
 def _add(command: argparse.ArgumentParser, flags: Flags) -> None:
     for name, (of, reading) in flags.items():
-        command.add_argument(f"--{name}", **reading | {"help": (f"{of}: " if of else "") + reading["help"]})
+        one = of and " " not in of
+        command.add_argument(f"--{name}", **reading | {"help": (f"{of}: " if one else "") + reading["help"]})
 
 
 def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
@@ -65,8 +78,9 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
     found = {name: getattr(options, name) for name in flags if getattr(options, name) is not None}
     for name in found:
         of = flags[name][0]
-        if of not in ("", options.what):
-            raise UserError(f"--{name} belongs to {chosen.replace(options.what, of)}: leave it out with {chosen}")
+        if of and options.what not in of.split():
+            owners = " and ".join(chosen.replace(options.what, one) for one in of.split())
+            raise UserError(f"--{name} belongs to {owners}: leave it out with {chosen}")
     return found
 
 
@@ -148,39 +162,72 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
 
 
 def evaluate_flags(command: argparse.ArgumentParser) -> None:
-    what = "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size"
-    command.add_argument("what", choices=["sampling", "kv"], help=what)
+    what = (
+        "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size; "
+        "ppl: the perplexity of a text, in windows that slide over it"
+    )
+    command.add_argument("what", choices=list(KINDS), help=what)
     command.add_argument("--run_dir", **RUN_DIR)
-    command.add_argument("--quick", action="store_true", help="less of everything: prompts, sequences, seeds, trials")
-    command.add_argument("--out", type=Path, metavar="DIR", help="where CSV, Markdown and plot go (default: RUN/evaluation)")
     _add(command, EVALUATE)
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    flags = given(options, EVALUATE, f"eval {options.what}")
+    return KINDS[options.what](options, given(options, EVALUATE, f"eval {options.what}"))
+
+
+def _sampling(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    out = _folder(options, flags)
+    from dantinox.studies.sampling import evaluate_sampling
+    from dantinox.studies.sampling_view import sampling_files, sampling_lines
+
+    sampling = evaluate_sampling(options.run_dir, progress=_progress, **flags)
+    _print(lambda width: sampling_lines(sampling, width))
+    return _save(out, sampling_files(sampling))
+
+
+def _kv(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    out = _folder(options, flags)
+    from dantinox.studies.kv import evaluate_kv
+    from dantinox.studies.kv_view import kv_files, kv_lines
+
+    kv = evaluate_kv(options.run_dir, progress=_progress, **flags)
+    _print(lambda width: kv_lines(kv, width))
+    return _save(out, kv_files(kv))
+
+
+def _folder(options: argparse.Namespace, flags: dict[str, Any]) -> Path:
+    """Where a study's files go, taken out of its flags."""
     from dantinox.run import open_run
 
-    out = options.out or open_run(options.run_dir).path / "evaluation"
+    path = open_run(options.run_dir).path
+    out: Path = flags.pop("out", path / "evaluation")
     check_folder(out, "--out")
     use_compilation_cache()
+    return out
+
+
+def _save(out: Path, files: Any) -> int:
     from dantinox.report.plots import save_files
 
-    if options.what == "sampling":
-        from dantinox.studies.sampling import evaluate_sampling
-        from dantinox.studies.sampling_view import sampling_files, sampling_lines
-
-        sampling = evaluate_sampling(options.run_dir, quick=options.quick, progress=_progress, **flags)
-        _print(lambda width: sampling_lines(sampling, width))
-        files = sampling_files(sampling)
-    else:
-        from dantinox.studies.kv import evaluate_kv
-        from dantinox.studies.kv_view import kv_files, kv_lines
-
-        kv = evaluate_kv(options.run_dir, quick=options.quick, progress=_progress, **flags)
-        _print(lambda width: kv_lines(kv, width))
-        files = kv_files(kv)
     save_files(out, files)
     return 0
+
+
+def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    if "data_path" not in flags:
+        raise UserError("eval ppl needs --data_path, the text to read")
+    use_compilation_cache()
+    from dantinox.measure.perplexity import measure_perplexity, perplexity_lines
+
+    flags.pop("json", None)
+    found = measure_perplexity(options.run_dir, progress=_progress, **flags)
+    _print(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
+    return 0
+
+
+KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
+    "sampling": _sampling, "kv": _kv, "ppl": _perplexity,
+}  # fmt: skip
 
 
 def info_flags(command: argparse.ArgumentParser) -> None:

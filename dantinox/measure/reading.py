@@ -1,6 +1,8 @@
 """Texts as a model reads them to be measured: from a file or from the run, in batches of one size."""
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation import Run
 from dantinox.run import RunDirectory
-from dantinox.text import Corpus, TokenStore, open_store
+from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import cut_up
 from dantinox.text.tokenizer import UnknownCharacter
 
@@ -66,16 +68,53 @@ def read_text(run: Run, path: str, tokens: int) -> np.ndarray:
 
 def _encoded(run: Run, path: str) -> Iterator[np.ndarray]:
     """The tokens of a text in parts, its documents between begin and end tokens as a token store has them."""
-    tokenizer = run.tokenizer
-    begin, end = (np.array([] if token is None else [token], np.int32) for token in (tokenizer.bos_id, tokenizer.eos_id))
-    document, characters = -1, 0
-    for number, text in Corpus.open(path, run.config.data.text_field).pieces():
+    begin, end = (
+        np.array([] if token is None else [token], np.int32) for token in (run.tokenizer.bos_id, run.tokenizer.eos_id)
+    )
+    document = -1
+    for number, _, ids in _parts(run, path):
         if number != document:
             yield begin if document < 0 else np.concatenate([end, begin])
             document = number
+        yield ids
+
+
+class Document(NamedTuple):
+    """One document of a text: its tokens, without begin and end tokens, and the bytes they spell."""
+
+    ids: np.ndarray
+    bytes: int
+
+
+def read_documents(run: Run, path: str, tokens: int | None = None) -> list[Document]:
+    """The documents of a text, which is named as `data.path` names one; of all of it the first `tokens`."""
+    found: dict[int, list[Document]] = {}
+    left = math.inf if tokens is None else tokens
+    for number, text, ids in _parts(run, path):
+        kept = ids if len(ids) <= left else ids[: int(left)]
+        size = len(text.encode()) if kept is ids else spelled_bytes(run.tokenizer, kept)
+        found.setdefault(number, []).append(Document(kept, size))
+        left -= len(kept)
+        if left <= 0:
+            break
+    return [Document(np.concatenate([p.ids for p in parts]), sum(p.bytes for p in parts)) for parts in found.values()]
+
+
+def spelled_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
+    """The bytes that tokens at the beginning of a text spell."""
+    if tokenizer.pieces is None:
+        return len(tokenizer.decode(ids).encode())
+    first, inner = tokenizer.pieces
+    return sum(len((inner if place else first)[token]) for place, token in enumerate(ids.tolist()))
+
+
+def _parts(run: Run, path: str) -> Iterator[tuple[int, str, np.ndarray]]:
+    """(number of the document, a part of its text, the tokens of that)."""
+    characters = 0
+    for number, text in Corpus.open(path, run.config.data.text_field).pieces():
         for part in cut_up(text, CHARACTERS):
             try:
-                yield tokenizer.encode_array(part)
+                yield number, part, run.tokenizer.encode_array(part)
             except UnknownCharacter as error:
                 raise UnknownCharacter(error.character, characters + error.position) from None
             characters += len(part)
