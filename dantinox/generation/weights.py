@@ -13,7 +13,8 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.model import Transformer
-from dantinox.model.layers import Linear
+from dantinox.model.attention import Attention
+from dantinox.model.layers import Linear, biased
 from dantinox.model.moe import ExpertLinear, Rows, grouped_product
 from dantinox.model.store import rounded
 from dantinox.model.transformer import output_layer
@@ -42,18 +43,19 @@ class NarrowLinear(nnx.Module):
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         self.one = nnx.Param(jnp.ones((), jnp.float32))
+        self.bias = linear.bias
         weights_OI = linear.kernel[...].reshape(math.prod(self.shape_in), -1).T
         weights_OI, scale_O = rounded(weights_OI) if dtype == "int8" else (weights_OI, None)
         self.scale = None if scale_O is None else nnx.Param(scale_O)
         self.kernel = nnx.Param(weights_OI.astype(dtype))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         lead = x.shape[: x.ndim - len(self.shape_in)]
         rows_RI = x.reshape(math.prod(lead), -1)
         together = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
         y_RO = (self._together if together else self._row_by_row)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
-        return y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)
+        return biased(summed(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
 
     def _row_by_row(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
@@ -206,6 +208,9 @@ def with_head_order(model: Transformer, order: HeadOrder | None) -> Transformer:
                 setattr(attention, name, _with_heads(linear, index_K, by_output))
         if attention.sinks is not None:
             attention.sinks = nnx.Param(attention.sinks[...][index_K])
+        for norm in (attention.q_norm, attention.k_norm) if isinstance(attention, Attention) else ():
+            if norm is not None and norm.scale.ndim > 1:  # of all heads together
+                norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
 
 
@@ -217,6 +222,8 @@ def weight_bytes(model: Transformer) -> int:
 def _with_heads(linear: Linear | NarrowLinear, index_K: jax.Array, by_output: bool) -> Linear | NarrowLinear:
     """A projection whose outputs or inputs, the key head their first axis, are taken in another order."""
     linear = nnx.clone(linear)
+    if by_output and linear.bias is not None:
+        linear.bias = nnx.Param(linear.bias[...][index_K])
     K, kernel = len(index_K), linear.kernel[...]
     if isinstance(linear, Linear):
         linear.kernel = nnx.Param(jnp.take(kernel, index_K, axis=1 if by_output else 0))
@@ -241,6 +248,8 @@ def _with_kernel(like: Any, kernel: jax.Array) -> Any:
 
     linear = nnx.eval_shape(shapes)
     linear.kernel = nnx.Param(kernel)
+    if isinstance(linear, Linear):
+        linear.bias = like.bias
     return linear
 
 
