@@ -1,6 +1,8 @@
 """The ground floor: a mistake as one sentence, values inside such sentences, and the one way files are written."""
 
+import contextlib
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,16 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     Raises:
       UserError: the disk is full, read-only or gone, and the old file intact; or `path` is a device, a pipe or a directory.
     """
+    with staged(path, [data.encode() if isinstance(data, str) else data]):
+        pass
+
+
+@contextlib.contextmanager
+def staged(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+    """`atomic_write` of a file in pieces: within it they lie on the disk beside `path`, which is replaced at its end.
+
+    Nothing is replaced where a piece cannot be made, or what is within raises.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"cannot write {path}: what is there is no file")
@@ -44,9 +56,11 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     try:
         try:
             with open(temporary, "wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
+                for piece in pieces:
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
+            yield
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

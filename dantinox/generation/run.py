@@ -42,7 +42,7 @@ class Run:
     """A trained model with its tokenizer and the defaults of its run.
 
     Attributes:
-      model: the transformer as trained, float32.
+      model: the transformer as its file holds it, float32 or bfloat16.
       calibration: gives the router's thresholds measured on this model, or None where none were.
       kv_calibration: gives what was measured of the attention heads, from a file or, with None, of this run.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint of another program, whatever its format: settings, tensors and tokenizer as Hugging Face's transformers has them."""
+"""A checkpoint of another program, whatever its format, as Hugging Face's transformers has it: settings, tensors, tokenizer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Source:
         bfloat16 have the dtype of `ml_dtypes`.
       tokenizer: the text of a `tokenizer.json`.
       tokenizer_config: as transformers' `tokenizer_config.json` would have it: `bos_token`, `eos_token`, `pad_token` (names of
-        special tokens, as text), `add_bos_token`. What is absent is looked for in `generation_config`, the tokenizer and its names.
+        special tokens, as text), `add_bos_token`. What is absent is looked for in `generation_config`, then in the tokenizer.
       chat_template: Jinja, as it stands in the checkpoint.
       generation_config: `eos_token_id` (one or several), `bos_token_id`, `pad_token_id`, and sampling defaults.
     """

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dantinox.files import UserError, atomic_write, shown
+from dantinox.files import UserError, atomic_write, shown, staged
 
 MANIFEST = "manifest.txt"
 FORMAT = 1
@@ -34,11 +34,6 @@ class Entry(NamedTuple):
 
     sha256: str
     size: int
-
-
-def entry_of_bytes(data: bytes) -> Entry:
-    """What a manifest says of a file with this content."""
-    return Entry(hashlib.sha256(data).hexdigest(), len(data))
 
 
 def entry_of(path: Path, size: int | None = None) -> Entry:
@@ -121,22 +116,35 @@ def _record_of(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
     return record
 
 
-def put(folder: Path, name: str, data: bytes | str, facts: Mapping[str, Any] | None = None) -> None:
+def put(
+    folder: Path, name: str, data: bytes | str | Iterable[bytes | memoryview], facts: Mapping[str, Any] | None = None
+) -> None:
     """Replaces a file of a run and its entry in the manifest, both or neither: after whatever crash they agree.
 
     Args:
+      data: its content, or pieces of it one after the other.
       facts: what the file was made by, recorded beside the files.
 
     Raises:
       UserError: the disk is full, read-only or gone, and the old file intact; or the manifest is damaged.
     """
     data = data.encode() if isinstance(data, str) else data
+    digest, size = hashlib.sha256(), 0
+
+    def read() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for piece in [data] if isinstance(data, bytes) else data:
+            digest.update(piece)
+            size += memoryview(piece).nbytes
+            yield piece
+
     with _held(folder):
-        record, new = _record(folder), entry_of_bytes(data)
+        record = _record(folder)
         before = record["files"].get(name, [None])[0]
-        # Two files cannot be replaced at once: in between the old one is as good as the new one.
-        _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
-        atomic_write(folder / name, data)
+        with staged(folder / name, read()):
+            new = Entry(digest.hexdigest(), size)
+            # Two files cannot be replaced at once: in between the old one is as good as the new one.
+            _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
         _replace(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
 

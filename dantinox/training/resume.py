@@ -97,5 +97,5 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> di
             f"set tokenizer.tokenizer_type: file and tokenizer.tokenizer_path: {source.tokenizer}"
         )
     _, shapes = blueprint(replace(model, scan_layers=False))
-    given = load_weights(source.weights, shapes, lambda _, array: np.array(array))
+    given = load_weights(source.weights, shapes, lambda _, array: np.array(array, np.float32))
     return rolled(given, model) if model.scan_layers else given

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dantinox.config import UserError
-from dantinox.run import Damage, manifest, put, step_damage, write_step_manifest
+from dantinox.run import Damage, put, step_damage, write_step_manifest
 from dantinox.run.manifest import MANIFEST, check_files, damage, entry_of, log_damage, read_manifest
 
 
@@ -44,28 +44,28 @@ def test_a_file_of_any_size_is_read_in_pieces(tmp_path):
 
 @pytest.mark.parametrize("old", [None, b"old"])
 def test_after_a_crash_between_any_two_writes_a_file_and_its_entry_agree(tmp_path, monkeypatch, old):
-    writes = []
-    original = manifest.atomic_write
+    replaced = []
+    original = os.replace
 
-    def dies(path, data):
-        if len(writes) == crash:
+    def dies(temporary, path):
+        if len(replaced) == crash:
             raise KeyboardInterrupt
-        writes.append(path)
-        original(path, data)
+        replaced.append(path)
+        original(temporary, path)
 
     for crash in range(4):
         folder = tmp_path / str(crash)
         folder.mkdir()
         if old is not None:
             put(folder, "a", old)
-        monkeypatch.setattr(manifest, "atomic_write", dies)
-        writes.clear()
+        monkeypatch.setattr("os.replace", dies)
+        replaced.clear()
         try:
             put(folder, "a", b"new")
             assert crash == 3
         except KeyboardInterrupt:
             pass
-        monkeypatch.setattr(manifest, "atomic_write", original)
+        monkeypatch.setattr("os.replace", original)
         if (folder / MANIFEST).exists():
             check_files(folder, ["a"])
         assert not (folder / "a").exists() or (folder / "a").read_bytes() == (b"new" if crash > 1 else old)
