@@ -32,12 +32,18 @@ MOE = {"moe.use_moe": True}
 FOURFOLD = {"attention.rope_factor": 4.0}
 LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
+LONGROPE = {
+    **LLAMA3, "model.head_size": 8, "attention.rope_scaling": "longrope", "attention.rope_short_factors": [1.0, 1.0, 1.0, 2.0],
+    "attention.rope_long_factors": [1.0, 1.0, 1.0, 4.0],
+}  # fmt: skip
 YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
 # Setting → a value other than its default, and what else it needs.
 OTHER: dict[str, tuple] = {
     "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
     "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,), "model.activation": ("relu2",),
     "model.norm": ("layernorm",), "model.norm_epsilon": (1e-3,), "model.qk_norm": (True,), "model.dropout_rate": (0.1,),
+    "model.norm_placement": ("both",), "model.norm_zero_centered": (True,), "model.mlp_bias": (True,),
+    "model.qk_norm_scope": ("layer", {"model.qk_norm": True}), "model.scale_embeddings": (True,),
     "model.gradient_checkpointing": (True,), "model.remat_policy": ("dots", {"model.gradient_checkpointing": True}),
     "model.dtype": ("bfloat16",), "model.scan_layers": (True,), "model.final_logit_softcapping": (30.0,),
     "moe.use_moe": (True,), "moe.n_experts": (8, MOE), "moe.top_k_mlp": (3, MOE), "moe.shared_experts": (1, MOE),
@@ -45,6 +51,11 @@ OTHER: dict[str, tuple] = {
     "moe.alpha_balance": (0.5, MOE), "moe.router_z_loss": (0.5, MOE), "moe.bias_update_rate": (0.1, MOE),
     "attention.use_rotary_pos": (False,), "attention.trainable_pos": (True, {"attention.use_rotary_pos": False}),
     "attention.absolute_pos": (True, {"attention.use_rotary_pos": False}), "attention.rope_theta": (500.0,),
+    "attention.rope_local_theta": (500.0, {"attention.sliding_window": True, "attention.context_window": 2}),
+    "attention.rope_layers": ([False],), "attention.partial_rotary_factor": (0.5,),
+    "attention.rope_short_factors": ([1.0, 3.0, 3.0, 3.0], LONGROPE),
+    "attention.rope_long_factors": ([1.0, 3.0, 3.0, 3.0], {**LONGROPE, "model.max_context": 16}),
+    "attention.qkv_bias": (True,), "attention.out_bias": (True,), "attention.query_pre_attn_scalar": (2.0,),
     "attention.sliding_window": (True, {"attention.context_window": 2}),
     "attention.context_window": (2, {"attention.sliding_window": True}),
     "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),

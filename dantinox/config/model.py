@@ -28,10 +28,21 @@ class ModelSection(Section):
     final_logit_softcapping: Positive | None = field(
         None, "logits of the next token are capped at ± this: cap · tanh(logit / cap) (null: not)"
     )
+    scale_embeddings: bool = field(False, "embeddings are multiplied by √dim")
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
-    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation before each sub-layer")
+    mlp_bias: bool = field(False, "biases in the feed-forward")
+    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation of the sub-layers, and behind the last")
+    norm_placement: Literal["before", "after", "both"] = field(
+        "before", "where a sub-layer's normalisation stands: on what goes in, on what comes out before it is added, or on both"
+    )
     norm_epsilon: Positive = field(1e-5, "added to the variance inside the normalisations")
-    qk_norm: bool = field(False, "RMS-normalise queries and keys per head before positions are applied")
+    norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True))] = field(
+        False, "RMS-normalisations multiply by 1 + their scale, which starts at 0"
+    )
+    qk_norm: bool = field(False, "RMS-normalise queries and keys before positions are applied")
+    qk_norm_scope: Annotated[Literal["head", "layer"], Needs(("model.qk_norm", True))] = field(
+        "head", "what is normalised together: a head, or all heads of a layer"
+    )
     dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout in training only")
     gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
@@ -72,6 +83,8 @@ SLIDING = Needs(("attention.sliding_window", True))
 LATENT = Needs(("attention.kv_lora_rank", given))
 SCALED = Needs(("attention.rope_scaling", lambda kind: kind != "none"))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
+LONGROPE = Needs(("attention.rope_scaling", "longrope"))
+ROTARY = Needs(("attention.use_rotary_pos", True))
 
 
 class AttentionSection(Section):
@@ -80,18 +93,25 @@ class AttentionSection(Section):
     use_rotary_pos: bool = field(True, "rotary positions (RoPE, half-split layout)")
     trainable_pos: bool = field(False, "learned position embeddings")
     absolute_pos: bool = field(False, "sinusoidal position embeddings")
-    rope_theta: Annotated[Positive, Needs(("attention.use_rotary_pos", True))] = field(
-        10000.0, "base of the rotary frequencies"
+    rope_theta: Annotated[Positive, ROTARY] = field(10000.0, "base of the rotary frequencies")
+    rope_local_theta: Annotated[Positive | None, ROTARY, SLIDING] = field(
+        None, "base of those of sliding layers, which rope_scaling then leaves alone (null: as in all layers)"
     )
-    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn"], Needs(("attention.use_rotary_pos", True))] = field(
-        "none", "lower rotary frequencies, for texts longer than those of a first training: all, or the low ones"
+    rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), ROTARY] = field(
+        (True,), "which layers rotate queries and keys, repeated over the depth"
+    )
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
+        1.0, "share of a head that is rotated, its first numbers"
+    )
+    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope"], ROTARY] = field(
+        "none", "lower rotary frequencies, for texts longer than those of a first training: all, the low ones, or each its way"
     )
     rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), SCALED] = field(
         1.0, "what frequencies are divided by: how many times longer texts become"
     )
     rope_original_context: Annotated[
-        Count | None, Needs(("attention.rope_scaling", "llama3"), ("attention.rope_scaling", "yarn"))
-    ] = field(None, "llama3, yarn: tokens of the texts before the scaling")
+        Count | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
+    ] = field(None, "llama3, yarn, longrope: tokens of the texts before the scaling")
     low_freq_factor: Annotated[Positive, LLAMA3] = field(
         1.0, "llama3: frequencies that turn less often than this in the original context are divided"
     )
@@ -100,8 +120,16 @@ class AttentionSection(Section):
         32.0, "yarn: frequencies that turn more often in the original context are kept"
     )
     beta_slow: Annotated[Positive, YARN] = field(1.0, "yarn: those that turn less often are divided")
-    rope_attention_factor: Annotated[Positive | None, YARN] = field(
-        None, "yarn: factor on queries and keys (null: 0.1 ln rope_factor + 1)"
+    rope_attention_factor: Annotated[
+        Positive | None, Needs(("attention.rope_scaling", "yarn"), ("attention.rope_scaling", "longrope"))
+    ] = field(
+        None, "yarn, longrope: factor on queries and keys (null: 0.1 ln rope_factor + 1; √(1 + ln rope_factor / ln original))"
+    )
+    rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
+        None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
+    )
+    rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
+        None, "longrope: the same where it is longer"
     )
     sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
     context_window: Annotated[CountOrZero | None, SLIDING] = field(
@@ -114,6 +142,9 @@ class AttentionSection(Section):
         "auto",
         "how training computes it: xla makes all scores at once, chunked some at a time, cudnn is a GPU's, splash a TPU's",
     )
+    qkv_bias: bool = field(False, "biases of queries, keys and values")
+    out_bias: bool = field(False, "a bias of attention's output")
+    query_pre_attn_scalar: Positive | None = field(None, "scores are divided by the root of it (null: head_size)")
     no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
     attn_logit_softcapping: Positive | None = field(
         None, "scores are capped at ± this before the softmax: cap · tanh(score / cap) (null: not)"
@@ -136,7 +167,7 @@ class RopeScaling:
     `kind` reads those of the other numbers that its formula has.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_context: int = 1
     low_freq_factor: float = 1.0
@@ -144,6 +175,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,8 +212,8 @@ class ModelConfig:
     """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
 
     With `scan_layers` those that recur are stacked, which is how a model is trained; one that decodes has its layers apart.
-    `windows` holds for each layer the number of keys a query sees, its own included, or None for all. `platform` is what it is
-    compiled for; `auto`: the machine at hand.
+    `windows` holds for each layer the number of keys a query sees, its own included, or None for all; `unrotated` names layers
+    without rotary positions. `platform` is what it is compiled for; `auto`: the machine at hand.
     """
 
     vocab_size: int
@@ -196,10 +228,21 @@ class ModelConfig:
     position: Position = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_local_theta: float | None = None
+    unrotated: tuple[int, ...] = ()
+    partial_rotary_factor: float = 1.0
+    scale_embeddings: bool = False
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    mlp_bias: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_placement: Literal["before", "after", "both"] = "before"
     norm_epsilon: float = 1e-5
+    norm_zero_centered: bool = False
     qk_norm: bool = False
+    qk_norm_scope: Literal["head", "layer"] = "head"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    query_pre_attn_scalar: float | None = None
     no_sink: bool = False
     softcap: float | None = None
     sink_logits: bool = False
@@ -217,24 +260,37 @@ class ModelConfig:
     @property
     def rotated_size(self) -> int:
         """How much of a query and a key is rotated."""
-        return self.head_size if self.latent is None else self.latent.rotated_size
+        return int(self.head_size * self.partial_rotary_factor) if self.latent is None else self.latent.rotated_size
+
+    def rotation(self, layer: int) -> tuple[float, RopeScaling | None] | None:
+        """The base of a layer's rotary frequencies and how they are scaled, or None where nothing is rotated."""
+        if self.position != "rope" or layer in self.unrotated:
+            return None
+        if self.rope_local_theta is not None and self.windows[layer] is not None:
+            return self.rope_local_theta, None
+        return self.rope_theta, self.rope_scaling
 
     @property
     def period(self) -> int:
         """After how many layers the kinds of layers recur, a divisor of their number."""
         L = self.num_blocks
-        return next(p for p in range(1, L + 1) if L % p == 0 and self.windows[p:] == self.windows[: L - p])
+        kinds = [(window, layer in self.unrotated) for layer, window in enumerate(self.windows)]
+        return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[str]:
     """A sentence for each rule across settings of the architecture that is broken."""
     kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
+    rotated = int(head_size * a.partial_rotary_factor)
     positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
     if m.head_size is None and m.dim % m.n_heads:
         yield f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
     if m.n_heads % kv_heads:
         yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
     if a.kv_lora_rank is not None:
+        for key in ("qkv_bias", "out_bias", "query_pre_attn_scalar", "partial_rotary_factor", "rope_layers"):
+            if getattr(a, key) != AttentionSection.model_fields[key].default:
+                yield f"attention.{key} has no meaning with attention.kv_lora_rank: leave it at its default"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
             yield (
                 "attention.kv_lora_rank needs attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false: "
@@ -244,6 +300,9 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             yield f"attention.qk_rope_head_dim must be even, got {a.qk_rope_head_dim or head_size // 2}"
     elif a.use_rotary_pos and head_size % 2:
         yield f"model.head_size must be even with attention.use_rotary_pos, got {head_size}"
+    elif rotated < 2 or rotated % 2:
+        share = f"attention.partial_rotary_factor of model.head_size {head_size}"
+        yield f"{share} must be an even number of at least 2, got {rotated}"
     if a.absolute_pos and m.dim % 2:
         yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
     if m.hidden_dim is not None and moe.expansion is not None:
@@ -256,7 +315,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false"
     if a.rope_scaling != "none" and a.rope_factor == 1:
         yield f"attention.rope_factor must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
-    if a.rope_scaling in ("llama3", "yarn") and a.rope_original_context is None:
+    if a.rope_scaling in ("llama3", "yarn", "longrope") and a.rope_original_context is None:
         yield f"attention.rope_original_context must be given with attention.rope_scaling: {a.rope_scaling}"
     if a.rope_scaling == "llama3" and a.low_freq_factor >= a.high_freq_factor:
         yield (
@@ -268,13 +327,21 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             "attention.rope_scaling: yarn needs attention.beta_slow < attention.beta_fast and attention.rope_theta > 1, "
             f"got {a.beta_slow:g}, {a.beta_fast:g} and {a.rope_theta:g}"
         )
+    if a.rope_scaling == "longrope":
+        for key in ("rope_short_factors", "rope_long_factors"):
+            if (count := len(getattr(a, key) or ())) != rotated // 2:
+                yield f"attention.{key} must hold {rotated // 2} numbers, one for each frequency of a head, got {count}"
+    if m.mlp_bias and moe.use_moe:
+        yield "model.mlp_bias: true is for a dense feed-forward layer: experts (moe.use_moe) have no biases"
+    if not a.rope_layers:
+        yield "attention.rope_layers must name at least one layer, got []"
     if a.sliding_window and a.context_window is None:
         yield "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null"
     if not a.layer_types:
         yield "attention.layer_types must name at least one of sliding, full, got []"
 
 
-def rope_scaling(a: AttentionSection) -> RopeScaling | None:
+def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
     """The scaling that is asked for, with the numbers its formula has."""
     if a.rope_scaling == "none" or not a.use_rotary_pos:
         return None
@@ -283,8 +350,12 @@ def rope_scaling(a: AttentionSection) -> RopeScaling | None:
     original = a.rope_original_context or 1
     if a.rope_scaling == "llama3":
         return RopeScaling("llama3", a.rope_factor, original, a.low_freq_factor, a.high_freq_factor)
-    betas = {"beta_fast": a.beta_fast, "beta_slow": a.beta_slow}
-    return RopeScaling("yarn", a.rope_factor, original, **betas, attention_factor=a.rope_attention_factor)
+    if a.rope_scaling == "longrope":
+        factors = a.rope_long_factors if max_context > original else a.rope_short_factors
+        gain = a.rope_attention_factor
+        return RopeScaling("longrope", a.rope_factor, original, attention_factor=gain, factors=factors or ())
+    kept = a.low_freq_factor, a.high_freq_factor
+    return RopeScaling("yarn", a.rope_factor, original, *kept, a.beta_fast, a.beta_slow, a.rope_attention_factor)
 
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
@@ -319,11 +390,22 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         windows=tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
         position=position,
         rope_theta=a.rope_theta,
-        rope_scaling=rope_scaling(a),
+        rope_scaling=rope_scaling(a, m.max_context),
+        rope_local_theta=a.rope_local_theta if a.sliding_window else None,
+        unrotated=tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
+        partial_rotary_factor=a.partial_rotary_factor,
+        scale_embeddings=m.scale_embeddings,
         activation=m.activation,
+        mlp_bias=m.mlp_bias,
         norm=m.norm,
+        norm_placement=m.norm_placement,
         norm_epsilon=m.norm_epsilon,
+        norm_zero_centered=m.norm_zero_centered,
         qk_norm=m.qk_norm,
+        qk_norm_scope=m.qk_norm_scope,
+        qkv_bias=a.qkv_bias,
+        out_bias=a.out_bias,
+        query_pre_attn_scalar=a.query_pre_attn_scalar,
         no_sink=a.no_sink,
         softcap=a.attn_logit_softcapping,
         sink_logits=a.sink_logits,

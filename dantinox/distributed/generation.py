@@ -94,7 +94,7 @@ def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> Par
         return _along(axis, len(shape)) if len(shape) and shape[axis] % tensor == 0 else PartitionSpec()
     if leaf == "one":
         return PartitionSpec()
-    if not narrow:
+    if not narrow or leaf == "bias":
         parts = split_of(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).apart
         return PartitionSpec(*(names or None for names in parts))
     rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))  # whatever the number of its axes

@@ -123,8 +123,8 @@ class Layout:
         """A device's part of a parameter, by its name in its layer, as it is multiplied by there."""
         split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
         if not split.gathered:
-            per_head = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
-            return _enter(w) if per_head and tensor > 1 else w
+            alike = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None and not any(split.apart)
+            return _enter(w) if alike and tensor > 1 else w
         rounds = name.endswith("kernel") and name != "ffn/router/kernel"
         alike = name not in TABLES and any("tensor" in names for _, names in split.gathered)
         dtype = compute_dtype(self.model) if rounds else w.dtype
@@ -323,6 +323,9 @@ class MeshSharing(Sharing):
 
     def total(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, BATCH)
+
+    def over_heads(self, x: jax.Array) -> jax.Array:
+        return lax.pmean(x, "tensor") if self.tensor > 1 else x
 
     def tokens_of_group(self, x_N: jax.Array) -> jax.Array:
         return lax.all_gather(x_N, "expert", axis=0, tiled=True) if self.groups > 1 else x_N

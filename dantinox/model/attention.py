@@ -3,6 +3,7 @@
 Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.chunked import BLOCK
-from dantinox.model.layers import SOFTMAX, Linear, RMSNorm, Softmax, capped
+from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
 from dantinox.model.positions import rotate
 from dantinox.model.sharing import Sharing
 from dantinox.model.store import LatentStore, Store
@@ -25,17 +26,20 @@ Probe = Callable[[jax.Array, jax.Array], Any]
 class Attention(nnx.Module):
     """Causal attention with grouped queries.
 
-    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`.
+    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`. Scores are divided
+    by √H; where they are to be divided by something else, queries are multiplied by the rest.
     """
 
     def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, K, H = config.dim, config.kv_heads, config.head_size
         G = config.n_heads // K
         self.groups, self.window = G, window
-        self.qkv = Linear((D,), (K, G + 2, H), dtype=dtype, rngs=rngs)
-        self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
-        self.q_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, config.norm_epsilon) if config.qk_norm else None
+        self.qkv = Linear((D,), (K, G + 2, H), dtype=dtype, rngs=rngs, bias=config.qkv_bias)
+        self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.out_bias)
+        self.over_heads = config.qk_norm_scope == "layer"
+        self.q_norm = rms_norm(config, (K, G, H) if self.over_heads else H) if config.qk_norm else None
+        self.k_norm = rms_norm(config, (K, H) if self.over_heads else H) if config.qk_norm else None
+        self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
         self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
@@ -46,14 +50,17 @@ class Attention(nnx.Module):
         qkv = self.qkv(x_BTD)
         q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
+            averaged = (sharing.over_heads,) if self.over_heads else ()
+            q_BTKGH, k_BTKH = self.q_norm(q_BTKGH, *averaged), self.k_norm(k_BTKH, *averaged)
         if angles is not None:
             q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
+        if self.query_gain != 1:
+            q_BTKGH = (q_BTKGH * self.query_gain).astype(q_BTKGH.dtype)
         softmax = Softmax(self.cap, None if self.sinks is None else self.sinks[...])
         a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
-        return sharing.leave(self.out(a_BTKGH)), memory, probed
+        return self.out(a_BTKGH, sharing.leave), memory, probed
 
 
 class Attended(NamedTuple):

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Probe
-from dantinox.model.layers import Linear, RMSNorm, Softmax, product
+from dantinox.model.layers import Linear, Softmax, product, rms_norm
 from dantinox.model.positions import rotate
 from dantinox.model.sharing import Sharing
 
@@ -57,10 +57,10 @@ class LatentAttention(nnx.Module):
         R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
         self.rank, self.head_size, self.rotated_size, self.window = R, H, P, window
         self.kv_a = Linear((D,), (R + P,), dtype=dtype, rngs=rngs)
-        self.kv_norm = RMSNorm(R, config.norm_epsilon)
+        self.kv_norm = rms_norm(config, R)
         self.kv_b = UpProjection(R, N, H, V, dtype=dtype, rngs=rngs)
         self.q_a = None if Q is None else Linear((D,), (Q,), dtype=dtype, rngs=rngs)
-        self.q_norm = None if Q is None else RMSNorm(Q, config.norm_epsilon)
+        self.q_norm = None if Q is None else rms_norm(config, Q)
         self.q = Linear((Q or D,), (N, H + P), dtype=dtype, rngs=rngs)
         self.out = Linear((N, V), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
         self.gate = Linear((D,), (N, V), dtype=dtype, rngs=rngs) if config.no_sink else None
@@ -80,7 +80,7 @@ class LatentAttention(nnx.Module):
         a_BTNV, memory, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, memory, probe)
         if self.gate is not None:
             a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(sharing.enter(x_BTD)))
-        return sharing.leave(self.out(a_BTNV)), memory, probed
+        return self.out(a_BTNV, sharing.leave), memory, probed
 
     def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
         """Every head with keys and values of its own."""

@@ -57,10 +57,10 @@ product.defvjp(_product_forward, _product_backward)
 
 
 class Linear(nnx.Module):
-    """A projection without bias from axes `shape_in` to axes `shape_out`.
+    """A projection from axes `shape_in` to axes `shape_out`.
 
-    `kernel` has the shape `[*shape_in, *shape_out]`; it starts normal with standard deviation `gain / sqrt(fan in)`.
-    Operands are rounded to `dtype`, sums to `out_dtype` (default: the same).
+    `kernel` has the shape `[*shape_in, *shape_out]`; it starts normal with standard deviation `gain / sqrt(fan in)`. A `bias`
+    has the shape `shape_out` and starts at zero. Operands are rounded to `dtype`, sums to `out_dtype` (default: the same).
     """
 
     def __init__(
@@ -72,15 +72,23 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         gain: float = 1.0,
         out_dtype: DTypeLike | None = None,
+        bias: bool = False,
     ):
         self.shape_in, self.shape_out = shape_in, shape_out
         self.dtype, self.out_dtype = dtype, out_dtype or dtype
         std = gain / math.sqrt(math.prod(shape_in))
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(shape_out, jnp.float32)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        """x · kernel + bias. `summed` adds up what devices made of their parts of x, before the bias is added."""
         y = product(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
-        return checkpoint_name(y, PRODUCT)
+        return biased(summed(checkpoint_name(y, PRODUCT)), self.bias)
+
+
+def biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """y + bias in the dtype of y, or y where there is none."""
+    return y if bias is None else y + bias[...].astype(y.dtype)
 
 
 class Softmax(NamedTuple):
@@ -109,16 +117,22 @@ def capped(scores: jax.Array, cap: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · scale over the last axis (Zhang & Sennrich 2019, eq. 4), computed in float32."""
+    """x / rms(x) · scale over the last axes (Zhang & Sennrich 2019, eq. 4), computed in float32.
 
-    def __init__(self, size: int, epsilon: float):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+    `scale` has the shape of these axes; with `zero_centered` what is multiplied by is 1 + scale.
+    """
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        return (y * self.scale[...]).astype(x.dtype)
+    def __init__(self, shape: int | tuple[int, ...], epsilon: float, zero_centered: bool = False):
+        self.shape = (shape,) if isinstance(shape, int) else shape
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.scale = nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32))
+
+    def __call__(self, x: jax.Array, averaged: Callable[[jax.Array], jax.Array] = lambda square: square) -> jax.Array:
+        """`averaged` is the mean over devices that have parts of x."""
+        y, axes = x.astype(jnp.float32), tuple(range(-len(self.shape), 0))
+        square = averaged(jnp.mean(jnp.square(y), axis=axes, keepdims=True))
+        scale = 1 + self.scale[...] if self.zero_centered else self.scale[...]
+        return (y * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -136,7 +150,14 @@ class LayerNorm(nnx.Module):
         return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
 
 
-NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+def rms_norm(config: ModelConfig, shape: int | tuple[int, ...]) -> RMSNorm:
+    """The RMS-normalisation of vectors of this shape."""
+    return RMSNorm(shape, config.norm_epsilon, config.norm_zero_centered)
+
+
+def normalisation(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The normalisation of the residual stream that `config.norm` asks for."""
+    return rms_norm(config, config.dim) if config.norm == "rmsnorm" else LayerNorm(config.dim, config.norm_epsilon)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -162,12 +183,12 @@ class GatedFeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
         self.function = GATED[config.activation]
-        self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs)
-        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+        self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
+        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
     def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
         gate_up = self.gate_up(sharing.enter(x_BTD))
-        return sharing.leave(self.down(sharing.apart(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :])))
+        return self.down(sharing.apart(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :]), sharing.leave)
 
 
 class PlainFeedForward(nnx.Module):
@@ -176,11 +197,11 @@ class PlainFeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
         self.function = PLAIN[config.activation]
-        self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs)
-        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+        self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
+        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
     def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
-        return sharing.leave(self.down(self.function(self.up(sharing.enter(x_BTD)))))
+        return self.down(self.function(self.up(sharing.enter(x_BTD))), sharing.leave)
 
 
 def feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:

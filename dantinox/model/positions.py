@@ -29,11 +29,15 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
     `low_freq_factor`, keeps those shorter than it / `high_freq_factor`, and blends between (Llama 3.1). `yarn` divides those
     that turn less than `beta_slow` times in the original context, keeps those that turn more than `beta_fast` times, and goes
     linearly in the index between; scores are sharper by the factor's square (Peng et al. 2023, sections 3.2 to 3.4).
+    `longrope` divides each by its own factor, and scores are sharper likewise (Ding et al. 2024, section 3.2).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)
     if scaling.kind == "linear":
         return slow, 1.0
+    if scaling.kind == "longrope":
+        gain = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+        return frequencies / np.array(scaling.factors), gain if scaling.attention_factor is None else scaling.attention_factor
     if scaling.kind == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -50,10 +54,13 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
 
 
 def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (x_i, x_{i+H/2}) of every head: the half-split layout of Hugging Face checkpoints.
+    """Rotates the pairs (x_i, x_{i+R/2}) of the first R numbers of every head by angles `[B, T, R/2]`; mostly R is H.
 
-    `x_BTNH` may have any number of head axes between T and H.
+    That is the half-split layout of Hugging Face checkpoints. `x_BTNH` may have any number of head axes between T and H.
     """
+    R = 2 * angles[0].shape[-1]
+    if x_BTNH.shape[-1] > R:
+        return jnp.concatenate([rotate(x_BTNH[..., :R], angles), x_BTNH[..., R:]], axis=-1)
     extra = tuple(range(2, x_BTNH.ndim - 1))
     cos, sin = (jnp.expand_dims(part, extra).astype(jnp.float32) for part in angles)
     x = x_BTNH.astype(jnp.float32)

@@ -60,6 +60,10 @@ class Sharing:
         """The sum over the parts of the batch."""
         return x
 
+    def over_heads(self, x: jax.Array) -> jax.Array:
+        """The mean over the devices that hold different heads."""
+        return x
+
     def tokens_of_group(self, x_N: jax.Array) -> jax.Array:
         """The tokens of all devices that the experts stand on."""
         return x_N

@@ -15,7 +15,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
 from dantinox.model.latent import LatentAttention
-from dantinox.model.layers import NORMS, PRODUCT, Linear, capped, dropout, feed_forward, product
+from dantinox.model.layers import PRODUCT, Linear, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.moe import MixtureOfExperts
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.model.sharing import ALONE, GATHERED, Sharing
@@ -42,17 +42,23 @@ def compute_dtype(config: ModelConfig) -> DTypeLike:
     return jnp.dtype(platform_of(config.platform).compute if config.dtype == "auto" else config.dtype)
 
 
+def _unchanged(x_BTD: jax.Array) -> jax.Array:
+    return x_BTD
+
+
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """x + post_norm(attention(norm(x))), then the same with the feed-forward. Either norm may be absent: `norm_placement`."""
 
     def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        norm = NORMS[config.norm]
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
         self.dropout_rate = config.dropout_rate
-        self.norm1 = norm(config.dim, config.norm_epsilon)
+        self.norm1 = normalisation(config) if before else _unchanged
+        self.post_norm1 = normalisation(config) if after else _unchanged
         attending = Attention if config.latent is None else LatentAttention
         self.attention = attending(config, window, dtype=dtype, rngs=rngs, out_gain=out_gain)
-        self.norm2 = norm(config.dim, config.norm_epsilon)
+        self.norm2 = normalisation(config) if before else _unchanged
+        self.post_norm2 = normalisation(config) if after else _unchanged
         feeding = feed_forward if config.experts is None else MixtureOfExperts
         self.ffn = feeding(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.routes = config.experts is not None
@@ -69,10 +75,10 @@ class Block(nnx.Module):
     ):
         keys = (None, None) if key is None else jax.random.split(key)
         a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, sharing)
-        x_BTD = x_BTD + dropout(a_BTD, self.dropout_rate, keys[0])
+        x_BTD = x_BTD + dropout(self.post_norm1(a_BTD), self.dropout_rate, keys[0])
         fed: Any = self.ffn(self.norm2(x_BTD), sharing)
         f_BTD, routing = fed if self.routes else (fed, None)
-        x_BTD = x_BTD + dropout(f_BTD, self.dropout_rate, keys[1])
+        x_BTD = x_BTD + dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1])
         return x_BTD, memory, (probed, routing)
 
 
@@ -111,7 +117,7 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([] if config.scan_layers else blocks)
         if config.scan_layers:
             self.rolled = nnx.List([stacked(blocks[kind :: config.period]) for kind in range(config.period)])
-        self.norm_f = NORMS[config.norm](D, config.norm_epsilon)
+        self.norm_f = normalisation(config)
         untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
         self.head = nnx.data(untied)
 
@@ -152,19 +158,17 @@ class Transformer(nnx.Module):
         layers: tuple[Any, ...] = cache.layers if cache is not None else (fresh,) * L
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(L + 1)]
         x_BTD = self.sharing.once(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
-        angles = None
-        if self.config.position == "rope":
-            angles = rotary_angles(positions_BT, self.config.rotated_size, self.config.rope_theta, self.config.rope_scaling)
+        angles = self._angles(positions_BT)
         if self.config.scan_layers:
             x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L])
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
         memories: list[Any] = []
         probed, routings = [], []
-        for block, memory, key in zip(self.blocks, layers, keys, strict=False):
+        for block, turn, memory, key in zip(self.blocks, angles, layers, keys, strict=False):
             run: Callable = partial(self._through, block, probe)
             if self._recomputes:
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
-            x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, angles, memory, key)
+            x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, turn, memory, key)
             memories.append(memory)
             probed.append(seen)
             routings.append(routing)
@@ -184,16 +188,17 @@ class Transformer(nnx.Module):
     def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any]) -> tuple[jax.Array, Any]:
         """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.
 
-        `seen`: positions, angles, memory.
+        `seen`: positions, the angles of each layer, memory.
         """
-        period = self.config.period
+        period, (positions_BT, angles, fresh) = self.config.period, seen
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
         stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
 
         def turn(x_BTD: jax.Array, part: Any) -> tuple[jax.Array, list[Any]]:
             routings = []
-            for graph, state, key in zip(graphs, *part, strict=True):
-                x_BTD, _, (_, routing) = self._through(nnx.merge(graph, state), None, x_BTD, *seen, key)
+            for graph, turned, state, key in zip(graphs, angles[:period], *part, strict=True):
+                block = nnx.merge(graph, state)
+                x_BTD, _, (_, routing) = self._through(block, None, x_BTD, positions_BT, turned, fresh, key)
                 routings.append(routing)
             return x_BTD, routings
 
@@ -224,8 +229,16 @@ class Transformer(nnx.Module):
     def _fresh(self, segments_BT: jax.Array | None) -> Fresh:
         return Fresh(segments_BT, self.config.kernel, self.config.platform, sharing=self.sharing)
 
+    def _angles(self, positions_BT: jax.Array) -> list[Angles]:
+        """Those of each layer, the same arrays where layers rotate alike."""
+        rotations = [self.config.rotation(layer) for layer in range(self.config.num_blocks)]
+        made = {r: None if r is None else rotary_angles(positions_BT, self.config.rotated_size, *r) for r in rotations}
+        return [made[rotation] for rotation in rotations]
+
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = self.embed[...][tokens_BT]
+        if self.config.scale_embeddings:
+            x_BTD = x_BTD.astype(self.dtype) * jnp.asarray(math.sqrt(self.config.dim), self.dtype)
         if self.position_embed is not None:
             x_BTD = x_BTD + self.position_embed[...][jnp.clip(positions_BT, 0)]
         elif self.config.position == "sinusoidal":

@@ -23,6 +23,10 @@ BASE = {
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "learned": {"model.weight_tying": True, "attention.use_rotary_pos": False, "attention.trainable_pos": True},
+    "biases": {
+        "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True, "model.norm_placement": "both",
+        "model.qk_norm": True, "model.qk_norm_scope": "layer", "model.norm_zero_centered": True,
+    },
     "moe": {
         "moe.use_moe": True, "moe.n_experts": 4, "moe.alpha_balance": 0.01, "moe.router_z_loss": 0.01, "moe.shared_experts": 1,
     },

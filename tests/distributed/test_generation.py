@@ -20,6 +20,10 @@ SMALL = {
     "model.dtype": "float32", "generation.seed": 1, "generation.greedy": True,
 }  # fmt: skip
 LATENT = {"model.kv_heads": 8, "attention.kv_lora_rank": 16, "attention.qk_rope_head_dim": 8}
+BIASES = {
+    "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True, "model.qk_norm": True,
+    "model.qk_norm_scope": "layer", "model.norm_placement": "after",
+}  # fmt: skip
 SINKS = {"attention.sink_logits": True, "attention.sliding_window": True, "attention.context_window": 64}
 
 
@@ -52,6 +56,8 @@ def texts(config, model, length):
             pytest.param(changes, weights, length, marks=pytest.mark.exhaustive)
             for changes, weights, length in (
                 ({}, "int8", 20),
+                (BIASES, "auto", 150),
+                (BIASES, "int8", 20),
                 (LATENT, "auto", 150),
                 (SINKS, "auto", 150),
                 ({"moe.use_moe": True}, "int8", 20),

@@ -18,6 +18,8 @@ ARCHITECTURES = [
         {"model__weight_tying": False, "model__norm": "layernorm", "model__activation": "gelu", "model__scan_layers": True},
     ),
     ("learned", {}),
+    ("biases", {}),
+    ("biases", {"model__activation": "gelu", "model__norm": "layernorm", "model__norm_placement": "after"}),
     ("moe", {"moe__score_function": "sigmoid", "moe__bias_update_rate": 0.001}),
     ("moe", {"model__activation": "gelu", "model__scan_layers": True}),
     ("mla", {"attention__no_sink": True, "attention__sink_logits": True}),
@@ -47,7 +49,7 @@ def test_letters_stand_for_the_sizes_of_the_model():
         sizes = {"V": V, "D": m.dim, "T": m.max_context, "K": m.kv_heads, "N": m.n_heads, "2": 2}
         sizes |= {"E": m.experts.count} if m.experts else {}
         width = m.hidden_dim * (m.experts.shared if "shared" in name else 1)
-        sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if not name.endswith("qkv/kernel") else {})
+        sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {})
         sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # what its queries are made from, of rank D or less
         for letter, size in zip(rule_of(name, len(shape)).axes, shape, strict=True):
             assert sizes.get(letter, size) == size, (name, letter)

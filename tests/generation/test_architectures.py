@@ -14,6 +14,21 @@ pytestmark = pytest.mark.slow
 PROMPTS, STEPS = builder.prompts(5, 9, 2), 8
 MODELS = {
     "experts": builder.config(windows=(None, 4), experts=ExpertsConfig(4, 2, shared=1), softcap=3.0, sink_logits=True),
+    "biases and norms": builder.config(
+        windows=(None, 4),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        norm_placement="both",
+        norm_zero_centered=True,
+        qk_norm=True,
+        qk_norm_scope="layer",
+        scale_embeddings=True,
+        query_pre_attn_scalar=5.0,
+        partial_rotary_factor=0.5,
+        rope_local_theta=100.0,
+        unrotated=(0,),
+    ),
     "latents": builder.config(windows=(None, 4), kv_heads=4, latent=LatentConfig(12, 4, 6, query_rank=10)),
 }
 

@@ -337,7 +337,7 @@ def test_the_router_reads_what_the_cache_holds():
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_another_order_of_the_heads_is_the_same_function(weights):
-    config = builder.config(kv_heads=4, n_heads=8, no_sink=True, qk_norm=True)
+    config = builder.config(kv_heads=4, n_heads=8, no_sink=True, qk_norm=True, qk_norm_scope="layer", qkv_bias=True)
     model = builder.model(config)
     order = ((2, 0, 3, 1), (0, 1, 2, 3))
     tokens, places = np.array([[3, 9, 4, 1, 7]]), np.arange(5)[None]

@@ -28,7 +28,7 @@ def normalise(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
         mean = sum(x_D) / size
         variance = sum((x_D - mean) ** 2) / size
         return (x_D - mean) / math.sqrt(variance + epsilon) * weights["scale"] + weights["bias"]
-    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * weights["scale"]
+    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * (weights["scale"].reshape(-1) + (kind == "zero-centred rmsnorm"))
 
 
 def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> float:
@@ -37,6 +37,8 @@ def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> f
     if scaling is None or scaling.kind == "linear":
         return plain / (1 if scaling is None else scaling.factor)
     old = scaling.original_context
+    if scaling.kind == "longrope":
+        return plain / scaling.factors[i]
     if scaling.kind == "llama3":
         wave = 2 * math.pi / plain
         if wave < old / scaling.high_freq_factor:
@@ -60,6 +62,9 @@ def rotated(x_H: Array, position: int, theta: float, scaling: RopeScaling | None
     z = z * np.array([np.exp(1j * position * frequency(i, len(x_H), theta, scaling)) for i in range(half)])
     if scaling is not None and scaling.kind == "yarn":
         z = z * (0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor)
+    if scaling is not None and scaling.kind == "longrope":
+        longer = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+        z = z * (longer if scaling.attention_factor is None else scaling.attention_factor)
     return np.concatenate([z.real, z.imag])
 
 
@@ -82,14 +87,15 @@ def gelu(x: Array) -> Array:
 
 
 def feed_forward(kind: str, x_D: Array, weights: Weights) -> Array:
-    """Gated (Shazeer 2020) or plain."""
-    down_FD = weights["down"]["kernel"]
+    """Gated (Shazeer 2020) or plain, with biases where there are some."""
+    down_FD, bias_D = weights["down"]["kernel"], weights["down"].get("bias", 0)
     if kind in ("swiglu", "geglu"):
-        gate_F = x_D @ weights["gate_up"]["kernel"][:, 0, :]
-        up_F = x_D @ weights["gate_up"]["kernel"][:, 1, :]
-        return (gate_F * sigmoid(gate_F) * up_F if kind == "swiglu" else gelu(gate_F) * up_F) @ down_FD
-    up_F = x_D @ weights["up"]["kernel"]
-    return (gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2) @ down_FD
+        bias_2F = weights["gate_up"].get("bias", (0, 0))
+        gate_F = x_D @ weights["gate_up"]["kernel"][:, 0, :] + bias_2F[0]
+        up_F = x_D @ weights["gate_up"]["kernel"][:, 1, :] + bias_2F[1]
+        return (gate_F * sigmoid(gate_F) * up_F if kind == "swiglu" else gelu(gate_F) * up_F) @ down_FD + bias_D
+    up_F = x_D @ weights["up"]["kernel"] + weights["up"].get("bias", 0)
+    return (gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2) @ down_FD + bias_D
 
 
 def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
@@ -121,22 +127,18 @@ def attention(
     T, groups = len(x_TD), config.n_heads // config.kv_heads
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
     sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
+    made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
+    q_TKGH, k_TKH, v_TKH = made_TKPH[:, :, :groups], made_TKPH[:, :, groups], made_TKPH[:, :, groups + 1]
+    if config.qk_norm:
+        q_TKGH, k_TKH = (of_heads(config, x, weights[name]) for x, name in ((q_TKGH, "q_norm"), (k_TKH, "k_norm")))
     for head in range(config.n_heads):
         pair, group = head // groups, head % groups
-        kernel = weights["qkv"]["kernel"][:, pair]
-        q_TH, k_TH, v_TH = (x_TD @ kernel[:, part] for part in (group, groups, groups + 1))
-        if config.qk_norm:
-            q_TH = np.array([normalise("rmsnorm", q, weights["q_norm"], config.norm_epsilon) for q in q_TH])
-            k_TH = np.array([normalise("rmsnorm", k, weights["k_norm"], config.norm_epsilon) for k in k_TH])
-        if config.position == "rope":
-            q_TH = np.array(
-                [rotated(q, p, config.rope_theta, config.rope_scaling) for q, p in zip(q_TH, positions, strict=True)]
-            )
-            k_TH = np.array(
-                [rotated(k, p, config.rope_theta, config.rope_scaling) for k, p in zip(k_TH, positions, strict=True)]
-            )
+        q_TH, k_TH, v_TH = q_TKGH[:, pair, group], k_TKH[:, pair], v_TKH[:, pair]
+        if config.position == "rope" and layer not in config.unrotated:
+            q_TH = np.array([turned(config, layer, q, p) for q, p in zip(q_TH, positions, strict=True)])
+            k_TH = np.array([turned(config, layer, k, p) for k, p in zip(k_TH, positions, strict=True)])
         for t in range(T):
-            scores_S = k_TH @ q_TH[t] / math.sqrt(config.head_size)
+            scores_S = k_TH @ q_TH[t] / math.sqrt(config.query_pre_attn_scalar or config.head_size)
             if config.softcap is not None:
                 scores_S = config.softcap * np.tanh(scores_S / config.softcap)
             weight_S = np.where(sees_TS[t], np.exp(scores_S), 0)
@@ -146,7 +148,25 @@ def attention(
                 head_H = head_H * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, pair, group])
             out_TD[t] += head_H @ weights["out"]["kernel"][pair, group]
         last_NS[head] = scores_S
-    return out_TD, last_NS, sees_TS[-1]
+    return out_TD + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
+
+
+def rms_kind(config: ModelConfig) -> str:
+    return "zero-centred rmsnorm" if config.norm_zero_centered else "rmsnorm"
+
+
+def of_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
+    """Queries or keys `[T, …, H]` normalised, every head alone or all heads of a token together."""
+    rows = x.reshape(len(x), -1) if config.qk_norm_scope == "layer" else x.reshape(-1, x.shape[-1])
+    return np.array([normalise(rms_kind(config), row, weights, config.norm_epsilon) for row in rows]).reshape(x.shape)
+
+
+def turned(config: ModelConfig, layer: int, x_H: Array, position: int) -> Array:
+    """A head with its first part rotated as its layer does."""
+    R = int(config.head_size * config.partial_rotary_factor)
+    local = config.rope_local_theta is not None and config.windows[layer] is not None
+    how = (config.rope_local_theta, None) if local else (config.rope_theta, config.rope_scaling)
+    return np.concatenate([rotated(x_H[:R], position, *how), x_H[R:]])
 
 
 def latent_attention(
@@ -157,19 +177,19 @@ def latent_attention(
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((N, T))
     sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
 
-    def turned(x_TP: Array) -> Array:
+    def turned_all(x_TP: Array) -> Array:
         rows = zip(x_TP, positions, strict=True)
         return np.array([rotated(x, p, config.rope_theta, config.rope_scaling) for x, p in rows])
 
     def norm(x_TD: Array, name: str) -> Array:
-        return np.array([normalise("rmsnorm", x, weights[name], config.norm_epsilon) for x in x_TD])
+        return np.array([normalise(rms_kind(config), x, weights[name], config.norm_epsilon) for x in x_TD])
 
     kv_TC = x_TD @ weights["kv_a"]["kernel"]
-    latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), turned(kv_TC[:, R:])
+    latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), turned_all(kv_TC[:, R:])
     from_TD = x_TD if config.latent.query_rank is None else norm(x_TD @ weights["q_a"]["kernel"], "q_norm")
     for head in range(N):
         q_TQ, kv_TC = from_TD @ weights["q"]["kernel"][:, head], latent_TR @ weights["kv_b"]["kernel"][:, head]
-        q_TQ = np.concatenate([q_TQ[:, :H], turned(q_TQ[:, H:])], axis=1)
+        q_TQ = np.concatenate([q_TQ[:, :H], turned_all(q_TQ[:, H:])], axis=1)
         k_TQ, v_TV = np.concatenate([kv_TC[:, :H], shared_TP], axis=1), kv_TC[:, H:]
         for t in range(T):
             scores_S = k_TQ @ q_TQ[t] / math.sqrt(q_TQ.shape[1])
@@ -195,10 +215,12 @@ def forward(
     positions = np.arange(T) if positions is None else positions
     segments = np.zeros(T, int) if segments is None else segments
 
-    def norm(x_TD: Array, part: Weights) -> Array:
-        return np.array([normalise(config.norm, x_D, part, config.norm_epsilon) for x_D in x_TD])
+    kind = rms_kind(config) if config.norm == "rmsnorm" else config.norm
 
-    x_TD = weights["embed"][tokens]
+    def norm(x_TD: Array, part: Weights | None) -> Array:
+        return x_TD if part is None else np.array([normalise(kind, x_D, part, config.norm_epsilon) for x_D in x_TD])
+
+    x_TD = weights["embed"][tokens] * (math.sqrt(config.dim) if config.scale_embeddings else 1)
     if config.position == "learned":
         x_TD = x_TD + weights["position_embed"][positions]
     if config.position == "sinusoidal":
@@ -207,14 +229,15 @@ def forward(
     for layer in range(config.num_blocks):
         block = weights["blocks"][layer]
         attend = attention if config.latent is None else latent_attention
-        a_TD, *seen = attend(config, layer, norm(x_TD, block["norm1"]), block["attention"], positions, segments)
+        a_TD, *seen = attend(config, layer, norm(x_TD, block.get("norm1")), block["attention"], positions, segments)
         probed.append(tuple(seen))
-        x_TD = x_TD + a_TD
-        normed_TD = norm(x_TD, block["norm2"])
+        x_TD = x_TD + norm(a_TD, block.get("post_norm1"))
+        normed_TD = norm(x_TD, block.get("norm2"))
         if config.experts is None:
-            x_TD = x_TD + np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
+            f_TD = np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
         else:
-            x_TD = x_TD + np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
+            f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
+        x_TD = x_TD + norm(f_TD, block.get("post_norm2"))
     x_TD = norm(x_TD, weights["norm_f"])
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
     cap = config.final_softcap

@@ -18,6 +18,8 @@ SETTINGS = {
     "attention__sliding_window": True,
     "attention__context_window": 2,
     "attention__layer_types": ["sliding", "full"],
+    "attention__rope_local_theta": 100.0,
+    "attention__rope_layers": [False, True],
     "attention__sink_logits": True,
     "moe__use_moe": True,
     "moe__bias_update_rate": 0.01,
@@ -69,7 +71,8 @@ def test_rolled_and_apart_again_is_what_it_was():
 
 @pytest.mark.parametrize("layers, kinds, period", [(6, 3, 3), (6, 1, 1), (5, 2, 5), (8, 4, 4)])
 def test_the_period_divides_the_depth(layers, kinds, period):
-    settings = SETTINGS | {"model__num_blocks": layers, "attention__layer_types": ["full"] * (kinds - 1) + ["sliding"]}
+    types = {"attention__layer_types": ["full"] * (kinds - 1) + ["sliding"], "attention__rope_layers": [True]}
+    settings = SETTINGS | types | {"model__num_blocks": layers}
     assert small_config(**settings).architecture(VOCABULARY).period == period
 
 
