@@ -22,6 +22,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
+        self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
         self.data = self.path / "data"  # the tokens
         self.checkpoints = self.path / "checkpoints"

@@ -1,6 +1,7 @@
 """Text: tokenizers, corpora, and the token store with its batches. Nothing here imports jax."""
 
 from dantinox.text.build import Progress, has_changed, open_store, prepare_data, vocabulary_size
+from dantinox.text.chat import ChatTemplate
 from dantinox.text.corpus import Corpus
 from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
@@ -8,6 +9,7 @@ from dantinox.text.vocabulary import train_tokenizer
 
 __all__ = [
     "Batch",
+    "ChatTemplate",
     "Corpus",
     "Counts",
     "Progress",

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +44,7 @@ class Tokenizer:
       kind: char, byte, byte-level bpe as we train it, or other: any tokenizer.json.
       vocab_size: one more than the largest id; special tokens count.
       pad_id, bos_id, eos_id: ids of the special tokens, None where the vocabulary has none.
-      special_ids: every special token; text never encodes to one, and decoding skips them.
+      special_tokens, special_ids: every special token by its name; text never encodes to one, and decoding skips them.
     """
 
     def __init__(self, content: str, name: str = "the tokenizer") -> None:
@@ -52,9 +53,10 @@ class Tokenizer:
         Raises:
           UserError: the text is not a tokenizer; `name` says which.
         """
-        self._content = content
+        self._content, self._name = content, name
         tree, self.core = _parse(content, name)
         specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
+        self.special_tokens: dict[str, int] = specials
         self.special_ids = frozenset(specials.values())
         self.eos_id, self.bos_id, self.pad_id = (
             next((specials[n] for n in names if n in specials), None) for names in (END_NAMES, BEGIN_NAMES, PAD_NAMES)
@@ -64,8 +66,6 @@ class Tokenizer:
         self.kind: Kind = _kind_of(tree, len(self.special_ids))
         if self.kind == "char":
             self._table, self._byte_base = _character_table(tree["model"]["vocab"])
-        elif self.kind != "byte":
-            self._encoder = _encoder(tree, name)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -125,6 +125,65 @@ class Tokenizer:
         except Exception as error:  # a bare one, for instance for a word without an <unk> to stand for it
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """`encode_array` of a text in which the names of special tokens stand for them, but where `guarded` keeps them apart.
+
+        Returns:
+          Token ids, int32 [N], and the places in the text at which what they spell ends, int64 [N]. What is between special
+          tokens is encoded as the tokenizer's own library does it, all NULs taken out.
+        """
+        parts: list[str] = []
+        origins, ends, at = [np.zeros(0, np.int64)], [], 0  # of each character that is encoded, of each special token
+        for number, part in enumerate(self._special_names.split(text)):
+            codes = np.frombuffer(_bytes(part, "utf-32-le"), "<u4")
+            if number % 2:
+                parts.append(HIDDEN + part)
+                origins.append(np.concatenate([np.full(len(HIDDEN), at), at + np.arange(len(part))]))
+                ends.append(at + len(part))
+            else:
+                parts.append(part.replace("\0", ""))
+                origins.append(at + np.flatnonzero(codes))
+                if self.kind == "char":
+                    self._encode_characters(parts[-1])  # which knows what it cannot spell
+            at += len(part)
+        encoding = self._encoder.encode("".join(parts), add_special_tokens=False)
+        ids_N, origin = np.array(encoding.ids, np.int32), np.concatenate(origins)
+        ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64)
+        special_N = np.isin(ids_N, list(self.special_ids))
+        if np.count_nonzero(special_N) == len(ends):  # the library counts the space that some take along
+            ends_N[special_N] = ends
+        return ids_N, ends_N
+
+    def guarded(self, text: str) -> str:
+        """The text with a NUL inside all that spells a special token, so that it is ordinary text for `encode_specials`.
+
+        Raises:
+          UserError: the text holds a NUL, or a special token of a single character.
+        """
+        if "\0" in text:
+            raise UserError(f"a text holds U+0000 at character {text.index(chr(0))}, which is not text")
+        names = [re.escape(name) for name in self.special_tokens if len(name) > 1]
+        if short := next((name for name in self.special_tokens if len(name) == 1 and name in text), None):
+            raise UserError(f"a text holds {short!r}, which is a special token of this vocabulary")
+        return re.sub(f"(?={'|'.join(names)})(.)", "\\1\0", text, flags=re.DOTALL) if names else text
+
+    @cached_property
+    def template_variables(self) -> dict[str, str]:
+        """The names of begin, end and padding token, as chat templates call them."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        names = {index: name for name, index in self.special_tokens.items()}
+        return {key: names[index] for key, index in ids.items() if index in names}
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        """One of the special tokens; of those that begin at a character the longest."""
+        longest = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
+
+    @cached_property
+    def _encoder(self) -> Core:
+        return _encoder(json.loads(self.core.to_str()), self._name)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: special tokens are skipped, bytes that are not UTF-8 become U+FFFD.

@@ -1,0 +1,222 @@
+"""Conversations as tokens: a chat template, rendered apart, and which of the tokens the assistant says.
+
+A message is `{"role": …, "content": text}`; what else it holds is handed to the template. The template is Jinja as
+transformers runs it; a run keeps its own in `chat_template.jinja`.
+"""
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dantinox.files import UserError, shown
+from dantinox.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TEMPLATE_BYTES = 1 << 20
+PROGRAM = Path(__file__).with_name("rendering.py")
+CPU_SECONDS, MEMORY_BYTES, LONGEST = 5, 1 << 30, 1 << 24  # that a template may take, and write in characters
+
+# Ordinary text, and the end token behind each turn of the assistant.
+PLAIN = """\
+{{ bos_token }}
+{%- for message in messages %}
+{{- '\\n\\n' if not loop.first }}{{ message['role']|capitalize + ':\\n' + message['content']|trim }}
+{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif %}"""
+# The turns of OpenAI's Chat Markup Language, as Qwen and many others have them.
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+class _Builtin(NamedTuple):
+    source: str
+    specials: tuple[str, ...]  # that a vocabulary must have
+
+
+BUILTIN = {"plain": _Builtin(PLAIN, ("eos_token",)), "chatml": _Builtin(CHATML, ("<|im_start|>", "<|im_end|>"))}
+
+
+class ChatTemplate:
+    """A chat template and the tokenizer that it is written for.
+
+    Attributes:
+      source: the text of its `chat_template.jinja`.
+      name: what messages call it.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer, name: str = "the chat template") -> None:
+        """Nothing is rendered before it is asked for: a template that is no Jinja is told by the first call."""
+        self.source, self.name, self._tokenizer = source, name, tokenizer
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock()
+
+    @classmethod
+    def load(cls, path: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Reads a `chat_template.jinja`.
+
+        Raises:
+          UserError: it cannot be read, or is no text.
+        """
+        path = Path(path)
+        try:
+            if not path.is_file():
+                raise UserError(f"no chat template at {path}")
+            if path.stat().st_size > MAX_TEMPLATE_BYTES:
+                raise UserError(f"{path} is larger than {MAX_TEMPLATE_BYTES >> 20} MiB: not a chat template")
+            return cls(path.read_bytes().decode(), tokenizer, f"the chat template {path}")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a chat template: byte {error.start} is not UTF-8 text") from None
+        except OSError as error:
+            raise UserError(f"cannot read the chat template {path}: {error.strerror}") from None
+
+    @classmethod
+    def named(cls, name: str, tokenizer: Tokenizer) -> "ChatTemplate":
+        """One of the built-in templates, `plain` or `chatml`, or that of a file.
+
+        Raises:
+          UserError: there is no such file, or the vocabulary has no such tokens as a built-in one needs.
+        """
+        if name not in BUILTIN:
+            if not Path(name).exists():
+                raise UserError(f"no chat template {shown(name)}: give a file of Jinja, or one of {', '.join(BUILTIN)}")
+            return cls.load(name, tokenizer)
+        source, needed = BUILTIN[name]
+        for special in needed:
+            if special not in tokenizer.special_tokens and special not in tokenizer.template_variables:
+                raise UserError(f"the chat template {name} needs a vocabulary with {special}: choose another")
+        return cls(source, tokenizer, f"the chat template {name}")
+
+    def text(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+        """The conversation as the template writes it, special tokens by their names; see `encode`."""
+        return self._rendered([(messages, generation_prompt)])[0].replace("\0", "")
+
+    def encode(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> list[int]:
+        """Token ids of a conversation, those of transformers' `apply_chat_template`; but no message spells a special token.
+
+        Args:
+          generation_prompt: with what stands before an answer of the assistant.
+
+        Raises:
+          UserError: messages that are none, or a template that is none, is not safe, refuses them, or takes too much.
+        """
+        ids: list[int] = self._tokenizer.encode_specials(self._rendered([(messages, generation_prompt)])[0])[0].tolist()
+        return ids
+
+    def spoken(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation, int32 [N], and which of its tokens are the assistant's own, bool [N].
+
+        The assistant says what its turn adds to the text before it and its generation prompt, up to the special token that
+        ends the turn, which is its own too. A token that stands across the beginning is the assistant's.
+
+        Raises:
+          UserError: as `encode`; or the template writes a turn otherwise once others follow, so that what is said in
+            generation is not what a finished conversation holds.
+        """
+        turns = [i for i, message in enumerate(messages) if isinstance(message, Mapping) and message.get("role") == "assistant"]
+        asked = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
+        whole, *parts = self._rendered([(messages, False), *asked])
+        ids_N, ends_N = self._tokenizer.encode_specials(whole)
+        spoken_N = np.zeros(len(ids_N), bool)
+        for before, after in zip(parts[: len(turns)], parts[len(turns) :], strict=True):
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UserError(
+                    f"{self.name} cannot be trained on turn by turn: a turn of the assistant does not continue what its "
+                    "generation prompt ends with, or changes when others follow"
+                )
+            own = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
+            specials = np.flatnonzero(np.isin(ids_N[own], list(self._tokenizer.special_ids)))
+            spoken_N[own[: specials[-1] + 1] if len(specials) else own] = True
+        return ids_N, spoken_N
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The special tokens that end a turn of the assistant, the vocabulary's end token among them."""
+        ids = set() if self._tokenizer.eos_id is None else {self._tokenizer.eos_id}
+        try:
+            tokens, spoken = self.spoken([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except UserError:
+            return frozenset(ids)
+        return frozenset(ids | (set(tokens[spoken][-1:].tolist()) & self._tokenizer.special_ids))
+
+    def _rendered(self, asked: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
+        """The texts of conversations, whose special tokens a NUL keeps apart from what messages spell."""
+        values = [{"messages": self._checked(messages), "add_generation_prompt": prompt} for messages, prompt in asked]
+        with self._lock:
+            found = self._ask(values)
+        if isinstance(found, dict):
+            words = "refuses these messages" if "refusal" in found else "cannot be rendered"
+            raise UserError(f"{self.name} {words}: {next(iter(found.values()))}")
+        return found  # type: ignore[no-any-return]
+
+    def _checked(self, messages: Sequence[Message]) -> list[Any]:
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise UserError(f"message {number} must be an object with role and content, got {shown(message)}")
+            role, content = message.get("role"), message.get("content")
+            if role not in ROLES:
+                raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {shown(role)}")
+            if not isinstance(content, str):
+                raise UserError(f"the content of message {number} must be text, got {shown(content)}")
+        return [self._guarded(dict(message)) for message in messages]
+
+    def _guarded(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._tokenizer.guarded(value)
+        if isinstance(value, Mapping):
+            return {str(name): self._guarded(item) for name, item in value.items()}
+        return [self._guarded(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _ask(self, values: Any) -> Any:
+        """What the process that renders says; one that the template has ended is begun anew."""
+        try:
+            question = json.dumps(values, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"messages must be plain JSON: {error}") from None
+        if self._process is None:
+            command = [sys.executable, "-P", str(PROGRAM), *map(str, (CPU_SECONDS, MEMORY_BYTES, LONGEST))]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            weakref.finalize(self, _end, self._process)
+            variables = self._tokenizer.template_variables | {"tools": None, "documents": None}
+            if isinstance(problem := self._line(json.dumps({"template": self.source, "variables": variables})), dict):
+                self._stop()
+                return problem
+        answer = self._line(question)
+        if answer is None:
+            self._stop()
+            answer = {"error": f"it takes more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}
+        return answer
+
+    def _line(self, question: str) -> Any:
+        """An answer, or None from a process that is no more."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(question.encode() + b"\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except (OSError, ValueError):
+            return None
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            _end(self._process)
+        self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()  # closes the pipes

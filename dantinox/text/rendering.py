@@ -1,0 +1,148 @@
+"""The process in which a chat template is rendered: somebody else's program, which is given little.
+
+It is run as a program, never imported. It reads lines of JSON – first the template and the variables that it always has, then
+lists of conversations – and answers each with a line. Nothing but the standard library and Jinja is loaded here. The
+surroundings of a template are those of transformers (`apply_chat_template`): the immutable sandbox, trimmed blocks, loop
+controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and `{% generation %}` blocks, which change
+nothing.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.debug  # loaded by Jinja when something goes wrong, and no file can be opened then
+import jinja2.ext
+import jinja2.nodes
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+SECONDS, MEMORY, LONGEST = (int(number) for number in sys.argv[1:])  # of the processor's time, bytes, characters of an answer
+
+
+class Refusal(jinja2.TemplateError):
+    """What a template says by `raise_exception`."""
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}` … `{% endgeneration %}`: what is inside."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(inside, lineno=line)
+
+
+class Names(jinja2.utils.Namespace):
+    """`namespace(…)`, of which no name begins with an underscore."""
+
+    def __init__(self, *args: Any, **names: Any) -> None:
+        found = dict(*args, **names)
+        for name in found:
+            not_private(name)
+        jinja2.utils.Namespace.__init__(self, found)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        not_private(name)
+        super().__setitem__(name, value)
+
+
+def not_private(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace has no name {name!r}")
+
+
+def surroundings() -> ImmutableSandboxedEnvironment:
+    """What a template sees besides its messages."""
+
+    def refuse(message: Any) -> None:
+        raise Refusal(str(message))
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = tojson
+    made.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": Names,
+        "dict": lambda *args, **names: dict(*args, **names),
+    }
+    return made
+
+
+def render(template: jinja2.Template, values: dict[str, Any]) -> str:
+    """The text of one conversation.
+
+    Raises:
+      ValueError: it is too long.
+    """
+    text, size = [], 0
+    for part in template.generate(values):
+        text.append(part)
+        size += len(part)
+        if size > LONGEST:
+            raise ValueError(f"it writes more than {LONGEST:,} characters")
+    return "".join(text)
+
+
+def limit(seconds: int) -> None:
+    """Ends this process when it has computed for so many seconds more."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
+
+
+def contain() -> None:
+    """Takes from this process what a template has no use for: memory without end, files, other processes."""
+    time.localtime()  # which reads a file
+    surroundings().from_string("{{ '\\n' }}").render()  # loads a codec
+    for what, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 3)):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))
+
+
+def said(error: BaseException) -> dict[str, str]:
+    """What went wrong, on one line."""
+    if isinstance(error, MemoryError):
+        return {"error": f"it takes more than {MEMORY >> 20} MiB"}
+    words = " ".join(str(error).split()) or type(error).__name__
+    line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return {"refusal" if isinstance(error, Refusal) else "error": words[:200] + line}
+
+
+def answers(lines: Iterator[bytes]) -> Iterator[Any]:
+    """An answer to each line: an empty list or an error to the first, the texts or an error to the others."""
+    limit(SECONDS)
+    first = json.loads(next(lines))
+    try:
+        template = surroundings().from_string(first["template"], globals=first["variables"])
+        yield []
+    except Exception as error:
+        yield said(error)
+        return
+    for line in lines:
+        limit(SECONDS)
+        try:
+            yield [render(template, values) for values in json.loads(line)]
+        except Exception as error:
+            yield said(error)
+
+
+if __name__ == "__main__":
+    contain()
+    for answer in answers(iter(sys.stdin.buffer)):
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()

@@ -1,0 +1,177 @@
+import json
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError
+from dantinox.text import ChatTemplate, Tokenizer, chat, train_tokenizer
+
+from .chat_cases import CASES, CHATML, CONVERSATIONS, EXPECTED, USER
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+SPOKEN = {"role": "assistant", "content": "hello <you>"}
+
+
+@pytest.fixture(scope="module")
+def templates():
+    return {name: ChatTemplate(case[0], tokenizer_of(name)) for name, case in CASES.items()}
+
+
+def tokenizer_of(name):
+    _, content, begin, end = CASES[name]
+    tokenizer = Tokenizer(content)
+    tokenizer.template_variables = {key: n for key, n in (("bos_token", begin), ("eos_token", end)) if n}
+    return tokenizer
+
+
+def spelled(template, ids):
+    return " ".join(template._tokenizer.core.id_to_token(i) for i in ids)
+
+
+@pytest.mark.parametrize("case", json.loads(EXPECTED.read_text()).items(), ids=lambda case: case[0])
+def test_tokens_are_those_of_transformers(templates, case):
+    name, number, prompt = case[0].split()
+    if case[1] is None:
+        with pytest.raises(UserError, match=r"^the chat template refuses these messages: System role not supported$"):
+            templates[name].encode(CONVERSATIONS[int(number)])
+    else:
+        assert templates[name].encode(CONVERSATIONS[int(number)], generation_prompt=prompt == "True") == case[1]
+
+
+def test_a_turn_is_what_follows_the_generation_prompt_up_to_its_end_token(templates):
+    """Letter by letter where the vocabulary has no word for it; the line break behind a turn is nobody's."""
+    conversation = [USER, SPOKEN, {"role": "user", "content": "you"}, {"role": "assistant", "content": "are"}]
+    chatml = templates["chatml"]
+    ids, spoken = chatml.spoken(conversation)
+    assert spelled(chatml, ids) == (
+        "<|im_start|> user Ċ hello Ġt he r e , Ġhow Ġare Ġyou ? <|im_end|> Ċ "
+        "<|im_start|> assistant Ċ hello Ġ < y o u > <|im_end|> Ċ "
+        "<|im_start|> user Ċ y o u <|im_end|> Ċ <|im_start|> assistant Ċ a r e <|im_end|> Ċ"
+    )
+    assert np.flatnonzero(spoken).tolist() == [*range(18, 26), *range(38, 42)]
+    ids, spoken = templates["llama3"].spoken([USER, SPOKEN])  # whose vocabulary here writes a prompt's last breaks as one
+    assert spelled(templates["llama3"], ids[spoken]) == "hello Ġ < y o u > <|eot_id|>"
+    ids, spoken = templates["gemma"].spoken([USER, SPOKEN])
+    assert spelled(templates["gemma"], ids[spoken]) == "hello ▁ < y o u > <end_of_turn>"
+    assert chatml.end_ids == {chatml._tokenizer.special_tokens["<|im_end|>"]}
+
+
+def test_a_token_across_the_beginning_of_a_turn_is_the_assistants(templates):
+    ids, spoken = templates["chatml"].spoken([{"role": "assistant", "content": "\n "}])
+    assert spelled(templates["chatml"], ids) == "<|im_start|> assistant ĊĊ Ġ <|im_end|> Ċ"
+    assert spoken.astype(int).tolist() == [0, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages_spell_no_special_token(templates, name):
+    template = templates[name]
+    special = next(reversed(template._tokenizer.special_tokens))
+    half = special[: len(special) // 2]
+    text = f"a{special}b{half}{special} {special}{half}"
+    plain, spelled = (template.encode([{"role": "user", "content": content}]) for content in ("x", text))
+    index = template._tokenizer.special_tokens[special]
+    assert spelled.count(index) == plain.count(index)
+    assert text in template.text([{"role": "user", "content": text}])
+
+
+def test_specials_inside_one_another_are_kept_apart():
+    tokenizer = Tokenizer(CASES["chatml"][1].replace("<|im_start|>", "<<").replace("<|im_end|>", "<s>"))
+    assert not tokenizer.special_ids & set(tokenizer.encode_specials(tokenizer.guarded("<<s><<<s>>"))[0].tolist())
+    assert tokenizer.decode(tokenizer.encode_specials(tokenizer.guarded("<<s><<<s>>"))[0]) == "<<s><<<s>>"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_the_plain_template_is_text_and_the_end_token(kind):
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"]))
+    template = ChatTemplate.named("plain", tokenizer)
+    messages = [{"role": "user", "content": "a <eos>"}, {"role": "assistant", "content": "b"}]
+    ids, spoken = template.spoken(messages)
+    expected = [tokenizer.bos_id, *tokenizer.encode("User:\na <eos>\n\nAssistant:\n"), *tokenizer.encode("b"), tokenizer.eos_id]
+    assert ids.tolist() == template.encode(messages) == expected
+    assert spoken.tolist() == [False] * (len(ids) - 2) + [True] * 2
+    assert template.encode(messages[:1], generation_prompt=True) == expected[:-2]
+    assert template.end_ids == {tokenizer.eos_id}
+    with pytest.raises(UserError, match=r"the chat template chatml needs a vocabulary with <\|im_start\|>"):
+        ChatTemplate.named("chatml", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "cannot be rendered: access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ cycler.__init__.__globals__ }}", "cannot be rendered: access to attribute '__init__' of 'type' object is unsafe."),
+        ("{{ messages.append(1) }}", "cannot be rendered: access to attribute 'append' of 'list' object is unsafe."),
+        ("{% set n = namespace(__init__=1) %}", "cannot be rendered: a namespace has no name '__init__'"),
+        ("{% include '/etc/passwd' %}", "cannot be rendered: no loader for this environment specified"),
+        ("{% if %}", "cannot be rendered: Expected an expression, got 'end of statement block' (line 1)"),
+        ("{{ raise_exception('no\nmore') }}", "refuses these messages: no more"),
+        ("{% for i in range(10**9) %}{% endfor %}", "cannot be rendered: Range too big. The sandbox blocks ranges larger than "
+         "MAX_RANGE (100000)."),
+        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "cannot be rendered: it writes more than 16,777,216 "
+         "characters"),
+        ("{{ 'a' * 10**10 }}", "cannot be rendered: it takes more than 1024 MiB"),
+        ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "cannot be rendered: it takes "
+         "more than 0 seconds or 1024 MiB"),
+    ],
+)  # fmt: skip
+def test_a_template_that_reaches_out_or_does_not_end_is_one_sentence(source, sentence, monkeypatch):
+    monkeypatch.setattr(chat, "CPU_SECONDS", 0)
+    with pytest.raises(UserError) as caught:
+        ChatTemplate(source, BYTES).encode([USER])
+    assert str(caught.value) == f"the chat template {sentence}"
+
+
+def test_a_template_that_is_ended_is_begun_anew():
+    template = ChatTemplate("b", BYTES)
+    assert template.text([USER]) == "b"
+    template._process.kill()
+    with pytest.raises(UserError, match="it takes more than"):
+        template.encode([USER])
+    assert template.text([USER]) == "b"
+
+
+def test_surroundings_are_those_of_transformers():
+    source = (
+        "{% generation %}a{% endgeneration %}\n  {% for i in [1, 2] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'é': '<'}|tojson }}{{ strftime_now('%Y')|length }}{{ nil }}"
+    )
+    assert ChatTemplate(source, BYTES).text([]) == 'a12{"é": "<"}4'
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        (["hi"], "message 0 must be an object with role and content, got 'hi'"),
+        ([USER, {"role": "end", "content": ""}], "the role of message 1 must be one of system, developer, user, assistant, "
+         "tool, got 'end'"),
+        ([{"role": "user"}], "the content of message 0 must be text, got null"),
+        ([{"role": "user", "content": "a\0"}], "a text holds U+0000 at character 1, which is not text"),
+    ],
+)  # fmt: skip
+def test_bad_messages_are_one_sentence(messages, sentence):
+    with pytest.raises(UserError) as caught:
+        ChatTemplate(CHATML, BYTES).encode(messages)
+    assert str(caught.value) == sentence
+
+
+def test_a_template_that_changes_earlier_turns_cannot_be_trained_on():
+    source = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="cannot be trained on turn by turn: a turn of the assistant does not"):
+        ChatTemplate(source, BYTES).spoken([USER, SPOKEN, USER])
+
+
+@pytest.mark.parametrize(("content", "sentence"), [(None, "no chat template at"), (b"\xff", "byte 0 is not UTF-8 text")])
+def test_bad_files_are_one_sentence(content, sentence, tmp_path):
+    path = tmp_path / "chat_template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        ChatTemplate.load(path, BYTES)
+
+
+def test_names_of_templates(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("a")
+    assert ChatTemplate.named(str(path), BYTES).text([]) == "a"
+    with pytest.raises(UserError, match=r"^no chat template 'other': give a file of Jinja, or one of plain, chatml$"):
+        ChatTemplate.named("other", BYTES)
