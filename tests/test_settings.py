@@ -55,7 +55,7 @@ OTHER: dict[str, tuple] = {
     "attention.rope_layers": ([False],), "attention.partial_rotary_factor": (0.5,),
     "attention.rope_short_factors": ([1.0, 3.0, 3.0, 3.0], LONGROPE),
     "attention.rope_long_factors": ([1.0, 3.0, 3.0, 3.0], {**LONGROPE, "model.max_context": 16}),
-    "attention.qkv_bias": (True,), "attention.out_bias": (True,), "attention.query_pre_attn_scalar": (2.0,),
+    "attention.gate_bias": (True, {"attention.no_sink": True}), "model.head_bias": (True,), "attention.qkv_bias": (True,), "attention.out_bias": (True,), "attention.query_pre_attn_scalar": (2.0,),
     "attention.sliding_window": (True, {"attention.context_window": 2}),
     "attention.context_window": (2, {"attention.sliding_window": True}),
     "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),

@@ -25,6 +25,7 @@ class ModelSection(Section):
     hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
     max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
     weight_tying: bool = field(True, "the output layer is the embedding table")
+    head_bias: bool = field(False, "a bias of the logits")
     final_logit_softcapping: Positive | None = field(
         None, "logits of the next token are capped at ± this: cap · tanh(logit / cap) (null: not)"
     )
@@ -146,6 +147,7 @@ class AttentionSection(Section):
     out_bias: bool = field(False, "a bias of attention's output")
     query_pre_attn_scalar: Positive | None = field(None, "scores are divided by the root of it (null: head_size)")
     no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
+    gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(False, "a bias in that gate")
     attn_logit_softcapping: Positive | None = field(
         None, "scores are capped at ± this before the softmax: cap · tanh(score / cap) (null: not)"
     )
@@ -244,8 +246,10 @@ class ModelConfig:
     out_bias: bool = False
     query_pre_attn_scalar: float | None = None
     no_sink: bool = False
+    gate_bias: bool = False
     softcap: float | None = None
     sink_logits: bool = False
+    head_bias: bool = False
     final_softcap: float | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
@@ -288,7 +292,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if m.n_heads % kv_heads:
         yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
     if a.kv_lora_rank is not None:
-        for key in ("qkv_bias", "out_bias", "query_pre_attn_scalar", "partial_rotary_factor", "rope_layers"):
+        for key in ("qkv_bias", "out_bias", "gate_bias", "query_pre_attn_scalar", "partial_rotary_factor", "rope_layers"):
             if getattr(a, key) != AttentionSection.model_fields[key].default:
                 yield f"attention.{key} has no meaning with attention.kv_lora_rank: leave it at its default"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
@@ -407,8 +411,10 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         out_bias=a.out_bias,
         query_pre_attn_scalar=a.query_pre_attn_scalar,
         no_sink=a.no_sink,
+        gate_bias=a.gate_bias,
         softcap=a.attn_logit_softcapping,
         sink_logits=a.sink_logits,
+        head_bias=m.head_bias,
         final_softcap=m.final_logit_softcapping,
         experts=experts,
         latent=latent,

@@ -16,7 +16,7 @@ from dantinox.config import UserError
 AXES = ("data", "fsdp", "expert", "tensor")  # devices next to each other differ in the last one, which passes most
 BATCH = ("data", "fsdp", "expert")  # devices that differ in these have different rows
 STORED = ("fsdp", "expert", "tensor")  # over these a parameter lies in parts, if its sizes allow
-TABLES = ("embed", "position_embed", "head/kernel")  # whose derivatives are summed over all devices
+TABLES = ("embed", "position_embed", "head/kernel", "head_bias")  # whose derivatives are summed over all devices
 
 
 class Rule(NamedTuple):
@@ -41,12 +41,14 @@ RULES = (
     Rule("embed", "VD", {}, "DV"),
     Rule("position_embed", "TD", {}, "DT"),
     Rule("head/kernel", "DV", {}, "DV"),
+    Rule("head_bias", "V", {}, ""),
     Rule("*norm?/scale", "D", {}, ""),
     Rule("*norm?/bias", "D", {}, ""),
     Rule("norm_f/scale", "D", {}, ""),
     Rule("norm_f/bias", "D", {}, ""),
     Rule("attention/qkv/kernel", "DKGH", HEADS, "HD"),
     Rule("attention/gate/kernel", "DKGH", HEADS, "HD"),
+    Rule("attention/gate/bias", "KGH", HEADS, ""),
     Rule("attention/out/kernel", "KGHD", HEADS, "DH"),
     Rule("attention/qkv/bias", "KGH", HEADS, ""),
     Rule("attention/out/bias", "D", {}, ""),

@@ -40,7 +40,7 @@ class Attention(nnx.Module):
         self.q_norm = rms_norm(config, (K, G, H) if self.over_heads else H) if config.qk_norm else None
         self.k_norm = rms_norm(config, (K, H) if self.over_heads else H) if config.qk_norm else None
         self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
-        self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs) if config.no_sink else None
+        self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs, bias=config.gate_bias) if config.no_sink else None
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
     def __call__(

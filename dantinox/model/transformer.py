@@ -15,7 +15,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
 from dantinox.model.latent import LatentAttention
-from dantinox.model.layers import PRODUCT, Linear, capped, dropout, feed_forward, normalisation, product
+from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.moe import MixtureOfExperts
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.model.sharing import ALONE, GATHERED, Sharing
@@ -120,6 +120,7 @@ class Transformer(nnx.Module):
         self.norm_f = normalisation(config)
         untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
         self.head = nnx.data(untied)
+        self.head_bias = nnx.Param(jnp.zeros(V, jnp.float32)) if config.head_bias else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
         """`hidden` and `logits` in a row: (logits `[B, T, V]`, cache, aux)."""
@@ -219,7 +220,7 @@ class Transformer(nnx.Module):
             logits = self.head(x_BTD)
         else:
             logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
-        logits = self.sharing.together(logits)
+        logits = biased(self.sharing.together(logits), self.head_bias)
         return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "learned": {"model.weight_tying": True, "attention.use_rotary_pos": False, "attention.trainable_pos": True},
     "biases": {
         "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True, "model.norm_placement": "both",
+        "attention.no_sink": True, "attention.gate_bias": True, "model.head_bias": True,
         "model.qk_norm": True, "model.qk_norm_scope": "layer", "model.norm_zero_centered": True,
     },
     "moe": {

@@ -145,7 +145,8 @@ def attention(
             sink = np.exp(weights["sinks"][pair, group]) if config.sink_logits else 0
             head_H = weight_S @ v_TH / (weight_S.sum() + sink)
             if config.no_sink:
-                head_H = head_H * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, pair, group])
+                bias_KGH = weights["gate"].get("bias", np.zeros_like(weights["out"]["kernel"][..., 0]))
+                head_H = head_H * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, pair, group] + bias_KGH[pair, group])
             out_TD[t] += head_H @ weights["out"]["kernel"][pair, group]
         last_NS[head] = scores_S
     return out_TD + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
@@ -240,5 +241,5 @@ def forward(
         x_TD = x_TD + norm(f_TD, block.get("post_norm2"))
     x_TD = norm(x_TD, weights["norm_f"])
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
-    cap = config.final_softcap
-    return x_TD @ head_DV if cap is None else cap * np.tanh(x_TD @ head_DV / cap), probed
+    logits_TV, cap = x_TD @ head_DV + (weights["head_bias"] if config.head_bias else 0), config.final_softcap
+    return logits_TV if cap is None else cap * np.tanh(logits_TV / cap), probed
