@@ -162,6 +162,11 @@ class Reader:
             raise ValueError(f"found byte 0x{head:02x} where {what} should be")
         return self._take({0xDE: ">H", 0xDF: ">I"}.get(head) or (">B", ">H", ">I")[heads.index(head)])
 
+    def _name(self) -> str:
+        """A name, or the number that a list's entry has for one."""
+        head = self.content[self.at] if self.at < self.end else 0
+        return str(self._integer()) if head < 0x80 or 0xCC <= head <= 0xCF else self._text()
+
     def _text(self) -> str:
         size = self._length(range(0xA0, 0xC0), TEXT, "a name")
         if size > self.end - self.at:
@@ -183,7 +188,7 @@ class Reader:
             raise ValueError("a tree of parameters that is larger than the file")
         tree: dict[str, Any] = {}
         for number in range(count):
-            name = self._text()
+            name = self._name()
             if name == CHUNKED and number == 0:
                 return {CHUNKED: self._chunked(depth)}
             if name in tree:

@@ -1,0 +1,220 @@
+"""Runs of DantinoX 0: read as what they computed, or refused with the reason."""
+
+import json
+import math
+
+import flax.serialization
+import numpy as np
+import pytest
+import yaml
+from tokenizers import Tokenizer as Core
+from tokenizers import models, pre_tokenizers, trainers
+
+from dantinox.config import UserError, build_config
+from dantinox.interop.v0 import parameters, read_v0
+from dantinox.model.parameters import blueprint
+from dantinox.text import Tokenizer
+
+V, D, N, K, H, F, L, T = 11, 16, 4, 2, 4, 24, 2, 9
+FLAT = {
+    "dim": D, "n_heads": N, "kv_heads": K, "head_size": H, "num_blocks": L, "max_context": 32, "expansion": 1,
+    "use_rotary_pos": True, "absolute_pos": False, "trainable_pos": False, "no_sink": True, "sliding_window": False,
+    "context_window": 3, "activation": "gelu", "use_moe": False, "vocab_size": 5000, "dataset_name": "x", "lr": 0.005,
+}  # fmt: skip
+LATER = {"embed": "embed", "norm_f": "norm_f", "head": "head", "norm1": "norm1", "norm2": "norm2", "ffn": "ffn"}
+NAMES = {"later": LATER, "older": LATER | {"embed": "wte", "norm_f": "ln_f", "head": "lm_head"}}
+
+
+def weights(names=LATER, *, gated=True, bias=True, tied=False, learned=False):
+    """A tree as DantinoX 0 saved it, all numbers random."""
+    random = np.random.default_rng(0)
+
+    def matrix(i, o, with_bias=True):
+        found = {"kernel": (random.standard_normal((i, o)) / math.sqrt(i)).astype(np.float32)}
+        return found | ({"bias": random.standard_normal(o).astype(np.float32)} if with_bias else {})
+
+    def norm():
+        found = {"scale": (1 + 0.3 * random.standard_normal(D)).astype(np.float32)}
+        return found | ({"bias": random.standard_normal(D).astype(np.float32)} if bias else {})
+
+    def block():
+        attention = {"qkv": matrix(D, D + 2 * K * H, False), "o_proj": matrix(D, D), "W": matrix(D, D)}
+        ffn = {"up_proj": matrix(D, 2 * F if gated else F), "down_proj": matrix(F, D)}
+        return {"attention": attention, names["ffn"]: ffn, names["norm1"]: norm(), names["norm2"]: norm()}
+
+    tree = {"blocks": {i: block() for i in range(L)}, names["norm_f"]: norm()}
+    tree[names["embed"]] = {"embedding": random.standard_normal((V, D)).astype(np.float32)}
+    tree |= {} if tied else {names["head"]: matrix(D, V)}
+    return tree | ({"wpe": {"embedding": random.standard_normal((32, D)).astype(np.float32)}} if learned else {})
+
+
+def forward(tree, config, tokens, names=LATER):
+    """What DantinoX 0 computed of a text, in float64, written after its formulas."""
+
+    def linear(x, w):
+        return x @ np.float64(w["kernel"]) + np.float64(w.get("bias", 0))
+
+    def norm(x, w):
+        if "bias" in w:
+            return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * w["scale"] + w["bias"]
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w["scale"]
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def turned(x):  # pairs (even, odd) of each head
+        angles = np.arange(len(x))[:, None] / 10000 ** (np.arange(0, H, 2) / H)
+        even, odd, out = x[..., 0::2], x[..., 1::2], np.empty_like(x)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        out[..., 0::2], out[..., 1::2] = even * cos - odd * sin, even * sin + odd * cos
+        return out
+
+    length = len(tokens)
+    away = np.arange(length)[:, None] - np.arange(length)[None]
+    seen = (away >= 0) & ((away <= config["context_window"]) | (not config["sliding_window"]))
+    x = np.float64(tree[names["embed"]]["embedding"])[tokens]
+    if config["trainable_pos"]:
+        x = x + tree["wpe"]["embedding"][:length]
+    for i in range(L):
+        block = tree["blocks"][i]
+        h = norm(x, block[names["norm1"]])
+        q, k, v = np.split(linear(h, block["attention"]["qkv"]), [D, D + K * H], axis=1)
+        q, k, v = q.reshape(length, N, H), k.reshape(length, K, H), v.reshape(length, K, H)
+        if config["use_rotary_pos"]:
+            q, k = turned(q), turned(k)
+        y = np.empty((length, N, H))
+        for n in range(N):
+            scores = np.where(seen, q[:, n] @ k[:, n // (N // K)].T / math.sqrt(H), -1e9)
+            p = np.exp(scores - scores.max(1, keepdims=True))
+            y[:, n] = p / p.sum(1, keepdims=True) @ v[:, n // (N // K)]
+        y = y.reshape(length, D)
+        if config["no_sink"]:
+            y = y * sigmoid(linear(h, block["attention"]["W"]))
+        x = x + linear(y, block["attention"]["o_proj"])
+        up = linear(norm(x, block[names["norm2"]]), block[names["ffn"]]["up_proj"])
+        if up.shape[1] == 2 * F:
+            gate, data = np.split(up, 2, axis=1)
+            up = gate * sigmoid(gate) * data
+        else:
+            up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        x = x + linear(up, block[names["ffn"]]["down_proj"])
+    x = norm(x, tree[names["norm_f"]])
+    return linear(x, tree[names["head"]]) if names["head"] in tree else x @ np.float64(tree[names["embed"]]["embedding"]).T
+
+
+def write(path, tree, config, name="model_weights.msgpack", sections=False):
+    path.mkdir(exist_ok=True)
+    (path / name).write_bytes(flax.serialization.msgpack_serialize(tree))
+    (path / "config.yaml").write_text(yaml.safe_dump({"model": config} if sections else config))
+    letters = {letter: index for index, letter in enumerate("\0abcdefghi\n")}
+    (path / "tokenizer.json").write_text(json.dumps({"type": "char", "vocab": letters}))
+    return path
+
+
+def logits(path, tokens):
+    """Ours, of the run as it was read."""
+    run = read_v0(path)
+    model = build_config({}, {f"{s}.{k}": v for s, keys in run.settings.items() for k, v in keys.items()} | {
+        "model.dtype": "float32"}).architecture(V)  # fmt: skip
+    build, shapes = blueprint(model)
+    return np.asarray(build(dict(parameters(run, model, shapes)))(np.asarray(tokens)[None], np.arange(len(tokens))[None])[0][0])
+
+
+TOKENS = np.random.default_rng(1).integers(0, V, T)
+KINDS = {
+    "as it was by default": ({}, {}),
+    "older names, tied, no gate, its weights idle": ({"no_sink": False}, {"tied": True}),
+    "plain, learned positions, a window": (
+        {"use_rotary_pos": False, "trainable_pos": True, "sliding_window": True},
+        {"gated": False, "learned": True, "bias": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "form"), KINDS.values(), ids=KINDS.keys())
+def test_logits_are_those_it_computed(tmp_path, changes, form):
+    names = NAMES["older" if form.get("tied") else "later"]
+    tree, config = weights(names, **form), FLAT | changes
+    ours = logits(write(tmp_path, tree, config, sections=bool(changes)), TOKENS)
+    theirs = forward(tree, config, TOKENS, names)
+    assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+
+
+def test_the_best_weights_are_taken_and_those_of_an_optimizer_left(tmp_path):
+    tree = weights()
+    write(tmp_path, weights(gated=False), FLAT)
+    write(tmp_path, {"model": tree, "opt": {"step": np.zeros((), np.int32)}}, FLAT, "best_model_weights.msgpack")
+    run = read_v0(tmp_path)
+    assert run.weights == "best_model_weights.msgpack" and run.settings["model"]["activation"] == "swiglu"
+    np.testing.assert_array_equal(run.arrays["embed/embedding"].array(), tree["embed"]["embedding"])
+
+
+def test_tokenizers(tmp_path):
+    run = read_v0(write(tmp_path, weights(), FLAT))
+    tokenizer = Tokenizer(run.tokenizer)
+    assert tokenizer.encode("abi\n") == [1, 2, 9, 10] and tokenizer.decode([1, 2, 9, 10]) == "abi\n"
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel()
+    specials = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "[MASK]"]
+    core.train_from_iterator(["la città è bella"] * 3, trainers.BpeTrainer(vocab_size=60, special_tokens=specials))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "bpe", "vocab_size": 60, "tokenizer": core.to_str()}))
+    tokenizer = Tokenizer(read_v0(tmp_path).tokenizer)
+    assert tokenizer.encode("città bella") == core.encode("città bella").ids
+    assert tokenizer.decode(tokenizer.encode("città bella")) == " città bella" and tokenizer.eos_id == 3
+
+
+def damage(tree, config, what):
+    block = tree["blocks"][1]
+    if what == "extra":
+        block["attention"]["extra"] = {"kernel": np.zeros((2, 2), np.float32)}
+    elif what == "missing":
+        del block["attention"]["o_proj"]["bias"]
+    elif what == "shape":
+        block["attention"]["o_proj"]["kernel"] = np.zeros((3, 5), np.float32)
+    elif what == "first versions":
+        for number in range(L):
+            tree["blocks"][number] |= {"ln1": tree["blocks"][number].pop("norm1")}
+    elif what == "frequencies":
+        for number in range(L):
+            tree["blocks"][number]["attention"]["angle"] = np.arange(32)[:, None] / 1000 ** (np.arange(H // 2) / H)
+    elif what == "head":
+        del tree["head"]["kernel"]
+    else:
+        config |= what
+    return tree, config
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("extra", r"holds blocks/1/attention/extra/kernel, which a model of these settings has no place for"),
+        ("missing", r"lacks blocks/1/attention/o_proj/bias, which a model of these settings has"),
+        ("shape", r"blocks/1/attention/o_proj/kernel has the shape \(3, 5\), of which blocks/1/attention/out/kernel .* cannot"),
+        ("first versions", "rotated in two ways"),
+        ("frequencies", "rotates by frequencies that this version does not know"),
+        ("head", "holds a bias of the logits and not the matrix"),
+        ({"use_moe": True}, "a model with use_moe: true cannot be read, only false"),
+        ({"mla": True}, "a model with mla: true cannot be read"),
+        ({"causal": False}, "a model with causal: false cannot be read"),
+        ({"use_lora": True}, "a model with use_lora: true cannot be read"),
+        ({"activation": "silu"}, "a model with activation: 'silu' cannot be read, only 'gelu'"),
+        ({"n_heads": 3}, "n_heads 3 does not divide the 16 numbers"),
+        ({"max_context": "x"}, "max_context must be a whole number, got 'x'"),
+        ({"trainable_pos": True}, "both use_rotary_pos and trainable_pos"),
+        ({"pos_encoding": "alibi"}, "pos_encoding: 'alibi' is none of rotary, learned, absolute, none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_faithfully_is_refused(tmp_path, what, says):
+    tree, config = damage(weights(), dict(FLAT), what)
+    path = write(tmp_path, tree, config)
+    with pytest.raises(UserError, match=says):
+        logits(path, TOKENS)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -1])
+def test_a_torn_file_is_named(tmp_path, cut):
+    path = write(tmp_path, weights(), FLAT) / "model_weights.msgpack"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(UserError, match=r"model_weights\.msgpack"):
+        read_v0(tmp_path)
