@@ -1,7 +1,7 @@
 """Run directories of DantinoX 0: their settings, weights and tokenizer as ours.
 
 What differs: layers are numbered by integers, `qkv` is one matrix [q | k | v], rotary pairs stand side by side (even, odd) and
-not half a head apart, gate and data of SwiGLU are one matrix, and names changed over the versions. Dense models of one direction
+not half a head apart, gate and data of SwiGLU are one matrix, names changed over the versions. Dense models that read one way
 are read; of everything else, and of whatever a file holds besides, it is said why not.
 """
 
