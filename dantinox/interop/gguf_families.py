@@ -1,0 +1,375 @@
+"""What llama.cpp's metadata says of a model, as transformers' `config.json` says it, and back: one table for each family.
+
+The facts of an architecture are those of llama.cpp, `conversion/` and `src/models/`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dantinox.config import Config, ModelConfig, UserError
+from dantinox.files import on_one_line, shown
+from dantinox.interop.gguf_file import GGUFFile, read_tensor
+
+LAYER, EXPERT = "model.layers.{}.", "experts.{e}."
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TIED = {name: theirs for name, theirs in ENDS.items() if name != "output"}
+ATTENTION = {
+    "blk.{}.attn_q": LAYER + "self_attn.q_proj",
+    "blk.{}.attn_k": LAYER + "self_attn.k_proj",
+    "blk.{}.attn_v": LAYER + "self_attn.v_proj",
+    "blk.{}.attn_output": LAYER + "self_attn.o_proj",
+}
+HEAD_NORMS = {"blk.{}.attn_q_norm": LAYER + "self_attn.q_norm", "blk.{}.attn_k_norm": LAYER + "self_attn.k_norm"}
+MLP = {f"blk.{{}}.ffn_{name}": f"{LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")}
+BEFORE = {"blk.{}.attn_norm": LAYER + "input_layernorm", "blk.{}.ffn_norm": LAYER + "post_attention_layernorm"}
+BEHIND = {
+    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
+    "blk.{}.post_ffw_norm": LAYER + "post_feedforward_layernorm",
+}
+BOTH = BEHIND | {"blk.{}.attn_norm": LAYER + "input_layernorm", "blk.{}.ffn_norm": LAYER + "pre_feedforward_layernorm"}
+DENSE = ENDS | ATTENTION | BEFORE | MLP
+
+
+def _experts(module: str, gate: str, up: str, down: str) -> dict[str, str]:
+    names = {"gate": gate, "up": up, "down": down}
+    stacks = {f"blk.{{}}.ffn_{name}_exps": f"{LAYER}{module}.{EXPERT}{theirs}" for name, theirs in names.items()}
+    return ENDS | ATTENTION | BEFORE | stacks | {"blk.{}.ffn_gate_inp": f"{LAYER}{module}.gate"}
+
+
+class Family(NamedTuple):
+    """A family of transformers in GGUF.
+
+    Attributes:
+      model_type: transformers' name.
+      arch: llama.cpp's.
+      names: of modules, GGUF's → transformers', with `{}` for the layer and `{e}` for an expert.
+      fixed: keys of `config.json` that the architecture takes for granted.
+      interleaved: whether heads are stored for rotations of neighbouring numbers.
+      shifted: whether norms are stored as 1 + w.
+      windows: after how many layers one without a window comes; 0 where llama.cpp has no windows.
+    """
+
+    model_type: str
+    arch: str
+    names: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    interleaved: bool = False
+    shifted: bool = False
+    windows: int = 0
+
+
+GPT2 = {
+    **{"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f"},
+    **{"output": "lm_head", "blk.{}.attn_norm": "transformer.h.{}.ln_1", "blk.{}.ffn_norm": "transformer.h.{}.ln_2"},
+    **{"blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn", "blk.{}.attn_output": "transformer.h.{}.attn.c_proj"},
+    **{"blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc", "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj"},
+}
+PHI3 = (
+    ENDS
+    | BEFORE
+    | {
+        **{"blk.{}.attn_qkv": LAYER + "self_attn.qkv_proj", "blk.{}.attn_output": LAYER + "self_attn.o_proj"},
+        **{"blk.{}.ffn_up": LAYER + "mlp.gate_up_proj", "blk.{}.ffn_down": LAYER + "mlp.down_proj"},
+    }
+)
+SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
+NO_BIAS = {"attention_bias": False}
+# Of several families with one architecture, the first is what a file is read as.
+FAMILIES = (
+    Family("llama", "llama", DENSE, SILU, interleaved=True),
+    Family("mistral", "llama", DENSE, SILU, interleaved=True),
+    Family("mixtral", "llama", _experts("block_sparse_moe", "w1", "w3", "w2"), SILU, interleaved=True),
+    Family("smollm3", "smollm3", DENSE, SILU | {"no_rope_layer_interval": 4}, interleaved=True),
+    Family("qwen2", "qwen2", DENSE, SILU),
+    Family("qwen3", "qwen3", DENSE | HEAD_NORMS, SILU | NO_BIAS),
+    Family(
+        "qwen3_moe",
+        "qwen3moe",
+        _experts("mlp", "gate_proj", "up_proj", "down_proj") | HEAD_NORMS,
+        SILU | NO_BIAS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    Family("gemma2", "gemma2", TIED | ATTENTION | BOTH | MLP, GELU | NO_BIAS, shifted=True, windows=2),
+    Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
+    Family("phi3", "phi3", PHI3, SILU),
+    Family("olmo2", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS),
+    Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
+)
+# Metadata, without the name of the architecture before it → `config.json`.
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+GPT2_SIZES = {
+    "block_count": "n_layer",
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+# Metadata that changes no number here.
+IDLE = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_weights_norm"}
+LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
+
+
+class Metadata:
+    """The metadata of a file's architecture, which remembers what was asked for."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.name, self.all = str(file.path), file.metadata
+        self.arch = self.all.get("general.architecture")
+        self.asked: set[str] = set()
+
+    def __call__(self, key: str, default: Any = None, kind: type[Any] = int) -> Any:
+        """A positive number, text or truth, of one layer for all; `default` where it is not given, or an error without one."""
+        self.asked.add(key)
+        value: Any = self.all.get(f"{self.arch}.{key}")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        absent = value is None or (kind is not bool and value == 0)  # llama.cpp takes a zero for nothing, too
+        if absent and default is not None:
+            return default
+        if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
+            given = "nothing" if value is None else shown(value)
+            raise UserError(f"{self.name} must give {self.arch}.{key} as a {WORDS[kind]}, and gives {given}")
+        # A float32 of the file is meant as the shortest number that rounds to it.
+        return float(str(np.float32(value))) if kind is float else value
+
+    def has(self, key: str) -> bool:
+        return f"{self.arch}.{key}" in self.all
+
+    def refuse_rest(self) -> None:
+        """Raises on the first entry of the architecture that nobody asked for."""
+        for key, value in self.all.items():
+            arch, _, rest = key.partition(".")
+            if arch == self.arch and rest not in self.asked | IDLE:
+                raise UserError(f"{self.name} says {on_one_line(key)} of the model, which is not known here: {shown(value)}")
+
+
+WORDS = {int: "positive integer", float: "positive number", str: "word", bool: "truth value"}
+
+
+def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
+    """The family of a file's model, and its `config.json` but for the size of the vocabulary and whether the head is tied.
+
+    Raises:
+      UserError: the architecture is not known, or the metadata lacks something, or says more than is known here.
+    """
+    meta = Metadata(file)
+    experts = meta("expert_count", 0) if meta.arch in ("llama", "qwen3moe") else 0
+    known = [family for family in FAMILIES if family.arch == meta.arch]
+    if not known:
+        names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
+        raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
+    family = known[-1] if experts else known[0]
+    config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
+    if family.model_type == "gpt2":
+        config |= {theirs: meta(key, kind=_kind_of(key)) for key, theirs in GPT2_SIZES.items()}
+        if meta("attention.head_count_kv", config["n_head"]) != config["n_head"]:
+            raise UserError(f"{file.path} gives GPT-2 fewer key heads than heads, which it cannot have")
+        _same_length(meta, config["n_embd"] // config["n_head"])
+        meta.refuse_rest()
+        return family, config
+    heads = meta("attention.head_count")
+    defaults = {"attention.head_count_kv": heads, "feed_forward_length": 1 if family.arch == "qwen3moe" else None}
+    config |= {theirs: meta(key, defaults.get(key), _kind_of(key)) for key, theirs in SIZES.items()}
+    if config["hidden_size"] % heads and not meta.has("attention.key_length"):
+        raise UserError(f"{file.path} must give {family.arch}.attention.key_length: {heads} heads do not divide the width")
+    config["head_dim"] = meta("attention.key_length", max(config["hidden_size"] // heads, 1))
+    _same_length(meta, config["head_dim"])
+    config |= _expert_keys(meta, family, experts)
+    config |= _biases(file, family)
+    config |= _windows(meta, family, config["num_hidden_layers"])
+    config |= _rotary(meta, family, file, config)
+    if family.shifted:
+        wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else config["head_dim"]
+    if not meta("attention.causal", True, bool):
+        raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
+    meta.refuse_rest()
+    return family, config
+
+
+def _kind_of(key: str) -> type:
+    return float if key.endswith("epsilon") else int
+
+
+def _same_length(meta: Metadata, head_size: int) -> None:
+    lengths = {meta(f"attention.{part}_length", head_size) for part in ("key", "value")}
+    if lengths != {head_size}:
+        raise UserError(f"{meta.name} gives keys and values different lengths, which is not known here")
+
+
+def _expert_keys(meta: Metadata, family: Family, experts: int) -> dict[str, Any]:
+    if not experts:
+        return {}
+    used = {"num_experts_per_tok": meta("expert_used_count")}
+    if family.model_type == "mixtral":
+        return used | {"num_local_experts": experts}
+    return used | {"num_experts": experts, "moe_intermediate_size": meta("expert_feed_forward_length")}
+
+
+def _biases(file: GGUFFile, family: Family) -> dict[str, Any]:
+    if family.model_type not in ("llama", "smollm3"):
+        return {}
+    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
+
+
+def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
+    """Which layers slide, and what their logits are capped at."""
+    if not family.windows:
+        if family.arch == "phi3":
+            meta.asked.add("attention.sliding_window")  # llama.cpp reads it and does without
+        plain = {"sliding_window": None} if family.model_type in ("mistral", "mixtral", "phi3") else {}
+        return plain | (
+            {"use_sliding_window": False} if family.model_type in ("qwen2", "qwen3", "qwen3_moe", "smollm3") else {}
+        )
+    meta.asked.add("attention.sliding_window_pattern")
+    pattern = meta.all.get(f"{meta.arch}.attention.sliding_window_pattern", family.windows)
+    window = meta("attention.sliding_window", 4096 if family.arch == "gemma2" else 0)
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
+    kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern[:layers]]
+    found: dict[str, Any] = {"sliding_window": window or 4096, "layer_types": kinds}
+    caps = ("attn", "final") if family.arch == "gemma2" else ("final",)
+    for cap in caps:
+        key = f"{cap}_logit_softcapping"
+        found[key] = meta(key, kind=float) if meta.has(key) else None
+    return found
+
+
+def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings, as `rope_parameters`."""
+    head_size = config["head_dim"]
+    theta, rotated = meta("rope.freq_base", 10000.0, float), meta("rope.dimension_count", head_size)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    more: dict[str, Any] = {}
+    if family.model_type == "phi3":
+        rope["partial_rotary_factor"] = rotated / head_size
+        more["original_max_position_embeddings"] = meta(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+    elif rotated != head_size:
+        raise UserError(f"{file.path} rotates {rotated} of {head_size} numbers of a head, which {family.arch} cannot")
+    kind = meta("rope.scaling.type", "linear", str)
+    factor = meta("rope.scaling.factor", meta("rope.scale_linear", 1.0, float), float)
+    if LLAMA3 in file.tensors:
+        rope |= _llama3_of(read_tensor(file, LLAMA3), theta, file)
+    elif LONG in file.tensors or SHORT in file.tensors:
+        rope |= _longrope(meta, file, config, more)
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": factor}
+        rope["original_max_position_embeddings"] = meta(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            rope[name] = meta(f"rope.scaling.yarn_{name}", default, float)
+    elif kind == "linear" and factor != 1:
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind not in ("none", "linear"):
+        raise UserError(f"{file.path} scales rotary positions in the way {shown(kind)}, which is not known here")
+    if family.model_type == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": meta("rope.freq_base_swa", 10000.0, float)}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    if family.model_type == "smollm3":
+        more["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
+    return more | {"rope_parameters": rope}
+
+
+def _longrope(meta: Metadata, file: GGUFFile, config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    original = more.get("original_max_position_embeddings", 0)
+    if not original or LONG not in file.tensors or SHORT not in file.tensors:
+        raise UserError(f"{file.path} must have {LONG}, {SHORT} and the original context they are for")
+    factors = {name: [float(str(f)) for f in read_tensor(file, stored)] for name, stored in (("long", LONG), ("short", SHORT))}
+    expected = _longrope_gain(config["max_position_embeddings"], original)
+    if not math.isclose(meta("rope.scaling.attn_factor", expected, float), expected, rel_tol=1e-5):
+        raise UserError(f"{file.path} gives {meta.arch}.rope.scaling.attn_factor a value of its own, which is not known here")
+    return {
+        "rope_type": "longrope",
+        "long_factor": factors["long"],
+        "short_factor": factors["short"],
+        "original_max_position_embeddings": original,
+    }
+
+
+def _longrope_gain(context: int, original: int) -> float:
+    """The factor on queries and keys (Ding et al. 2024, LongRoPE)."""
+    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
+
+
+def llama3_factors(size: int, theta: float, factor: float, original: int, low: float = 1.0, high: float = 4.0) -> np.ndarray:
+    """What llama3's scaling divides each of `size` rotary frequencies by, float32 [size] (Llama 3.1, `rope_scaling`)."""
+    turns = original * theta ** (-np.arange(size) / size) / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - smooth) / factor + smooth), np.float32)
+
+
+def _llama3_of(factors: np.ndarray, theta: float, file: GGUFFile) -> dict[str, Any]:
+    """llama3's numbers from what they make of the frequencies, which is all that GGUF holds."""
+    for factor in dict.fromkeys((float(str(factors.max())), 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)):
+        for original in (2**n for n in range(4, 21)):
+            if np.allclose(llama3_factors(len(factors), theta, factor, original), factors, rtol=1e-5):
+                numbers = {"factor": factor, "original_max_position_embeddings": original}
+                return numbers | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    raise UserError(f"{file.path} scales rotary frequencies by {LLAMA3} in a way that is not Llama 3's")
+
+
+def frequency_tensors(config: Config, model: ModelConfig) -> dict[str, np.ndarray]:
+    """Factors of rotary frequencies, which GGUF holds as tensors."""
+    scaling, half = model.rope_scaling, model.rotated_size // 2
+    if scaling is None or scaling.kind not in ("llama3", "longrope"):
+        return {}
+    if scaling.kind == "llama3":
+        numbers = (scaling.factor, scaling.original_context, scaling.low_freq_factor, scaling.high_freq_factor)
+        return {LLAMA3: llama3_factors(half, model.rope_theta, *numbers)}
+    factors = {LONG: config.attention.rope_long_factors, SHORT: config.attention.rope_short_factors}
+    return {name: np.array(values or (1.0,) * half, np.float32) for name, values in factors.items()}
+
+
+def metadata_of(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
+    """What llama.cpp wants to know of an architecture."""
+    norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
+    found: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "context_length": model.max_context,
+        "embedding_length": model.dim,
+        "block_count": model.num_blocks,
+        "feed_forward_length": model.hidden_dim,
+        "attention.head_count": model.n_heads,
+        "attention.head_count_kv": model.kv_heads,
+        f"attention.{norm}": model.norm_epsilon,
+    }
+    if family.model_type != "gpt2":
+        found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
+        found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
+    if model.experts is not None:
+        found |= {"expert_count": model.experts.count, "expert_used_count": model.experts.top_k}
+        found |= {"expert_feed_forward_length": model.hidden_dim} if family.model_type == "qwen3_moe" else {}
+    if family.windows:
+        window = next((window for window in model.windows if window is not None), None)
+        found |= {
+            "attention.sliding_window": window,
+            "attention.sliding_window_pattern": [w is not None for w in model.windows],
+        }
+        found |= {"rope.freq_base_swa": model.rope_local_theta or model.rope_theta}
+        caps = {"attn_logit_softcapping": model.softcap, "final_logit_softcapping": model.final_softcap}
+        found |= {key: cap for key, cap in caps.items() if cap is not None}
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
+    if scaling is not None and scaling.kind == "yarn":
+        found |= {"rope.scaling.yarn_beta_fast": scaling.beta_fast, "rope.scaling.yarn_beta_slow": scaling.beta_slow}
+    if scaling is not None and scaling.kind in ("yarn", "longrope"):
+        found["rope.scaling.original_context_length"] = scaling.original_context
+    if scaling is not None and scaling.kind == "longrope":
+        found["rope.scaling.attn_factor"] = _longrope_gain(model.max_context, scaling.original_context)
+    whole = {key: float(v) if key.endswith(("base", "base_swa", "factor", "capping")) else v for key, v in found.items()}
+    return {key: value for key, value in whole.items() if value is not None}

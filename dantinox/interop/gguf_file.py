@@ -1,0 +1,293 @@
+"""GGUF files: metadata and tensors, read without believing what a header says, and written tensor by tensor.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantised types are the business of the library `gguf`.
+"""
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from dantinox.files import UserError, check_writable, on_one_line, staged
+
+MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+# By the number of a type in the format: the NumPy type of the numbers, then text and arrays.
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+TEXT, ARRAY = 8, 9
+MOST_AXES = 4
+SMALLEST_ENTRY, SMALLEST_TENSOR = 13, 24  # bytes in the file: how many a header can at most announce
+# Types that are numbers as they stand, which are mapped and not copied.
+PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+Shape = tuple[tuple[int, ...], str]  # NumPy's, and the name of the type
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: its shape in NumPy's order, the name of its type, and the bytes it has there."""
+
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    size: int
+
+
+class GGUFFile(NamedTuple):
+    """What a file says of itself; `content` is the file, mapped."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+    content: np.ndarray
+
+
+def library() -> Any:
+    """The library `gguf`.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("GGUF files need the library gguf: pip install 'dantinox[gguf]'") from None
+    return gguf
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Reads the metadata of a file and where its tensors are. Every count, length and offset is compared with the size of the
+    file before it is believed.
+
+    Raises:
+      UserError: the file cannot be read, is damaged, or is a part of a model only.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24 or file.read(4) != MAGIC:
+                raise UserError(f"{path} is not a GGUF file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                metadata, tensors = _header(_Reader(content, path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if metadata.get("split.count", 1) > 1:
+        raise UserError(f"{path} is one part of a model in several files: join them with `llama-gguf-split --merge`")
+    return GGUFFile(path, metadata, tensors, np.memmap(path, np.uint8, mode="r"))
+
+
+def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarray:
+    """A tensor, or entry `part` of its first axis.
+
+    Types that are float32, float16 or bfloat16 are mapped and read-only, quantised ones become float32.
+    """
+    shape, kind, offset, size = file.tensors[name]
+    if part is not None:
+        size //= shape[0]
+        shape, offset = shape[1:], offset + part * size
+    raw = np.asarray(file.content[offset : offset + size])
+    if kind in PLAIN:
+        return raw.view(PLAIN[kind]).reshape(shape)
+    gguf = library()
+    rows = raw.reshape(math.prod(shape[:-1]), -1)
+    values: np.ndarray = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    return values.reshape(shape)
+
+
+def write_gguf(
+    path: str | Path,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    arrays: Iterable[np.ndarray],
+) -> None:
+    """Writes a file, one tensor after the other; it stands there complete or not at all.
+
+    Args:
+      metadata: integers are written as uint32, numbers as float32; a list holds one type, its integers are int32.
+      shapes: shape (NumPy's order) and type (`F32`, `F16`, `BF16`, `Q8_0`) of every tensor.
+      arrays: the tensors in the order of `shapes`, of any float dtype.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    check_writable(path)
+    with staged(path, _pieces(metadata, shapes, arrays)):
+        pass
+
+
+def _pieces(
+    metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray]
+) -> Iterator[bytes | memoryview]:
+    kinds = library().GGMLQuantizationType
+    head = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata)))
+    for key, value in metadata.items():
+        head += _text(key) + _value(value)
+    offset = 0
+    for name, (shape, kind) in shapes.items():
+        head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        head += struct.pack("<IQ", kinds[kind], offset)
+        offset += _padded(_size_of(shape, kind))
+    yield bytes(head).ljust(_padded(len(head)), b"\0")
+    for (shape, kind), array in zip(shapes.values(), arrays, strict=True):
+        encoded = _encoded(array, shape, kind)
+        yield encoded.reshape(-1).view(np.uint8).data
+        yield bytes(_padded(encoded.nbytes) - encoded.nbytes)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """A value with the number of its type before it."""
+    if isinstance(value, str):
+        return struct.pack("<I", TEXT) + _text(value)
+    if not isinstance(value, list):
+        code = 7 if isinstance(value, bool) else 4 if isinstance(value, int) else 6
+        return struct.pack("<I", code) + np.array(value, NUMBERS[code]).tobytes()
+    if value and isinstance(value[0], str):
+        return struct.pack("<IIQ", ARRAY, TEXT, len(value)) + b"".join(map(_text, value))
+    code = 7 if value and isinstance(value[0], bool) else 5 if value and isinstance(value[0], int) else 6
+    return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBERS[code]).tobytes()
+
+
+def _encoded(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """An array as the file has it."""
+    if kind in PLAIN:
+        with np.errstate(over="ignore"):
+            plain = np.ascontiguousarray(array, PLAIN[kind])
+        if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
+            raise UserError("the weights hold numbers that float16 cannot: export bf16 or f32")
+        return plain
+    gguf = library()
+    wide = np.ascontiguousarray(array, np.float32).reshape(-1, shape[-1])
+    encoded: np.ndarray = gguf.quantize(wide, gguf.GGMLQuantizationType[kind])
+    return encoded
+
+
+def _size_of(shape: Sequence[int], kind: str) -> int:
+    """The bytes of a tensor in a file."""
+    gguf = library()
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return math.prod(shape) // block * int(block_bytes)
+
+
+class _Reader:
+    """Takes one thing after the other from a file, and nothing that lies behind its end."""
+
+    def __init__(self, content: mmap.mmap, path: Path) -> None:
+        self.content, self.path, self.at = content, path, 0
+
+    def skip(self, size: int, what: str) -> int:
+        """Where the next `size` bytes begin."""
+        start = self.at
+        if size > len(self.content) - start:
+            raise self.damaged(f"{what} would end behind the end of the file")
+        self.at += size
+        return start
+
+    def number(self, code: int, what: str) -> Any:
+        kind = np.dtype(NUMBERS[code])
+        return np.frombuffer(self.content, kind, 1, self.skip(kind.itemsize, what))[0].item()
+
+    def count(self, what: str, smallest: int) -> int:
+        """A number of things that take at least `smallest` bytes each."""
+        (count,) = struct.unpack_from("<Q", self.content, self.skip(8, what))
+        if count * smallest > len(self.content) - self.at:
+            raise self.damaged(f"it claims {count} {what}, more than fit into it")
+        return int(count)
+
+    def text(self, what: str) -> str:
+        size = self.count(f"bytes of {what}", 1)
+        start = self.skip(size, what)
+        try:
+            return self.content[start : start + size].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.damaged(f"{what} is not UTF-8 text") from None
+
+    def value(self, code: int, what: str) -> Any:
+        if code == TEXT:
+            return self.text(what)
+        if code in NUMBERS:
+            return self.number(code, what)
+        if code != ARRAY:
+            raise self.damaged(f"{what} has the unknown type {code}")
+        inner = self.number(4, what)
+        if inner == TEXT:
+            return [self.text(what) for _ in range(self.count(f"entries of {what}", 8))]
+        if inner not in NUMBERS:
+            raise self.damaged(f"{what} is an array of the unknown type {inner}")
+        kind = np.dtype(NUMBERS[inner])
+        count = self.count(f"entries of {what}", kind.itemsize)
+        return np.frombuffer(self.content, kind, count, self.skip(count * kind.itemsize, what)).tolist()
+
+    def damaged(self, why: str) -> UserError:
+        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")  # names from outside may hold anything
+
+
+def _header(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
+    reader.skip(4, "the magic")
+    version = reader.number(4, "the version")
+    if version not in VERSIONS:
+        swapped = " (of a machine of the other byte order)" if version & 0xFFFF == 0 else ""
+        raise UserError(f"{reader.path} is GGUF version {version}{swapped}; versions 2 and 3 are read")
+    count = reader.count("tensors", SMALLEST_TENSOR)
+    metadata: dict[str, Any] = {}
+    for _ in range(reader.count("entries of metadata", SMALLEST_ENTRY)):
+        key = reader.text("the name of an entry")
+        if key in metadata:
+            raise reader.damaged(f"it has the entry {key} twice")
+        metadata[key] = reader.value(reader.number(4, key), key)
+    infos = [_tensor_info(reader) for _ in range(count)]
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 8 or alignment % 8:
+        raise reader.damaged("general.alignment must be a multiple of 8")
+    start = -(-reader.at // alignment) * alignment
+    tensors: dict[str, Stored] = {}
+    for name, shape, kind, offset in infos:
+        size = _size_in_file(reader, name, shape, kind)
+        if name in tensors:
+            raise reader.damaged(f"it has the tensor {name} twice")
+        if offset % alignment or start + offset + size > len(reader.content):
+            raise reader.damaged(f"the tensor {name} would lie outside of it")
+        tensors[name] = Stored(shape, kind, start + offset, size)
+    for (one, before), (other, after) in zip(*_neighbours(tensors), strict=True):
+        if before.offset + before.size > after.offset:
+            raise reader.damaged(f"the tensors {one} and {other} overlap")
+    return metadata, tensors
+
+
+def _neighbours(tensors: Mapping[str, Stored]) -> tuple[list[tuple[str, Stored]], list[tuple[str, Stored]]]:
+    """The tensors but the last and but the first, as they lie in the file."""
+    ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
+    return ordered[:-1], ordered[1:]
+
+
+def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
+    name = reader.text("the name of a tensor")
+    axes = reader.number(4, name)
+    if not 1 <= axes <= MOST_AXES:
+        raise reader.damaged(f"the tensor {name} has {axes} axes")
+    shape = tuple(reader.number(10, name) for _ in range(axes))[::-1]
+    code, offset = reader.number(4, name), reader.number(10, name)
+    try:
+        kind = library().GGMLQuantizationType(code).name
+    except ValueError:
+        raise UserError(f"{reader.path}: the tensor {on_one_line(name)} has the unknown type {code}") from None
+    return name, shape, kind, offset
+
+
+def _size_in_file(reader: _Reader, name: str, shape: tuple[int, ...], kind: str) -> int:
+    gguf = library()
+    if min(shape) < 1 or shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+        raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} cannot have")
+    return _size_of(shape, kind)

@@ -1,0 +1,373 @@
+"""Tokenizers as GGUF's metadata has them, in both directions; what only one side can say is refused.
+
+GGUF knows two ways to cut text up. `gpt2` is byte-level BPE: merges in order, and a name (`pre`) for the rule that splits
+text into words. `llama` is SentencePiece's BPE: the space is ▁, neighbours that together are a token are merged, best score
+first, and what is left is spelled by byte tokens. llama.cpp's `src/llama-vocab.cpp` says what readers make of them.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer as Core
+
+from dantinox.files import UserError, first_line, on_one_line, shown
+from dantinox.text import Tokenizer
+from dantinox.text.pieces import BYTE_TOKEN, byte_letters
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPACE = "▁"
+KEY = "tokenizer.ggml."
+
+WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTES = WORDS | {"use_regex": False}
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{0}"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{0}"
+)
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def _split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+class Rule(NamedTuple):
+    """How text becomes words: steps of a pre-tokenizer, whether a word with a token of its own is not merged, and whether
+    readers begin a text with the begin token unless the file says otherwise."""
+
+    steps: tuple[dict[str, Any], ...]
+    whole_words: bool = False
+    add_bos: bool = False
+    normalizer: Mapping[str, Any] | None = None
+
+
+_LLAMA3 = (_split(ENDINGS + "|" + LETTERS + r"|\p{N}{1,3}" + REST), BYTES)
+# By GGUF's name.
+RULES = {
+    "gpt-2": Rule((WORDS,)),
+    "llama-bpe": Rule(_LLAMA3, whole_words=True, add_bos=True),
+    "dbrx": Rule(_LLAMA3),
+    "qwen2": Rule((_split(ENDINGS + "|" + LETTERS + r"|\p{N}" + REST), BYTES), normalizer={"type": "NFC"}),
+    "smollm": Rule(({"type": "Digits", "individual_digits": True}, WORDS)),
+    "tekken": Rule((_split(CASED.replace("{0}", "") + r"|\p{N}" + REST.replace(r"\n]*", r"\n/]*")), BYTES), True, True),
+    "gpt-4o": Rule((_split(CASED.replace("{0}", ENDINGS + "?") + r"|\p{N}{1,3}" + REST.replace(r"\n]*", r"\n/]*")), BYTES)),
+}
+# What a file may say of a tokenizer; what else it says could matter.
+KNOWN = {
+    *("model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count", "add_space_prefix", "add_bos_token"),
+    *("add_eos_token", "add_sep_token", "remove_extra_whitespaces"),
+    *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask")),
+    *(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep")),
+    "fim_sep_token_id",
+}
+IDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
+SPM_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file gives none
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer as a `Source` has it."""
+
+    tokenizer: str
+    tokenizer_config: dict[str, Any]
+    chat_template: str | None
+    generation_config: dict[str, Any]
+
+
+def to_metadata(tokenizer: Tokenizer, size: int, *, add_bos: bool = False, chat_template: str | None = None) -> dict[str, Any]:
+    """The metadata of a vocabulary for a model with `size` rows of embeddings.
+
+    Args:
+      add_bos: whether a prompt begins with the begin token.
+
+    Raises:
+      UserError: GGUF cannot say what this tokenizer does.
+    """
+    tree = json.loads(Core.from_str(tokenizer.to_json()).to_str())
+    if tree["model"]["type"] != "BPE":
+        raise UserError(
+            f"GGUF cannot say a tokenizer of the kind {tree['model']['type']}: it has byte-level and SentencePiece BPE"
+        )
+    if tokenizer.eos_id is None:
+        raise UserError("the tokenizer has no end token, and readers of GGUF would take another one for it")
+    kinds = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in tree["added_tokens"]}
+    names = {index: name for name, index in tree["model"]["vocab"].items()}
+    names |= {token["id"]: token["content"] for token in tree["added_tokens"]}
+    decoders = _steps(tree["decoder"], "decoders")
+    if tokenizer.kind == "char" and not tree["model"]["byte_fallback"]:
+        found = _spelled_characters(names, kinds)
+    elif tokenizer.kind == "char":
+        found = _characters(names, kinds)
+    elif [step["type"] for step in decoders] == ["ByteLevel"]:
+        found = _byte_level(tree, names)
+    else:
+        found = _sentencepiece(tree, names, kinds)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "padding_token_id": tokenizer.pad_id}
+    listed = [names.get(i, f"[PAD{i}]") for i in range(size)]
+    if len(set(listed)) != size or max(names) >= size:
+        raise UserError(
+            f"the tokenizer's {max(names) + 1} tokens do not fit the {size} rows of the model's embeddings one by one"
+        )
+    if any("\0" in name for name in listed):
+        raise UserError("GGUF cannot say a token that holds the character U+0000")
+    types = [kinds.get(i, NORMAL if i in names else UNUSED) for i in range(size)]
+    metadata = {"tokens": listed, "token_type": types} | found | {k: i for k, i in ids.items() if i is not None}
+    metadata["add_bos_token"] = add_bos
+    if "scores" in metadata:
+        metadata["scores"] += [0.0] * (size - len(metadata["scores"]))
+    named = {KEY + key: value for key, value in metadata.items()}
+    return named if chat_template is None else named | {"tokenizer.chat_template": chat_template}
+
+
+def _byte_level(tree: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """Byte-level BPE; the merges of one without any name special tokens, which no text holds."""
+    model, steps = tree["model"], _steps(tree["pre_tokenizer"], "pretokenizers")
+    if any(model[key] for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
+        raise UserError("GGUF cannot say this tokenizer: it is BPE of bytes with an option that llama.cpp has not")
+    rules = [name for name, rule in RULES.items() if _same(rule, steps, tree["normalizer"], model["ignore_merges"])]
+    if not model["merges"] and [step["type"] for step in steps] == ["ByteLevel"] and tree["normalizer"] is None:
+        rules = ["gpt-2"]  # without merges no rule changes anything
+    if not rules:
+        shape = json.dumps(tree["pre_tokenizer"], ensure_ascii=False)
+        raise UserError(f"GGUF has no name for the way this tokenizer splits text: {shown(shape)}")
+    merges = [" ".join(pair) for pair in model["merges"]]
+    return {"model": "gpt2", "pre": rules[0], "merges": merges or [_idle_merge(names)]}
+
+
+def _same(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whole_words: bool) -> bool:
+    """Whether a tokenizer splits text by this rule. `trim_offsets` changes no token."""
+
+    def plain(all_steps: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in all_steps]
+
+    return plain(rule.steps) == plain(steps) and rule.normalizer == normalizer and rule.whole_words == whole_words
+
+
+def _spelled_characters(names: dict[int, str], kinds: Mapping[int, int]) -> dict[str, Any]:
+    """A vocabulary of characters as byte-level BPE: the bytes of a character are merged into it, and no others ever meet.
+
+    Readers drop characters that the vocabulary does not hold.
+    """
+    letters = byte_letters()
+    merges: dict[str, None] = {}
+    for index, name in names.items():
+        if index not in kinds:
+            spelled = [letters[byte] for byte in name.encode()]
+            names[index] = "".join(spelled)
+            merges |= {f"{''.join(spelled[:n])} {spelled[n]}": None for n in range(1, len(spelled))}
+    return {"model": "gpt2", "pre": "gpt-2", "merges": list(merges) or [_idle_merge(names)]}
+
+
+def _idle_merge(names: Mapping[int, str]) -> str:
+    """A merge that never happens, for readers that want one: of two long names, and text begins as single letters."""
+    longest = max(names.values(), key=len)
+    return f"{longest} {longest}"
+
+
+def _characters(names: dict[int, str], kinds: dict[int, int]) -> dict[str, Any]:
+    """A vocabulary of characters and bytes as SentencePiece's with nothing to merge."""
+    for index, name in names.items():
+        if name == SPACE:
+            raise UserError(f"GGUF cannot say a vocabulary of characters and bytes that holds {SPACE}: it is a space there")
+        if BYTE_TOKEN.fullmatch(name):
+            kinds[index] = BYTE
+        elif name == " ":
+            names[index] = SPACE
+    return {"model": "llama", "pre": "default", "scores": [0.0] * (max(names) + 1), "add_space_prefix": False}
+
+
+def _sentencepiece(tree: dict[str, Any], names: dict[int, str], kinds: dict[int, int]) -> dict[str, Any]:
+    model, added = tree["model"], set(kinds)
+    if not model["byte_fallback"] or model["ignore_merges"] or model["dropout"] or model["continuing_subword_prefix"]:
+        raise UserError("GGUF cannot say this tokenizer: llama.cpp's BPE is of bytes, or falls back to bytes")
+    pieces = {name for index, name in names.items() if index not in added and not BYTE_TOKEN.fullmatch(name)}
+    merged = [tuple(pair) for pair in model["merges"]]
+    if not merged_by_score(merged, pieces):
+        raise UserError("GGUF cannot say this tokenizer: its merges do not follow from one score for each token")
+    rank: dict[str, int] = {}
+    for left, right in merged:
+        rank.setdefault(left + right, len(rank))
+    kinds |= {index: BYTE for index, name in names.items() if BYTE_TOKEN.fullmatch(name)}
+    kinds |= {index: UNKNOWN for index, name in names.items() if name == model["unk_token"]}
+    scores = [-float(rank.get(names.get(index, ""), 0)) for index in range(max(names) + 1)]
+    found: dict[str, Any] = {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": _prefixed(tree)}
+    unknown = [index for index, kind in kinds.items() if kind == UNKNOWN]
+    return found | ({"unknown_token_id": unknown[0]} if unknown else {})
+
+
+def merged_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> bool:
+    """Whether a reader that merges whatever has a token, best score first, merges as these merges say."""
+    results = [left + right for left, right in merges]
+    runs = sum(a != b for a, b in pairwise(results)) + bool(results)
+    if runs != len(set(results)) or not {char for piece in pieces for char in piece} <= pieces:
+        return False
+    return set(merges) == {pair for piece in pieces for pair in _halves(piece, pieces)}
+
+
+def _halves(piece: str, pieces: Any) -> list[tuple[str, str]]:
+    cuts = ((piece[:n], piece[n:]) for n in range(1, len(piece)))
+    return [(left, right) for left, right in cuts if left in pieces and right in pieces]
+
+
+def _prefixed(tree: dict[str, Any]) -> bool:
+    """Whether a text begins with a space of the tokenizer's own.
+
+    Raises:
+      UserError: it changes text in another way than SentencePiece.
+    """
+    normal = [step | {"type": step["type"]} for step in _steps(tree["normalizer"], "normalizers")]
+    split = _steps(tree["pre_tokenizer"], "pretokenizers")
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    # No space is left for it to split at.
+    idle = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    if normal in ([replace], [prepend, replace]) and split in ([], [idle]):
+        return prepend in normal
+    spaces = not normal and [step["type"] for step in split] == ["Metaspace"] and split[0]["replacement"] == SPACE
+    if spaces and not split[0].get("split", True):
+        return bool(split[0]["prepend_scheme"] != "never")
+    raise UserError("GGUF cannot say how this tokenizer changes text before it cuts it up")
+
+
+def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    return [] if part is None else part[inner] if part["type"] == "Sequence" else [part]
+
+
+def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
+    """The tokenizer that a file's metadata describes.
+
+    Args:
+      name: of the file, for messages.
+
+    Raises:
+      UserError: it is of a kind that is not known, or the metadata contradicts itself.
+    """
+    given = {key.removeprefix(KEY): value for key, value in metadata.items() if key.startswith(KEY)}
+    for key, value in given.items():
+        if key not in KNOWN or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
+            raise UserError(f"{name} says {KEY}{on_one_line(key)} of its tokenizer, which is not known here: {shown(value)}")
+    tokens, kind = given.get("tokens"), given.get("model")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise UserError(f"{name} holds no vocabulary: {KEY}tokens is missing")
+    types = given.get("token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise UserError(f"{name} has {len(tokens)} tokens which its token types do not fit, or the same one twice")
+    if kind == "gpt2":
+        tree = _byte_level_tree(given, tokens, types, name)
+        add_bos = RULES[given["pre"]].add_bos
+    elif kind == "llama":
+        given = SPM_IDS | given
+        tree = _sentencepiece_tree(given, tokens, types, name)
+        add_bos = True
+    else:
+        raise UserError(f"{name} has a tokenizer of the kind {shown(kind)}; gpt2 and llama are read")
+    ids = {
+        key: index
+        for key, index in given.items()
+        if key.endswith("_token_id") and type(index) is int and index < len(tokens) and types[index] != UNUSED
+    }
+    # Begin and end are special even in files that do not say so.
+    special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
+    special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
+    added = sorted(special | {index for index, code in enumerate(types) if code == USER_DEFINED})
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tree["added_tokens"] = [{"id": i, "content": tokens[i], **flags, "special": i in special} for i in added]
+    vocab = tree["model"]["vocab"]
+    outside = [index for index in added if tokens[index] not in vocab]
+    if outside != list(range(len(vocab), len(vocab) + len(outside))):  # the library numbers them so, whatever the file says
+        vocab |= {tokens[index]: index for index in outside}
+    try:
+        core = Core.from_str(json.dumps(tree))
+    except Exception as error:  # the library raises bare ones
+        raise UserError(f"{name} has a tokenizer that contradicts itself: {first_line(error)}") from None
+    wrong = [
+        token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
+    ]
+    if wrong:
+        raise UserError(f"{name} has a tokenizer that contradicts itself: {on_one_line(wrong[0])} stands for several tokens")
+    config = {key: tokens[ids[stored]] for key, stored in IDS.items() if stored in ids}
+    stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
+    template = metadata.get("tokenizer.chat_template")
+    return Vocabulary(
+        core.to_str(pretty=True),
+        config | {"add_bos_token": bool(given.get("add_bos_token", add_bos))},
+        template if isinstance(template, str) else None,
+        {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
+    )
+
+
+def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **more: Any) -> dict[str, Any]:
+    """A tokenizer.json but for its added tokens; `more` are its parts, or options of its model."""
+    options: dict[str, Any] = {
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
+    options |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    parts: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None}
+    parts |= {"post_processor": None} | {key: value for key, value in more.items() if key not in options}
+    model = options | {key: value for key, value in more.items() if key in options}
+    return parts | {"decoder": decoder, "model": {"type": "BPE", **model, "vocab": vocab, "merges": [list(m) for m in merges]}}
+
+
+def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+    pre = given.get("pre")
+    if pre not in RULES:
+        known = ", ".join(RULES)
+        raise UserError(f"{name} splits text in the way that is called {shown(pre)}; those called {known} are known")
+    vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
+    special = {token for index, token in enumerate(tokens) if types[index] != NORMAL}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in given.get("merges", []))]
+    merges = [pair for pair in merges if not special & set(pair)]
+    characters = _as_characters(vocab)
+    if characters is not None:
+        return _tree(characters, [], {"type": "Fuse"})
+    if not merges and set(vocab) == set(byte_letters()):
+        return _tree(vocab, [], dict(WORDS, add_prefix_space=True), pre_tokenizer=BYTES)
+    rule = RULES[pre]
+    splitter = rule.steps[0] if len(rule.steps) == 1 else {"type": "Sequence", "pretokenizers": list(rule.steps)}
+    decoder = dict(WORDS, add_prefix_space=True)
+    more = {"normalizer": rule.normalizer, "pre_tokenizer": splitter, "ignore_merges": rule.whole_words}
+    return _tree(vocab, merges, decoder, **more)
+
+
+def _as_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
+    """A byte-level vocabulary of whole characters, each as itself; None where a token is anything else."""
+    values = {letter: byte for byte, letter in enumerate(byte_letters())}
+    found = {}
+    for token, index in vocab.items():
+        try:
+            character = bytes(values[letter] for letter in token).decode()
+        except (KeyError, UnicodeDecodeError):
+            return None
+        if len(character) != 1:
+            return None
+        found[character] = index
+    return found
+
+
+def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+    scores, prefix = given.get("scores"), given.get("add_space_prefix", True)
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise UserError(f"{name} must have a score for each of its {len(tokens)} tokens")
+    vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
+    normal = [token for token, index in vocab.items() if types[index] == NORMAL]
+    fall_back = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if not prefix and all(len(token) == 1 for token in normal):
+        plain = {" " if token == SPACE else token: index for token, index in vocab.items()}
+        return _tree(plain, [], {"type": "Sequence", "decoders": fall_back}, byte_fallback=True)
+    merges = [(scores[vocab[token]], pair) for token in normal for pair in _halves(token, vocab)]
+    merges.sort(key=lambda scored: (-scored[0], vocab[scored[1][0]], vocab[scored[1][1]]))
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    normal_form = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]} if prefix else replace
+    unknown = given.get("unknown_token_id")
+    unk = tokens[unknown] if type(unknown) is int and unknown < len(tokens) and tokens[unknown] in vocab else None
+    decoder = {"type": "Sequence", "decoders": [spaces, *fall_back, *strip]}
+    more = {"normalizer": normal_form, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
+    return _tree(vocab, [pair for _, pair in merges], decoder, **more)

@@ -1,0 +1,166 @@
+"""GGUF files against the library `gguf`, which reads what we write and writes what we read; and files that lie."""
+
+import re
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
+
+gguf = pytest.importorskip("gguf")
+RNG = np.random.default_rng(5)
+ARRAYS = {
+    "flat": (RNG.normal(size=7).astype(np.float32), "F32"),
+    "matrix": (RNG.normal(size=(3, 64)).astype(np.float32), "F32"),
+    "half": (RNG.normal(size=(2, 3, 5)).astype(np.float32), "F16"),
+    "brain": (RNG.normal(size=(4, 6)).astype(np.float32), "BF16"),
+    "blocks": (RNG.normal(size=(5, 96)).astype(np.float32), "Q8_0"),
+}
+METADATA = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.eps": 1e-6,
+    "flag": True,
+    "words": ["a", "è", ""],
+    "scores": [0.5, -1.0],
+    "kinds": [1, 3, -6],
+    "none": [],
+}
+
+
+def write(path, arrays=ARRAYS, metadata=METADATA):
+    shapes = {name: (array.shape, kind) for name, (array, kind) in arrays.items()}
+    write_gguf(path, metadata, shapes, (array for array, _ in arrays.values()))
+    return path
+
+
+def test_the_library_reads_what_we_write(tmp_path):
+    reader = gguf.GGUFReader(write(tmp_path / "x.gguf"))
+    found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert found.pop("none") in ([], None)
+    expected = {key: value for key, value in METADATA.items() if key != "none"}
+    assert found == expected | {"llama.eps": float(np.float32(1e-6))}
+    for tensor in reader.tensors:
+        array, kind = ARRAYS[tensor.name]
+        assert tensor.tensor_type.name == kind
+        assert tuple(reversed(tensor.shape.tolist())) == array.shape
+        again = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
+        np.testing.assert_array_equal(np.asarray(tensor.data).view(np.uint8).ravel(), again.view(np.uint8).ravel())
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_uint64("big", 1 << 40)
+    writer.add_int8("small", -3)
+    writer.add_float64("double", 0.1)
+    writer.add_array("words", ["x", "yy"])
+    for name, (array, kind) in ARRAYS.items():
+        kind = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind, raw_shape=None)
+    quantised = RNG.normal(size=(2, 256)).astype(np.float32)
+    writer.add_tensor("q6", *_packed(quantised, "Q4_0"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = open_gguf(tmp_path / "x.gguf")
+    assert file.metadata == {"general.architecture": "llama", "big": 1 << 40, "small": -3, "double": 0.1, "words": ["x", "yy"]}
+    np.testing.assert_array_equal(read_tensor(file, "matrix"), ARRAYS["matrix"][0])
+    np.testing.assert_array_equal(read_tensor(file, "half"), ARRAYS["half"][0].astype(np.float16))
+    np.testing.assert_array_equal(read_tensor(file, "half", 1), ARRAYS["half"][0][1].astype(np.float16))
+    np.testing.assert_array_equal(read_tensor(file, "brain"), ARRAYS["brain"][0].astype(ml_dtypes.bfloat16))
+    assert np.abs(read_tensor(file, "blocks") - ARRAYS["blocks"][0]).max() < np.abs(ARRAYS["blocks"][0]).max() / 200
+    assert np.abs(read_tensor(file, "q6") - quantised).max() < np.abs(quantised).max() / 7
+    assert not read_tensor(file, "matrix").flags.writeable
+
+
+def _packed(array, kind):
+    kind = gguf.GGMLQuantizationType[kind]
+    return gguf.quantize(array, kind), None, kind
+
+
+def test_what_float16_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+    with pytest.raises(UserError, match="float16 cannot: export bf16 or f32"):
+        write(tmp_path / "x.gguf", {"big": (np.full((2, 2), 1e6, np.float32), "F16")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def patched(path, at, data):
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+def where(path, name, behind):
+    """The place `behind` bytes after the end of a name in a file."""
+    return path.read_bytes().index(name.encode()) + len(name) + behind
+
+
+LIES = {
+    "no magic": (lambda path: patched(path, 0, b"GGML"), "is not a GGUF file"),
+    "old version": (lambda path: patched(path, 4, struct.pack("<I", 1)), "GGUF version 1; versions 2 and 3 are read"),
+    "other byte order": (lambda path: patched(path, 4, struct.pack(">I", 3)), "of a machine of the other byte order"),
+    "many tensors": (lambda path: patched(path, 8, struct.pack("<Q", 1 << 60)), "claims 1152921504606846976 tensors"),
+    "a few too many": (lambda path: patched(path, 8, struct.pack("<Q", 9)), "is damaged"),
+    "much metadata": (lambda path: patched(path, 16, struct.pack("<Q", 10**10)), "claims 10000000000 entries of metadata"),
+    "long name": (lambda path: patched(path, 24, struct.pack("<Q", 10**10)), "claims 10000000000 bytes of the name"),
+    "many words": (lambda path: patched(path, where(path, "words", 8), struct.pack("<Q", 1 << 61)), "entries of words"),
+    "many scores": (lambda path: patched(path, where(path, "scores", 8), struct.pack("<Q", 1 << 33)), "entries of scores"),
+    "unknown value": (
+        lambda path: patched(path, where(path, "flag", 0), struct.pack("<I", 77)),
+        "flag has the unknown type 77",
+    ),
+    "axes": (lambda path: patched(path, where(path, "matrix", 0), struct.pack("<I", 5)), "the tensor matrix has 5 axes"),
+    "ten gigabytes": (
+        lambda path: patched(path, where(path, "matrix", 4), struct.pack("<Q", 64 * 10**8)),
+        "the tensor matrix would lie outside of it",
+    ),
+    "nothing": (lambda path: patched(path, where(path, "matrix", 4), struct.pack("<Q", 0)), "has the shape (3, 0)"),
+    "no whole block": (lambda path: patched(path, where(path, "blocks", 4), struct.pack("<Q", 95)), "which Q8_0 cannot have"),
+    "unknown type": (lambda path: patched(path, where(path, "matrix", 20), struct.pack("<I", 99)), "the unknown type 99"),
+    "far offset": (
+        lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 1 << 62)),
+        "the tensor matrix would lie outside of it",
+    ),
+    "crooked offset": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 33)), "would lie outside"),
+    "overlap": (lambda path: patched(path, where(path, "matrix", 24), struct.pack("<Q", 0)), "flat and matrix overlap"),
+    "no text": (lambda path: patched(path, where(path, "flag", -4), b"\xff"), "is not UTF-8 text"),
+    "the same twice": (lambda path: patched(path, where(path, "words", -5), b"kinds"), "it has the entry kinds twice"),
+    "short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the tensor blocks would lie outside of it"),
+    "half a header": (lambda path: path.write_bytes(path.read_bytes()[:150]), "is damaged"),
+    "empty": (lambda path: path.write_bytes(b""), "is not a GGUF file"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_one_sentence(lie, tmp_path):
+    path = write(tmp_path / "x.gguf")
+    LIES[lie][0](path)
+    with pytest.raises(UserError, match=re.escape(LIES[lie][1])) as error:
+        open_gguf(path)
+    assert "\n" not in str(error.value)
+
+
+def test_every_shortened_and_many_a_damaged_file_is_read_or_refused(tmp_path):
+    whole = write(tmp_path / "x.gguf").read_bytes()
+    path = tmp_path / "y.gguf"
+    for number in range(400):
+        content = bytearray(whole[: RNG.integers(1, len(whole))] if number % 2 else whole)
+        for place in RNG.integers(0, min(len(content), 700), 3):
+            content[place] = RNG.integers(256)
+        path.write_bytes(content)
+        try:
+            file = open_gguf(path)
+        except UserError:
+            continue
+        assert all(stored.offset + stored.size <= len(content) for stored in file.tensors.values())
+
+
+def test_one_part_of_several_and_no_file(tmp_path):
+    with pytest.raises(UserError, match="join them with `llama-gguf-split --merge`"):
+        open_gguf(write(tmp_path / "x.gguf", {}, {"general.architecture": "llama", "split.count": 3}))
+    with pytest.raises(UserError, match=r"cannot read .*none.gguf: No such file"):
+        open_gguf(tmp_path / "none.gguf")

@@ -1,0 +1,196 @@
+"""Tokenizers in GGUF's words and back, against a reader of them written from the format's description."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from dantinox.config import TokenizerSection, UserError
+from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, from_metadata, to_metadata
+from dantinox.text import Tokenizer
+from dantinox.text.pieces import byte_letters
+from dantinox.text.vocabulary import train_tokenizer
+
+KEY = "tokenizer.ggml."
+TEXT = (
+    "Nel mezzo del cammin di nostra vita\nmi ritrovai per una selva oscura,\r\nché la diritta via… era  smarrita — 12.345 €!\n"
+    * 3
+)
+OURS = [
+    TokenizerSection(tokenizer_type="char"),
+    TokenizerSection(tokenizer_type="char", byte_fallback=True),
+    TokenizerSection(tokenizer_type="byte"),
+    TokenizerSection(tokenizer_type="bpe", vocab_size=300),
+]
+LETTERS = byte_letters()
+
+
+def byte_level(metadata, text):
+    """What a reader of `gpt2` makes of one word: letters of bytes, the first merge first, leftmost."""
+    ranks = {merge: rank for rank, merge in reversed(list(enumerate(metadata[KEY + "merges"])))}
+    parts = [LETTERS[byte] for byte in text.encode()]
+    while True:
+        found = [(ranks.get(f"{a} {b}", len(ranks)), i) for i, (a, b) in enumerate(pairwise(parts))]
+        rank, i = min(found, default=(len(ranks), 0))
+        if rank == len(ranks):
+            ids = {token: index for index, token in enumerate(metadata[KEY + "tokens"])}
+            return [ids[part] for part in parts if part in ids]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def sentencepiece(metadata, text):
+    """What a reader of `llama` makes of a text: the neighbours whose token scores best first, then bytes."""
+    tokens, scores, kinds = (metadata[KEY + name] for name in ("tokens", "scores", "token_type"))
+    ids = {token: index for index, token in enumerate(tokens)}
+    parts = list((" " * metadata[KEY + "add_space_prefix"] + text).replace(" ", "▁"))
+    while True:
+        found = [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not found:
+            break
+        i = min(found)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    assert all(kinds[ids[f"<0x{byte:02X}>"]] == BYTE for byte in range(256))
+    spelled = [[ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()] for p in parts]
+    return [index for ids_of_part in spelled for index in ids_of_part]
+
+
+@pytest.mark.parametrize("settings", OURS, ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
+def test_a_tokenizer_trained_here_comes_back_to_the_letter(settings):
+    tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
+    metadata = to_metadata(tokenizer, tokenizer.vocab_size + 2, chat_template="{{ x }}")
+    assert metadata[KEY + "token_type"][-5:] == [CONTROL] * 3 + [UNUSED] * 2
+    back = from_metadata(metadata, "it")
+    assert back.tokenizer == tokenizer.to_json()
+    assert back.tokenizer_config == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "add_bos_token": False}
+    assert (back.generation_config, back.chat_template) == ({"eos_token_id": [tokenizer.eos_id]}, "{{ x }}")
+
+
+@pytest.mark.parametrize("settings", OURS[:3], ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
+def test_a_reader_of_gguf_makes_the_same_tokens_of_characters_and_bytes(settings):
+    tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
+    metadata = to_metadata(tokenizer, tokenizer.vocab_size)
+    text = TEXT if settings.tokenizer_type == "char" and not settings.byte_fallback else TEXT + "日本 \0\x7f🙂"
+    reader = {"gpt2": byte_level, "llama": sentencepiece}[metadata[KEY + "model"]]
+    assert reader(metadata, text) == tokenizer.encode(text)
+
+
+def test_a_reader_of_gguf_makes_the_same_words_of_bpe():
+    tokenizer = train_tokenizer(OURS[3], lambda: iter([TEXT]))
+    metadata = to_metadata(tokenizer, 300)
+    for word in ("mezzo", " cammin", " ché", "12", " —"):
+        assert byte_level(metadata, word) == tokenizer.encode(word)
+    assert metadata[KEY + "pre"] == "gpt-2"
+
+
+def trained(rule, size=330):
+    """A byte-level BPE that splits text by a rule of the table."""
+    core = Core(models.BPE(ignore_merges=rule.whole_words))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=LETTERS))
+    tree = json.loads(core.to_str())
+    tree |= {"normalizer": rule.normalizer, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}
+    tree["decoder"]["use_regex"] = True
+    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(rule.steps)}
+    core = Core.from_str(json.dumps(tree))
+    core.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(core.to_str())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
+    tokenizer = trained(RULES[name])
+    metadata = to_metadata(tokenizer, tokenizer.vocab_size, add_bos=RULES[name].add_bos)
+    assert metadata[KEY + "pre"] == name
+    back = Tokenizer(from_metadata(metadata, "it").tokenizer)
+    assert back.encode(TEXT) == tokenizer.encode(TEXT)
+    del metadata[KEY + "add_bos_token"]
+    assert from_metadata(metadata, "it").tokenizer_config["add_bos_token"] == RULES[name].add_bos
+
+
+def spm(prefix=True):
+    """The metadata of a SentencePiece vocabulary: pieces of words, with scores as its trainer gives them."""
+    rng = np.random.default_rng(2)
+    words = [f"▁{word}" for word in TEXT.replace("\n", " ").replace("\r", " ").split()]
+    pieces = {word[a:b] for word in words for a in range(len(word)) for b in range(a + 2, min(a + 5, len(word)) + 1)}
+    pieces = sorted(pieces)[::2]
+    single = sorted({char for piece in pieces for char in piece} | {"▁"})
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *single]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) + len(single))]
+    scores = [0.0] * 259 + [-float(n) for n in rng.permutation(len(pieces))] + [-1e4] * len(single)
+    named = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "add_space_prefix": prefix}
+    return {KEY + key: value for key, value in named.items()}
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
+    metadata = spm(prefix)
+    back = from_metadata(metadata, "it")
+    tokenizer = Tokenizer(back.tokenizer)
+    again = to_metadata(tokenizer, tokenizer.vocab_size, add_bos=True)
+    assert again[KEY + "add_space_prefix"] == prefix
+    assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
+    for text in (TEXT, "via  nostra", "日本", "x", "▁mezzo"):
+        expected = sentencepiece(metadata, text)
+        assert tokenizer.encode(text) == expected
+        assert sentencepiece(again, text) == expected
+        assert text == "▁mezzo" or tokenizer.decode(expected) == text
+    assert back.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+
+
+def broken(**changes):
+    metadata = to_metadata(train_tokenizer(OURS[3], lambda: iter([TEXT])), 300)
+    changed = metadata | {KEY + key: value for key, value in changes.items()}
+    return {key: value for key, value in changed.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"pre": "jina-v7"}, "called 'jina-v7'; those called gpt-2, llama-bpe"),
+        ({"pre": None}, "called null"),
+        ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2 and llama are read"),
+        ({"tokens": None}, "holds no vocabulary"),
+        ({"tokens": ["a", "a"]}, "300 tokens|2 tokens"),
+        ({"token_type": [1]}, "which its token types do not fit"),
+        ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token of its tokenizer, which is not known here: true"),
+        ({"precompiled_charsmap": [1]}, "precompiled_charsmap"),
+        ({"merges": ["no such"]}, "contradicts itself"),
+    ],
+)
+def test_a_vocabulary_that_is_not_understood_is_one_sentence(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        from_metadata(broken(**changes), "it")
+
+
+def test_what_gguf_cannot_say_is_refused():
+    byte = train_tokenizer(OURS[2], lambda: iter([]))
+    with pytest.raises(UserError, match="259 tokens do not fit the 100 rows"):
+        to_metadata(byte, 100)
+    with pytest.raises(UserError, match="that holds ▁: it is a space there"):
+        to_metadata(train_tokenizer(OURS[1], lambda: iter(["a▁ b"])), 400)
+    tree = json.loads(byte.to_json())
+    tree["added_tokens"] = []
+    with pytest.raises(UserError, match="has no end token"):
+        to_metadata(Tokenizer(json.dumps(tree)), 259)
+    core = Core(models.WordLevel({"a": 0}, unk_token="a"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens(["</s>"])
+    with pytest.raises(UserError, match="a tokenizer of the kind WordLevel"):
+        to_metadata(Tokenizer(core.to_str()), 2)
+    odd = trained(RULES["gpt-2"])
+    tree = json.loads(odd.to_json())
+    tree["pre_tokenizer"] = {"type": "Punctuation", "behavior": "Isolated"}
+    with pytest.raises(UserError, match="no name for the way this tokenizer splits text"):
+        to_metadata(Tokenizer(json.dumps(tree)), odd.vocab_size)
+    tree = json.loads(from_metadata(spm(), "it").tokenizer)
+    tree["model"]["merges"] = tree["model"]["merges"][:-1]
+    with pytest.raises(UserError, match="do not follow from one score"):
+        to_metadata(Tokenizer(json.dumps(tree)), 2000)
+    core = Core(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["</s>"])
+    with pytest.raises(UserError, match=r"llama\.cpp's BPE is of bytes, or falls back to bytes"):
+        to_metadata(Tokenizer(core.to_str()), 4)
