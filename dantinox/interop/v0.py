@@ -233,7 +233,7 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
         "weight_tying": tied,
         "head_bias": bias,
         "activation": "swiglu" if gated else "gelu",
-        "mlp_bias": True,
+        "mlp_bias": any(name.endswith("up_proj/bias") for name in arrays),
         "norm": "layernorm" if any(name.endswith(("norm1/bias", "ln1/bias")) for name in arrays) else "rmsnorm",
         "norm_epsilon": EPSILON,
         "dropout_rate": float(said.get("dropout_rate", said.get("dropout", 0.0))),
@@ -243,7 +243,9 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
         attention["rope_theta"] = 1e4 * float(said.get("rope_scale_factor", said.get("rope_scale", 1.0)))
     if window:
         attention |= {"sliding_window": True, "context_window": _count(path, said, "context_window")}
-    attention |= {"out_bias": True} | ({"no_sink": True, "gate_bias": True} if said.get("no_sink", False) else {})
+    attention["out_bias"] = any(name.endswith("o_proj/bias") for name in arrays)
+    if said.get("no_sink", False):
+        attention |= {"no_sink": True, "gate_bias": any(name.endswith("attention/W/bias") for name in arrays)}
     return {"model": model, "attention": attention}
 
 

@@ -140,6 +140,12 @@ def test_logits_are_those_it_computed(tmp_path, changes, form):
     assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
 
 
+def test_where_there_are_no_biases_none_are_needed(tmp_path):
+    tree, config = damage(weights(), dict(FLAT), "no biases")
+    ours, theirs = logits(write(tmp_path, tree, config), TOKENS), forward(tree, config, TOKENS)
+    assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
+
+
 def test_the_best_weights_are_taken_and_those_of_an_optimizer_left(tmp_path):
     tree = weights()
     write(tmp_path, weights(gated=False), FLAT)
@@ -165,7 +171,11 @@ def test_tokenizers(tmp_path):
 
 def damage(tree, config, what):
     block = tree["blocks"][1]
-    if what == "extra":
+    if what == "no biases":
+        for number in range(L):
+            for module in ("o_proj", "W"):
+                del tree["blocks"][number]["attention"][module]["bias"]
+    elif what == "extra":
         block["attention"]["extra"] = {"kernel": np.zeros((2, 2), np.float32)}
     elif what == "missing":
         del block["attention"]["o_proj"]["bias"]
