@@ -80,6 +80,19 @@ def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def value_of(key: str, words: list[str]) -> Any:
+    """The value of a setting (dotted path) that words stand for, read as those behind its flag.
+
+    Raises:
+      UserError: there are several, and the setting has one.
+    """
+    if _arity(key).get("nargs") == "+":
+        return _value(key, words)
+    if len(words) > 1:
+        raise UserError(f"{flat_name(key)} takes one value, got {len(words)}: put what belongs together in quotes")
+    return _value(key, words[0])
+
+
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a type, without Annotated and None."""
     while hasattr(annotation, "__metadata__"):

@@ -9,7 +9,7 @@ import numpy as np
 from dantinox.config import Config, GenerationSection, KVSection
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.loop import Chunk, Session, clamp_to_context, slots_needed
+from dantinox.generation.loop import Chunk, Session, bucket, clamp_to_context, slots_needed
 from dantinox.generation.result import Result
 from dantinox.generation.stopping import StopFinder
 from dantinox.generation.trace import changed_settings, columns, router_numbers
@@ -20,10 +20,15 @@ from dantinox.text import Tokenizer
 
 
 class Piece(NamedTuple):
-    """Text that row `row` of a batch has just gained."""
+    """Text that row `row` of a batch has just gained.
+
+    Attributes:
+      entropy: the largest, in bits, among the tokens that spell it; None where nothing is reported.
+    """
 
     row: int
     text: str
+    entropy: float | None = None
 
 
 class Request(NamedTuple):
@@ -48,6 +53,21 @@ class _Row:
         self._detokenizer = tokenizer.detokenizer()
         self._detokenizer.push(prompt)  # the first new token is no beginning, where some vocabularies drop a space
         self._stops = StopFinder(section.stop, section.keep_stop)
+        self._entropy = 0.0  # the largest since text was given
+
+    def pieces(self, ids: list[int], done: bool, entropies: list[float] | None) -> Iterator[tuple[str, float | None]]:
+        """Takes new tokens, gives the texts that became certain, token by token where each has an entropy."""
+        if entropies is None:
+            yield self.take(ids, done), None
+            return
+        for token, entropy in zip(ids, entropies, strict=True):
+            self._entropy = max(self._entropy, entropy)
+            if text := self.take([token], False):
+                yield text, self._entropy
+                self._entropy = 0.0
+            if self.reason is not None:
+                return
+        yield self.take([], done), self._entropy
 
     def take(self, ids: list[int], done: bool) -> str:
         """Takes new tokens up to the end of the text, gives the text that became certain."""
@@ -87,6 +107,7 @@ class Batch:
         plan: Callable[[int], CachePlan],
         logprobs: int | None,
         echo: bool,
+        pad: Callable[[int], int] = bucket,
     ):
         sections = [config.generation for config in configs]
         samples = sections[0].n
@@ -116,7 +137,8 @@ class Batch:
             use_cache=sections[0].use_cache,
             report=logprobs,
             echo=echo,
-            plan=plan(slots_needed(lengths_P, limits_P)),
+            plan=plan(slots_needed(lengths_P, limits_P, pad)),
+            pad=pad,
         )
         self._rows = [
             _Row(tokenizer, config.generation, request.ids)
@@ -151,9 +173,11 @@ class Batch:
             chunks.append(chunk)
             for index, row in enumerate(self._rows):
                 if row.reason is None:
-                    piece = row.take(chunk.tokens[index, : chunk.counts[index]].tolist(), bool(chunk.done[index]))
-                    if piece:
-                        yield Piece(index, piece)
+                    count = chunk.counts[index]
+                    entropies = None if chunk.info is None else chunk.info.entropy[index, :count].tolist()
+                    for text, entropy in row.pieces(chunk.tokens[index, :count].tolist(), bool(chunk.done[index]), entropies):
+                        if text:
+                            yield Piece(index, text, entropy)
             self.session.finish(np.array([row.reason is not None for row in self._rows]))
         self.results = self._finished(chunks)
 

@@ -27,9 +27,9 @@ def bucket(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
 
 
-def slots_needed(lengths: np.ndarray, limits: np.ndarray) -> int:
+def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = bucket) -> int:
     """The slots of a cache for rows with prompts and new tokens of these numbers."""
-    return bucket(int(np.max(lengths + limits)))
+    return pad(int(np.max(lengths + limits)))
 
 
 def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
@@ -110,6 +110,7 @@ class Session:
         report: int | None = None,
         echo: bool = False,
         plan: CachePlan | None = None,
+        pad: Callable[[int], int] = bucket,
     ):
         """Takes `P · samples` rows, the samples of a prompt together.
 
@@ -119,12 +120,13 @@ class Session:
           eos_ids: for each row the ids that end it.
           report: None, or the number of alternatives to report beside each token.
           plan: of the cache; None: every key and value in the model's dtype.
+          pad: the length that prompts of some length are padded to.
         """
         P, T = prompt_PT.shape
-        padded_PT = np.zeros((P, bucket(T)), np.int32)
+        padded_PT = np.zeros((P, pad(T)), np.int32)
         padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
         lengths_B = np.repeat(lengths_P, samples)
-        plan = plan or CachePlan(slots_needed(lengths_B, limits_B), jnp.dtype(model.dtype).name)
+        plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
         valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
         eos_BE = np.full((P * samples, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)

@@ -13,6 +13,7 @@ from dantinox.config import Config, GenerationSection, KVSection, UserError, ove
 from dantinox.distributed import shared_over, tensor_mesh, weight_places
 from dantinox.generation.batch import Batch, Request
 from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
+from dantinox.generation.loop import bucket
 from dantinox.generation.result import Result
 from dantinox.generation.weights import HeadOrder, prepare, with_head_order
 from dantinox.generation.words import sampling_params, seeded
@@ -114,16 +115,20 @@ class Run:
 
     def start(
         self,
-        requests: Sequence[tuple[str, Mapping[str, Any] | Config]],
+        requests: Sequence[tuple[str | Sequence[int], Mapping[str, Any] | Config]],
         *,
         logprobs: int | None = None,
         echo: bool = False,
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
+        pad: Callable[[int], int] = bucket,
     ) -> list[Batch]:
-        """Requests (prompt, settings), each with its own numbers, in batches ready to be decoded.
+        """Requests (prompt as text or as token ids, settings), each with its own numbers, in batches ready to be decoded.
 
         One batch, but for requests that differ in what a program is made for: order of the steps, caches, samples, precision.
+
+        Args:
+          pad: the length that a prompt, and the text with its continuation, are padded to: each makes a program.
         """
         if not requests:
             raise UserError("there is no prompt to continue")
@@ -148,12 +153,13 @@ class Run:
                 Batch(
                     self.prepared(config.generation, head_order(self.model.config, kv, calibration)),
                     self.tokenizer,
-                    [Request(number, requests[number][0], self.prompt_ids(requests[number][0])) for number in numbers],
+                    [self._request(number, requests[number][0]) for number in numbers],
                     [configs[number] for number in numbers],
                     params,
                     partial(plan_cache, self.model.config, kv, calibration=calibration),
                     logprobs,
                     echo,
+                    pad,
                 )
             )
         return batches
@@ -180,6 +186,11 @@ class Run:
         if len(self._prepared) > PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return made
+
+    def _request(self, number: int, prompt: str | Sequence[int]) -> Request:
+        if isinstance(prompt, str):
+            return Request(number, prompt, self.prompt_ids(prompt))
+        return Request(number, self.tokenizer.decode(prompt), list(prompt))
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Token ids of a prompt; an empty one is the begin token.

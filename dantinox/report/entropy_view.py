@@ -87,6 +87,24 @@ def show_entropy(documents: Sequence[Document], width: int, colours: Colours) ->
         yield from textwrap.wrap(_totals(document["tokens"]), width)
 
 
+def painted(text: str, bits: float | None, colours: Colours) -> str:
+    """A piece of a text that is still growing, harmless to the terminal, shaded by its entropy where there is one to be seen.
+
+    A shaded line break is shown as ↵ in front of it, so that no line has a shade to its end.
+    """
+    lines = ["".join(c if c == "\t" else harmless(c) for c in line) for line in text.split("\n")]
+    if bits is None or colours == "none":
+        return "\n".join(lines)
+    shown = [line + BREAK for line in lines[:-1]] + lines[-1:]
+    return "\n".join(f"\x1b[{_style(bits, colours)}m{line}\x1b[0m" if line else "" for line in shown)
+
+
+def digits_below(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
+    """A text without colours: below each line of it the entropies of its pieces in whole bits (9: 9 or more)."""
+    glyphs = _glyphs((text, entropy, None) for text, entropy in pieces)
+    yield from _drawn(glyphs, max(width, 20), "none")
+
+
 def shade(bits: float) -> tuple[int, ...]:
     """The colour of an entropy as red, green and blue, the same whatever the vocabulary."""
     places = np.linspace(0, 1, len(RAMP))
