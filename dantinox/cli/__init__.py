@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | find-lr | sweep | init | generate | chat | explain | calibrate | eval | info | verify | plan |
-plot | profile | doctor`: parses, calls, prints."""
+"""The command line, `dantinox train | find-lr | sweep | init | generate | chat | explain | calibrate | eval | info | verify |
+plan | plot | profile | doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib

@@ -32,6 +32,8 @@ BELOW = "below each token stands its entropy in bits, rounded, once the answer i
 
 def chat_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    template = "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, where it has one)"
+    command.add_argument("--chat_template", metavar="NAME", help=template)
     command.add_argument("--system", default="", metavar="TEXT", help="the message that stands before the conversation")
     command.add_argument("--show_entropy", action="store_true", help="begin with /entropy on")
     add_config_flags(command, ("generation", "router", "kv"))
@@ -42,13 +44,20 @@ def chat(options: argparse.Namespace) -> int:
     settings = given_settings(options)
     from dantinox.run import load_run_config, open_run
 
-    config = overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
+    directory = open_run(options.run_dir)
+    config = overlay(load_run_config(directory), settings, "command line")
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.chat import Chat
+    from dantinox.text import ChatTemplate
 
     run = load(options.run_dir, config.generation.tensor_parallel)
-    talk = Chat(run, None, settings)
+    template = None
+    if options.chat_template is not None:
+        template = ChatTemplate.named(options.chat_template, run.tokenizer)
+    elif directory.chat_template.is_file():
+        template = ChatTemplate.load(directory.chat_template, run.tokenizer)
+    talk = Chat(run, template, settings)
     talk.set_system(options.system)
     talk.entropy = options.show_entropy
     if talk.completes:
@@ -121,7 +130,11 @@ def _entropy(talk: "Chat", rest: str) -> str:
 # Name → how it is written, what it does, and the function; those of None are carried out where the conversation is held.
 COMMANDS: dict[str, tuple[str, str, Callable[["Chat", str], str] | None]] = {
     "help": ("/help", "these lines", _help),
-    "set": ("/set KEY VALUE", "a setting of generation, router or kv, as /set temperature 0.7; without a value the run's own", _set),
+    "set": (
+        "/set KEY VALUE",
+        "a setting of generation, router or kv, as /set temperature 0.7; without a value the run's own",
+        _set,
+    ),
     "settings": ("/settings", "the settings that are not the default", _settings),
     "retry": ("/retry", "answer the last turn anew", None),
     "undo": ("/undo", "take back the last turn and its answer", _undo),
@@ -223,7 +236,9 @@ def _through_pipe(talk: "Chat") -> int:
     for number, data in enumerate(sys.stdin.buffer, 1):
         try:
             line = data.decode().rstrip("\r\n")
-            found = respond(talk, line) if line.strip() else ""
+            if not line.strip():
+                continue
+            found = respond(talk, line)
             if found is None:
                 return code
             if isinstance(found, str):

@@ -1,7 +1,7 @@
 """A conversation with a model: its messages and settings, an answer that comes piece by piece, and its file.
 
-The whole conversation is read anew for each answer. Prompts and caches are padded to powers of two, so that one that grows needs
-a new program each time its length doubles and not with each turn.
+The whole conversation is read anew for each answer. Prompts and caches are padded to powers of two, so that one that grows
+needs a new program each time its length doubles and not with each turn.
 """
 
 import json
@@ -82,8 +82,9 @@ class Chat:
     # --- settings
 
     def set(self, name: str, value: Any) -> None:
-        """Changes a setting of `generation`, `router` or `kv`. One that was changed before and is now without effect is left out,
-        which a warning says.
+        """Changes a setting of `generation`, `router` or `kv`.
+
+        One that was changed before and is now without effect is left out, which a warning says.
 
         Raises:
           UserError: there is no such setting, or not with this value beside the others.
@@ -225,7 +226,9 @@ class Chat:
         turns = messages[1:] if before else messages
         roles = [message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
-            raise UserError(f"{path} must hold turns of user and assistant, perhaps behind a system message, got {shown(roles)}")
+            raise UserError(
+                f"{path} must hold turns of user and assistant, perhaps behind a system message, got {shown(roles)}"
+            )
         self.set_system(before)
         self.messages, self._file = turns, path.absolute()
 

@@ -1,0 +1,218 @@
+"""A conversation: what is read and kept, what may be said about settings, a full context, its file. No terminal."""
+
+import json
+
+import pytest
+
+from dantinox.config import UserError
+from dantinox.generation import load
+from dantinox.generation.chat import Chat
+from dantinox.text import ChatTemplate
+
+pytestmark = pytest.mark.slow
+
+AROUND = "è€😀b\nca" * 9  # what the model of `run_dir` says greedily after "a"
+GREEDY = {"greedy": True, "max_new_tokens": 13}
+PLAIN = "<bos>User:\n{}\n\nAssistant:\n"
+
+
+@pytest.fixture(scope="module")
+def run(run_dir):
+    return load(run_dir)
+
+
+@pytest.fixture(scope="module")
+def ending(ending_run_dir):
+    return load(ending_run_dir)
+
+
+@pytest.fixture
+def chat(run):
+    """The tokens that an answer is given to are kept in `read`."""
+    template = ChatTemplate.named("plain", run.tokenizer)
+    made = Chat(run, template, GREEDY)
+    made.read = []
+    encode = template.encode
+
+    def reading(messages, *, generation_prompt=False):
+        made.read.append(encode(messages, generation_prompt=generation_prompt))
+        return made.read[-1]
+
+    template.encode = reading
+    return made
+
+
+def said(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def spell(run, ids):
+    """Text with the begin and end tokens shown."""
+    names = {run.tokenizer.bos_id: "<bos>", run.tokenizer.eos_id: "<eos>"}
+    return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode()
+
+
+def test_turns_are_read_through_the_template(run, chat):
+    first = said(chat.answer("a"))
+    assert len(first.encode()) == 13
+    said(chat.answer("c"))
+    assert spell(run, chat.read[0]) == PLAIN.format("a")
+    assert spell(run, chat.read[-1]) == f"<bos>User:\na\n\nAssistant:\n{first.strip()}<eos>\n\nUser:\nc\n\nAssistant:\n"
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    assert (chat.messages[1]["content"], chat.ended) == (first, "length")
+
+
+def test_without_a_template_a_text_goes_on(run):
+    chat = Chat(run, None, GREEDY)
+    assert chat.completes
+    assert said(chat.answer("a")) == AROUND[:7]
+    assert said(chat.answer("b")) == "\nca" + AROUND[:4], "what is said begins a new line, whose byte is of the circle"
+    assert chat.template.encode(chat.messages) == list(f"a{AROUND[:7]}\nb\nca{AROUND[:4]}".encode())
+    with pytest.raises(UserError, match="no chat template, and so no system message"):
+        chat.set_system("be brief")
+
+
+def test_the_end_token_ends_an_answer(ending):
+    chat = Chat(ending, None, {"greedy": True, "max_new_tokens": 40})
+    assert said(chat.answer("a")) == "è€😀b\nc"
+    assert chat.ended == "eos"
+
+
+def test_the_special_token_that_ends_a_turn_ends_an_answer(run):
+    """Here "😀" begins with a byte that the template is told to end turns with."""
+    chat = Chat(run, None, {"greedy": True, "max_new_tokens": 40})
+    chat.template.end_ids = frozenset("😀".encode()[:1])
+    assert said(chat.answer("a")) == "è€"
+    assert chat.ended == "stop"
+
+
+def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(run):
+    chat = Chat(run, None, {"greedy": True, "max_new_tokens": 60})
+    pieces = chat.answer("a")
+    heard = next(pieces).text + next(pieces).text
+    pieces.close()
+    assert heard == AROUND[: len(heard)] and chat.ended == "interrupted"
+    assert chat.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": heard}]
+    assert said(chat.answer("b")).startswith("\nca"), "and the conversation goes on"
+
+
+def test_entropies_come_token_by_token(run):
+    chat = Chat(run, None, {"greedy": True, "max_new_tokens": 15})
+    chat.entropy = True
+    pieces = list(chat.answer("a"))
+    assert [piece.text for piece in pieces] == list(AROUND[:8]), "a character of several bytes is one piece"
+    (result,) = [run.generate("a", greedy=True, max_new_tokens=15, logprobs=0)]
+    bits = iter(result.info["entropy"])
+    for piece in pieces:
+        assert piece.entropy == pytest.approx(max(next(bits) for _ in piece.text.encode()), rel=1e-4)
+
+
+def test_retry_and_undo(run):
+    chat = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
+    first = said(chat.answer("a"))
+    again = said(chat.retry())
+    assert again != first, "a seed of one's own does not give the same answer again"
+    assert [message["content"] for message in chat.messages] == ["a", again]
+    assert chat.undo() == "a" and chat.messages == []
+    with pytest.raises(UserError, match="nothing has been said yet"):
+        chat.retry()
+    other = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
+    assert [said(other.answer("a")), said(other.retry())] == [first, again], "but the same conversation"
+
+
+def test_a_full_context_lets_the_oldest_turns_go(run, chat):
+    chat.set_system("S")
+    for text in ("a" * 30, "b" * 10):
+        said(chat.answer(text))
+    with pytest.warns(UserWarning, match="the context of 128 tokens is full: the oldest turn is left out from here on"):
+        said(chat.answer("c" * 10))
+    read = spell(run, chat.read[-1])
+    assert read.startswith("<bos>System:\nS\n\nUser:\nbbbb") and len(chat.read[-1]) + 13 <= 128
+    assert len(chat.messages) == 6, "what was said stays in the conversation"
+    with pytest.raises(UserError, match=r"what you said makes [0-9]+ tokens and the model's context is 128: say less"):
+        chat.answer("d" * 120)
+    assert len(chat.messages) == 6
+
+
+def test_a_long_answer_gets_what_room_there_is(run, recwarn):
+    chat = Chat(run, None, {"greedy": True, "max_new_tokens": 400})
+    assert len(said(chat.answer("a" * 100)).encode()) == 28
+    assert [str(warning.message) for warning in recwarn if "context" in str(warning.message)] == []
+
+
+def test_a_growing_conversation_needs_few_programs(run, programs):
+    chat = Chat(run, None, {"temperature": 0.8, "max_new_tokens": 6})
+    said(chat.answer("a"))
+    programs()
+    for number in range(3):
+        said(chat.answer("b" * (4 + number)))
+    chat.set("temperature", 0.3)
+    said(chat.answer("c"))
+    assert programs() == 0
+
+
+def test_a_budget_of_the_cache(run):
+    chat = Chat(run, None, {"greedy": True, "max_new_tokens": 52, "kv_budget": 0.5, "kv_signal": "uniform"})
+    assert said(chat.answer("a")) == AROUND[:28], "the last byte decides the next one, whatever is forgotten"
+
+
+def test_settings(run):
+    chat = Chat(run, None, {"temperature": 0.5})
+    chat.set("top_k", 40)
+    assert (chat.config.generation.top_k, chat.given) == (40, {"temperature": 0.5, "top_k": 40})
+    chat.reset("temperature")
+    assert chat.given == {"top_k": 40} and chat.config.generation.temperature == run.config.generation.temperature
+    for name, value, sentence in (
+        ("top_p", 1.7, "generation.top_p must be a number in .*, got 1.7"),
+        ("temprature", 1.0, "unknown key generation.temprature, did you mean generation.temperature"),
+        ("n", 2, "one answer to a turn: leave n at 1, got 2"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            chat.set(name, value)
+        assert chat.given == {"top_k": 40}
+    with pytest.raises(UserError, match=r"unknown key generation\.temprature"):
+        chat.reset("temprature")
+
+
+def test_a_setting_that_loses_its_effect_is_left_out(run):
+    chat = Chat(run, None, {"strategy": "entropy", "low_entropy": 0.4})
+    with pytest.warns(UserWarning, match="router.low_entropy has no effect while generation.strategy is chain"):
+        chat.set("strategy", "chain")
+    assert chat.given == {}
+
+
+def test_a_conversation_is_saved_and_goes_on(run, chat, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    chat.set_system("S")
+    answer = said(chat.answer("è"))
+    chat.save(file)
+    messages = [("system", "S"), ("user", "è"), ("assistant", answer)]
+    assert json.loads(file.read_text()) == {"messages": [{"role": role, "content": text} for role, text in messages]}
+    chat.save(file)  # its own file
+    other = Chat(run, chat.template, GREEDY)
+    with pytest.raises(UserError, match="is there already: choose another name"):
+        other.save(file)
+    other.load(file)
+    assert (other.system, other.messages) == ("S", chat.messages)
+    assert said(other.answer("b")) == said(chat.answer("b"))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[1", "is not a conversation in JSON"),
+        ("[]", "is not a conversation: it has no list under messages"),
+        ('{"messages": [{"role": "user"}]}', "message 0 of .* must have the texts role and content, got"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "must hold turns of user and assistant, .* got .*user"),
+        ("\udcff", "is not a conversation in JSON"),
+    ],
+)
+def test_files_that_hold_no_conversation(run, tmp_path, content, sentence):
+    file = tmp_path / "talk.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    chat = Chat(run)
+    with pytest.raises(UserError, match=sentence):
+        chat.load(file)
+    with pytest.raises(UserError, match="cannot read"):
+        chat.load(tmp_path / "none")
+    assert chat.messages == []

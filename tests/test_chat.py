@@ -1,0 +1,155 @@
+"""`dantinox chat`: lines through a pipe, commands, and a real terminal."""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from dantinox import cli
+from dantinox.cli import chat as chatting
+from dantinox.config import UserError
+from dantinox.report.entropy_view import digits_below, painted
+from dantinox.run import RunDirectory, accept_run
+
+pytestmark = pytest.mark.slow
+
+PROMPT = r">.*\x1b\[\?25h"  # and the cursor is shown
+AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
+
+
+@pytest.fixture
+def talk(run_dir, capfd, monkeypatch):
+    """Sends lines through a pipe: (exit code, stdout, stderr)."""
+
+    def run(lines, *flags, at=run_dir):
+        data = lines if isinstance(lines, bytes) else "".join(line + "\n" for line in lines).encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        settings = ["--greedy", "--max_new_tokens", "13", *flags]
+        code = cli.main(["chat", "--run_dir", str(at), *settings])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_lines_through_a_pipe(talk, tmp_path):
+    file = tmp_path / "talk.json"
+    code, out, err = talk(["a", "", "/set max_new_tokens 5", "b", "/undo", f"/save {file}", "/quit", "never read"])
+    assert (code, out) == (0, AROUND + "\n" + "\nca" + AROUND[:1] + "\n")
+    assert err.splitlines() == [
+        "this model has no chat template: what you write is continued as it is, one text for the whole conversation",
+        "max_new_tokens 5",
+        "taken back: b",
+        f"saved {file}",
+    ]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": AROUND}]
+    assert json.loads(file.read_text()) == {"messages": messages}
+
+
+def test_mistakes_are_a_sentence_each_and_the_conversation_goes_on(talk):
+    lines = {
+        "/sett top_k 4": "no command /sett: did you mean /set",
+        "/set top_p 7": "generation.top_p must be",
+        "/set": "/set needs the name of a setting",
+        "/set stop 'a": "no closing quotation",
+        "/set top_p 0.3 0.4": "top_p takes one value, got 2",
+        "/entropy maybe": "/entropy is on or off, got 'maybe'",
+        "/save": "/save needs the name of a file",
+        "/foo": "no command /foo: /help lists them",
+        "/retry": "nothing has been said",
+    }
+    code, out, err = talk([*lines, "a"])
+    assert (code, out) == (2, AROUND + "\n")
+    for number, words in enumerate(lines.values(), 1):
+        assert re.search(rf"^error: .*{re.escape(words)}.* \(line {number}\)$", err, re.M), (words, err)
+
+
+def test_a_template_and_a_text_that_begins_with_a_slash(talk, run_dir, tmp_path):
+    """A template that ends with the letter which leads into the circle."""
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}a")
+    code, out, err = talk(["/system S", "//help", "/settings"], at=copy)
+    assert (code, out) == (0, AROUND + "\n")
+    assert "no chat template" not in err and "system S\n" in err and "greedy true (/set)\n" in err
+
+
+def test_entropies_without_colours_stand_below(talk):
+    code, out, err = talk(["/entropy on", "a"])
+    lines = out.splitlines()
+    assert (code, lines[0]) == (0, "è€😀b↵") and re.fullmatch(r"\d\d\d \d\d", lines[1]), "the digits of one line of text"
+    assert "\x1b" not in out and "below each token stands its entropy" in err
+
+
+def test_what_is_not_utf8(talk):
+    code, _, err = talk(b"\xff\n")
+    assert code == 2 and err.endswith("error: standard input is not UTF-8 text: byte 0 of line 1 is wrong\n")
+
+
+def test_help_names_every_command(talk):
+    _, _, err = talk(["/help"])
+    assert all(f"\n/{name}" in err for name in chatting.COMMANDS)
+    assert chatting.command("//x") is chatting.command("x /help") is None
+    assert chatting.command("/set  a b ") == ("set", "a b")
+    with pytest.raises(UserError, match="no command /: /help lists them"):
+        chatting.command("/")
+
+
+def test_pieces_are_shaded():
+    assert painted("a\x1b\nb", None, "truecolor") == "a␛\nb", "no control character reaches the terminal"
+    assert painted("ab\nc", 0.0, "256") == "\x1b[38;5;231;48;5;53mab↵\x1b[0m\n\x1b[38;5;231;48;5;53mc\x1b[0m"
+    assert painted("ab\n", 8.0, "none") == "ab\n"
+    assert list(digits_below([("ab", 1.2), ("c\n", 9.7), ("d", None)], 20)) == ["abc↵", "1 9", "d"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_real_terminal(run_dir, tmp_path, interruptible):
+    """Streaming, an interrupt, the commands, several lines, the history and the way out."""
+    path = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    config = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(config.replace("max_context: 128", "max_context: 32768"))  # long enough to be stopped in
+    accept_run(RunDirectory(path))
+    surroundings = os.environ | {
+        "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path),
+        "XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+    }  # fmt: skip
+    surroundings.pop("NO_COLOR", None)
+    flags = ["chat", "--run_dir", str(path), "--greedy", "--max_new_tokens", "13"]
+    child = pexpect.spawn(
+        sys.executable, ["-m", "dantinox", *flags], env=surroundings, encoding="utf-8", timeout=40, dimensions=(30, 120)
+    )
+
+    def says(line, *expected):
+        child.expect(PROMPT)
+        child.sendline(line)
+        for pattern in expected:
+            child.expect(pattern)
+
+    child.expect("no chat template")
+    says("a", "è€😀b\r\nca\r\n", r"\(cut: max_new_tokens is 13")
+    says("x\x1b\ry", r"\(cut: ")  # Alt-Enter between the two lines
+    says("/undo", r"taken back: x\\ny")
+    says("/set top_p 1.7", r"error: generation\.top_p must be")
+    says("/set max_new_tokens 20000", "max_new_tokens 20000")
+    says("/entropy on", "each token is shaded")
+    says("/clear", "begins anew")
+    says("a", "\x1b\\[38;5;\\d+;48;5;\\d+mè")
+    child.sendintr()
+    child.expect(r"\(stopped\)")
+    says("/set max_new_tokens 117", "max_new_tokens 117")
+    says("/retry", r"mè.*mè.*\(cut: ")
+    says(f"/save {tmp_path / 'talk.json'}", "saved ")
+    child.expect(PROMPT)
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    (messages,) = json.loads((tmp_path / "talk.json").read_text()).values()
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert len(messages[1]["content"].encode()) == 117
+    history = tmp_path / "dantinox" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600 and "+x\n+y\n" in history.read_text()
