@@ -217,7 +217,7 @@ def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"{on_one_line(key)} must be valid Unicode text, got {shown(text)}{_place(key, where, source)}")
-        is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration")
+        is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
         if is_path and (not text or "\0" in text):
             raise UserError(f"{on_one_line(key)} must be a path, got {shown(text)}{_place(key, where, source)}")
 

@@ -66,27 +66,34 @@ def is_list(paths: Any) -> bool:
 
 
 HUB = Needs(("data.dataset_source", "huggingface"))
+CHAT = Needs(("training.objective", lambda objective: objective != "next_token"))  # conversations, not text
 
 
 class DataSection(Section):
     """The corpus."""
 
     path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = field(
-        None, "text file, folder, glob, .jsonl[.gz|.zst], builtin:python, builtin:recall, or a list of these"
+        None,
+        "text file, folder, glob, .jsonl[.gz|.zst], builtin:python, builtin:recall, builtin:instructions, or a list of these",
     )
     mixture: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), Needs(("data.path", is_list))] = field(
         None, "with a list as path: how often a row of a batch is from each of its entries, relative to the others"
     )
-    packing: Literal["windows", "best_fit"] = field(
+    chat_template: Annotated[str | None, CHAT] = field(
+        None, "sft, dpo: a file of Jinja, plain or chatml (null: that of the run init_from, else plain)"
+    )
+    packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows", "windows of the running text, or rows of whole documents that are cut only where they are longer"
     )
     val_path: str | None = field(None, "a separate validation text (null: the end of the corpus)")
     val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
         0.1, "share of the text kept for validation"
     )
-    text_field: Annotated[str, Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path")))] = field(
-        "text", "the field of a JSON Lines record that holds the text"
-    )
+    text_field: Annotated[
+        str,
+        Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path"))),
+        Needs(("training.objective", "next_token")),
+    ] = field("text", "the field of a JSON Lines record that holds the text")
     dataset_source: Literal["local", "huggingface"] = field(
         "local", "what path names: files, or data sets of Hugging Face (needs the extra `hf`)"
     )
@@ -103,6 +110,12 @@ def is_address(coordinator: Any) -> bool:
 class TrainingSection(Section):
     """Objective, optimizer and the loop."""
 
+    objective: Literal["next_token", "sft", "dpo"] = field(
+        "next_token", "all of a text, the assistant's turns of conversations, or preferred answers over others"
+    )
+    dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
+        0.1, "dpo: how much a log-probability gained over the starting weights counts"
+    )
     steps: Count | None = field(None, "optimizer steps (null: as many as `epochs` passes need)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(
         1.0, "passes over the training text, when steps is null"
@@ -134,7 +147,9 @@ class TrainingSection(Section):
         0.0, "decay of a moving average of the weights, which is what is evaluated, sampled and exported; 0: none"
     )
     grad_clip: NonNegative = field(1.0, "largest global gradient norm; 0 switches clipping off")
-    z_loss: NonNegative = field(0.0, "weight of the squared log-normaliser penalty")
+    z_loss: Annotated[NonNegative, Needs(("training.objective", lambda objective: objective != "dpo"))] = field(
+        0.0, "weight of the squared log-normaliser penalty"
+    )
     eval_every: Count = field(250, "steps between evaluations")
     eval_tokens: Count | None = field(None, "validation tokens used per evaluation (null: all)")
     checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
@@ -244,6 +259,8 @@ class Config(Section):
         if t.steps is not None and t.warmup_steps > t.steps:
             yield f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
+        if t.objective == "dpo" and t.init_from is None:
+            yield "training.objective: dpo needs training.init_from, the run whose answers are to be improved"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
             yield "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):

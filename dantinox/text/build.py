@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,13 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
+from dantinox.text.chat import ChatTemplate
+from dantinox.text.conversations import Conversations, Encoded, options_of
 from dantinox.text.corpus import Corpus, Extent, cut_up
 from dantinox.text.hub import fetched
 from dantinox.text.store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
+from dantinox.text.turns import ConversationStore
 from dantinox.text.vocabulary import train_tokenizer
 
 FORMAT = 2
@@ -68,6 +72,7 @@ def prepare_data(
     directory: str | Path,
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
+    chat_template: str = "plain",
 ) -> tuple[Tokenizer, TokenStore]:
     """The tokenizer and the tokens of the corpus that the settings name.
 
@@ -77,14 +82,40 @@ def prepare_data(
 
     Args:
       tokenizer: use this one; None trains or loads the one that the settings describe.
-      progress: called with (what is being done, characters done, characters in all).
+      progress: called with (what is being done, characters or conversations done, those in all).
+      chat_template: of conversations, where `data.chat_template` is null: a built-in one, or a file.
 
     Raises:
       UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
     """
     directory = Path(directory)
-    with fetched(config.data, directory) as data:
-        return _prepare(config.model_copy(update={"data": data}), directory, tokenizer, progress)
+    talks = config.training.objective != "next_token"
+    with fetched(config.data, directory, whole=talks) as data:
+        local = config.model_copy(update={"data": data})
+        if talks:
+            return _prepare_conversations(local, directory, tokenizer, progress, data.chat_template or chat_template)
+        return _prepare(local, directory, tokenizer, progress)
+
+
+def _prepare_conversations(
+    config: Config, directory: Path, tokenizer: Tokenizer | None, progress: Progress | None, template: str
+) -> tuple[Tokenizer, TokenStore]:
+    """`prepare_data` of conversations on this machine."""
+    objective = config.training.objective
+    assert objective != "next_token"
+    if tokenizer is None:
+        if config.tokenizer.tokenizer_type not in ("byte", "file"):
+            raise UserError(
+                f"training.objective: {objective} makes no tokenizer: set training.init_from, the run to go on from, or "
+                "tokenizer.tokenizer_type: file"
+            )
+        tokenizer = train_tokenizer(config.tokenizer, lambda: iter(()))
+    chat = ChatTemplate.named(template, tokenizer)
+    found = Conversations.of(_corpora(config), config.data)
+    wanted = _wanted(found.digests, tokenizer, options_of(chat, objective, config.data), config)
+    encode = partial(found.encoded, chat, objective, progress)
+    header = _read_header(directory, wanted) or _build(encode, tokenizer, directory, wanted)
+    return tokenizer, _open(directory, header, config, tokenizer)
 
 
 def _prepare(
@@ -94,16 +125,18 @@ def _prepare(
     plan = _plan(config)
     if tokenizer is None:
         tokenizer = _make_tokenizer(config, plan, progress)
-    wanted: Header = {
-        "format": FORMAT,
-        "sources": [extent.digest for extent in plan.extents],
-        "tokenizer": tokenizer.fingerprint,
-        "options": {"text_field": config.data.text_field, "val_fraction": config.data.val_fraction},
-    }
-    if config.data.mixture:
-        wanted["options"]["sources"] = len(config.data.mixture)
-    header = _read_header(directory, wanted) or _build(plan, tokenizer, directory, wanted, progress)
+    options = {"text_field": config.data.text_field, "val_fraction": config.data.val_fraction}
+    wanted = _wanted([extent.digest for extent in plan.extents], tokenizer, options, config)
+    encode = partial(_encoded, plan, tokenizer, progress)
+    header = _read_header(directory, wanted) or _build(encode, tokenizer, directory, wanted)
     return tokenizer, _open(directory, header, config, tokenizer)
+
+
+def _wanted(digests: Sequence[str], tokenizer: Tokenizer, options: dict[str, Any], config: Config) -> Header:
+    """What the header of these tokens says."""
+    if config.data.mixture:
+        options = options | {"sources": len(config.data.mixture)}
+    return {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
 
 
 def vocabulary_size(config: Config) -> int:
@@ -198,51 +231,59 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         yield batch
 
 
-def _build(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, progress: Progress | None) -> Header:
+def _build(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     """Encodes everything into a file named by its content, then writes the header that names it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # dies with its process
-            return _read_header(directory, wanted) or _write(plan, tokenizer, directory, wanted, progress)
+            return _read_header(directory, wanted) or _write(encode, tokenizer, directory, wanted)
     except OSError as error:
         raise UserError(f"cannot write the tokens in {directory}: {error.strerror or error}") from None
 
 
-def _write(plan: _Plan, tokenizer: Tokenizer, directory: Path, wanted: Header, progress: Progress | None) -> Header:
+def _write(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     for leftover in directory.glob(".tokens*"):  # of a build that was killed: we hold the lock
         leftover.unlink()
-    partial = directory / ".tokens.tmp"
+    made, marked = directory / ".tokens.tmp", directory / ".tokens.marks.tmp"
     digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)
-    sources = [0] * len(plan.corpora)  # training tokens of each
+    sources = [0] * len(wanted["sources"])  # training tokens of each
     try:
-        with open(partial, "wb") as file:
-            for part, source, ids, added in _encoded(plan, tokenizer, progress):
+        with open(made, "wb") as file, open(marked, "wb") as beside:
+            for part, source, ids, added, marks in encode():
                 data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
+                if marks is not None:
+                    beside.write(marks.tobytes())
+                    digest.update(marks.tobytes())
                 counts[part] += added
                 sources[source] += len(ids) if part == 0 else 0
-            file.flush()
-            os.fsync(file.fileno())
+            for written in (file, beside):
+                written.flush()
+                os.fsync(written.fileno())
         train, val = (Counts(*numbers)._asdict() for numbers in counts.tolist())
-        name = f"tokens-{digest.hexdigest()[:16]}.bin"
-        os.replace(partial, directory / name)
+        stem = f"tokens-{digest.hexdigest()[:16]}"
+        header = wanted | {"file": f"{stem}.bin", "dtype": dtype, "train": train, "val": val}
+        if "objective" in wanted["options"]:
+            header["marks"] = f"{stem}.marks"
+            os.replace(marked, directory / header["marks"])
+        os.replace(made, directory / header["file"])
     finally:
-        partial.unlink(missing_ok=True)
-    header = wanted | {"file": name, "dtype": dtype, "train": train, "val": val}
+        for path in (made, marked):
+            path.unlink(missing_ok=True)
     if "sources" in wanted["options"]:
         header["mixture"] = sources[: wanted["options"]["sources"]]
     atomic_write(directory / HEADER, json.dumps(header, indent=1))
-    for old in directory.glob("tokens-*.bin"):
-        if old.name != name:
+    for old in directory.glob("tokens-*"):
+        if old.stem != stem:
             old.unlink()
     return header
 
 
-def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[tuple[int, int, np.ndarray, Counts]]:
-    """(part, corpus, its next token ids, what they add to its counts); begin and end tokens come by themselves."""
+def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
+    """The tokens of texts; begin and end tokens come by themselves."""
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
     part, document, done = 0, (-1, 0), 0
     for batch in _batches(_chunks(plan, tokenizer)):
@@ -254,15 +295,16 @@ def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> It
         for chunk, ids in zip(batch, encoded, strict=True):
             begins = chunk.document != document
             if begins and done:
-                yield part, document[0], end, Counts(len(end), 0, 0, 0)
+                yield Encoded(part, document[0], end, Counts(len(end), 0, 0, 0))
             if begins:
-                yield chunk.part, chunk.document[0], begin, Counts(len(begin), 0, 0, 0)
+                yield Encoded(chunk.part, chunk.document[0], begin, Counts(len(begin), 0, 0, 0))
             starts = begins or chunk.part != part
-            yield chunk.part, chunk.document[0], ids, Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
+            added = Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
+            yield Encoded(chunk.part, chunk.document[0], ids, added)
             part, document, done = chunk.part, chunk.document, done + len(chunk.text)
         if progress:
             progress("encoding the corpus", done, plan.characters)
-    yield part, document[0], end, Counts(len(end), 0, 0, 0)
+    yield Encoded(part, document[0], end, Counts(len(end), 0, 0, 0))
 
 
 def _read_header(directory: Path, wanted: Header) -> Header | None:
@@ -274,6 +316,9 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
         path = directory / Path(header["file"]).name
         sound = header["dtype"] in ("<u2", "<u4") and path.stat().st_size == tokens * np.dtype(header["dtype"]).itemsize
         sound = sound and sum(header.get("mixture", [])) in (0, header["train"]["tokens"])
+        if "marks" in header:
+            marks = directory / Path(header["marks"]).name
+            sound = sound and marks.name == header["marks"] and marks.stat().st_size == tokens
         return header if sound and header | wanted | {"file": path.name} == header else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -284,15 +329,16 @@ def _open(directory: Path, header: Header, config: Config, tokenizer: Tokenizer)
     path = directory / header["file"]
     # A file without a byte cannot be mapped.
     tokens = np.memmap(path, header["dtype"], mode="r") if train.tokens + val.tokens else np.empty(0, header["dtype"])
-    return TokenStore(
-        tokens[: train.tokens],
-        tokens[train.tokens :],
-        batch_size=config.training.batch_size,
-        sequence_length=config.model.max_context,
-        seed=config.training.seed,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        counts=(train, val),
-        packing=config.data.packing == "best_fit",
-        mixture=list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
-    )
+    shared: dict[str, Any] = {
+        "batch_size": config.training.batch_size,
+        "sequence_length": config.model.max_context,
+        "seed": config.training.seed,
+        "pad_id": tokenizer.pad_id,
+        "counts": (train, val),
+        "mixture": list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
+    }
+    if "marks" in header:
+        marks = np.memmap(directory / header["marks"], np.uint8, mode="r")
+        return ConversationStore(tokens, marks, pairs=header["options"]["objective"] == "dpo", **shared)
+    parts = tokens[: train.tokens], tokens[train.tokens :]
+    return TokenStore(*parts, eos_id=tokenizer.eos_id, packing=config.data.packing == "best_fit", **shared)

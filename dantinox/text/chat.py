@@ -115,8 +115,8 @@ class ChatTemplate:
         ids: list[int] = self._tokenizer.encode_specials(self._rendered([(messages, generation_prompt)])[0])[0].tolist()
         return ids
 
-    def spoken(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation, int32 [N], and which of its tokens are the assistant's own, bool [N].
+    def spoken(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation, int32 [N], and which of its tokens are the assistant's own, bool [N], from message `since` on.
 
         The assistant says what its turn adds to the text before it and its generation prompt, up to the special token that
         ends the turn, which is its own too. A token that stands across the beginning is the assistant's.
@@ -125,7 +125,8 @@ class ChatTemplate:
           UserError: as `encode`; or the template writes a turn otherwise once others follow, so that what is said in
             generation is not what a finished conversation holds.
         """
-        turns = [i for i, message in enumerate(messages) if isinstance(message, Mapping) and message.get("role") == "assistant"]
+        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+        turns = [i for i, role in enumerate(roles) if i >= since and role == "assistant"]
         asked = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
         whole, *parts = self._rendered([(messages, False), *asked])
         ids_N, ends_N = self._tokenizer.encode_specials(whole)

@@ -84,8 +84,22 @@ class Corpus:
             if empty and source.named:
                 raise UserError(f"{source.path} holds no text" if source.records else f"{source.path} is empty")
             total.update(one.digest())
-        if expected is not None and total.hexdigest() != expected:
-            raise UserError(f"the corpus {self.name} changed while it was read: start again when it is complete")
+        self._check(total.hexdigest(), expected)
+
+    def records(self, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every record with the place that it stands at, for messages.
+
+        Raises:
+          UserError: a file of text, a line that is no JSON object, or content that no longer has the digest `expected`.
+        """
+        total = hashlib.sha256()
+        for source in self.sources:
+            if not source.records:
+                raise UserError(f"{source.path} is text: conversations are records of JSON Lines (.jsonl)")
+            one = _hash(source)
+            yield from _objects(source, one)
+            total.update(one.digest())
+        self._check(total.hexdigest(), expected)
 
     def scan(self) -> Extent:
         """Reads everything once.
@@ -102,6 +116,10 @@ class Corpus:
         if blank:
             raise UserError(f"the corpus {self.name} holds " + ("nothing but white space" if sizes else "no text"))
         return Extent(digest, np.cumsum(np.asarray(sizes)))
+
+    def _check(self, digest: str, expected: str | None) -> None:
+        if expected is not None and digest != expected:
+            raise UserError(f"the corpus {self.name} changed while it was read: start again when it is complete")
 
 
 def _hash(source: Source) -> Any:
@@ -140,8 +158,8 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
         starts, text = False, text[cut:]
 
 
-def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, str]]:
-    """The texts of a JSON Lines file; blank lines hold no record."""
+def _objects(source: Source, content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON Lines file and where they stand; blank lines hold none."""
     for number, line in enumerate(_blocks(source, content, lines=True), 1):
         where = f"{source.path}, line {number}"
         if len(line) > RECORD_BYTES:
@@ -151,6 +169,12 @@ def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, s
         record = _parse(line, where)
         if not isinstance(record, dict):
             raise UserError(f"a record must be a JSON object, got {shown(record)} ({where})")
+        yield where, record
+
+
+def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, str]]:
+    """The texts of a JSON Lines file."""
+    for where, record in _objects(source, content):
         if field not in record:
             names = shown(", ".join(record)) if record else "no field"
             raise UserError(f"a record without the field {field!r} (data.text_field); it has {names} ({where})")

@@ -11,11 +11,14 @@ from dantinox.files import UserError, first_line, on_one_line
 
 
 @contextlib.contextmanager
-def fetched(data: DataSection, directory: Path) -> Iterator[DataSection]:
+def fetched(data: DataSection, directory: Path, whole: bool = False) -> Iterator[DataSection]:
     """Inside, the settings name files with the texts of the data sets that they name outside, if they do.
 
     The files, as large as the text, lie in `directory` and are gone afterwards: what stays are the tokens. With
     `data.streaming` the data sets are read as they come, and no copy of them is kept in Hugging Face's cache.
+
+    Args:
+      whole: records with all their fields, in place of the texts.
 
     Raises:
       UserError: the library is not installed, or a data set, its split or its field is not there or cannot be read.
@@ -27,7 +30,7 @@ def fetched(data: DataSection, directory: Path) -> Iterator[DataSection]:
     files = [directory / f".dataset-{number}.jsonl" for number in range(len(names))]
     try:
         for name, file in zip(names, files, strict=True):
-            _write(data, name, file)
+            _write(data, name, file, whole)
         paths = tuple(map(str, files))
         yield data.model_copy(update={"dataset_source": "local", "path": paths if len(paths) > 1 else paths[0]})
     finally:
@@ -35,17 +38,17 @@ def fetched(data: DataSection, directory: Path) -> Iterator[DataSection]:
             file.unlink(missing_ok=True)
 
 
-def _write(data: DataSection, name: str, file: Path) -> None:
+def _write(data: DataSection, name: str, file: Path, whole: bool) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as out:
-            for text in _texts(data, name):
-                out.write(json.dumps({data.text_field: text}) + "\n")
+            for record in _records(data, name, whole):
+                out.write(json.dumps(record, default=str) + "\n")
     except OSError as error:
         raise UserError(f"cannot write the texts of {on_one_line(name)} to {file}: {error.strerror or error}") from None
 
 
-def _texts(data: DataSection, name: str) -> Iterator[str]:
+def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, Any]]:
     shown = on_one_line(name)
     try:
         from datasets import load_dataset
@@ -56,11 +59,14 @@ def _texts(data: DataSection, name: str) -> Iterator[str]:
             load_dataset(name, data.dataset_config, split=data.dataset_split, streaming=data.streaming)
         )
         for row in rows:
+            if whole:
+                yield row
+                continue
             text = row.get(data.text_field)
             if not isinstance(text, str):
                 fields = on_one_line(", ".join(map(str, row)))
                 raise UserError(f"the data set {shown} has no text in {data.text_field!r} (data.text_field); it has {fields}")
-            yield text
+            yield {data.text_field: text}
     except (UserError, GeneratorExit):
         raise
     except Exception as error:  # of the library, of the formats it reads, of the network

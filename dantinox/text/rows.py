@@ -26,7 +26,7 @@ class Rows(Protocol):
     count: int
 
     def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        """The tokens of some rows, int32 [N, T + 1], in the epoch of this random word."""
+        """The tokens of some rows, int32 [N, T + 1], in the epoch of this random word; of conversations their places."""
 
 
 class Windows:
@@ -61,21 +61,47 @@ class Packed:
         room_P = sizes_P.copy()
         if ids[-1] != eos_id:  # cut for validation: nothing may follow what has no end
             room_P[starts_P + sizes_P == len(ids)] = length + 1
+        self._rows = Filled(starts_P, sizes_P, room_P, length)
+        self.count = self._rows.count
+
+    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
+        places_NT = self._rows.read(chosen_N, word)
+        filled_NT = places_NT != NOTHING
+        return np.where(filled_NT, self._ids[np.where(filled_NT, places_NT, 0)].astype(np.int32), np.int32(NOTHING))
+
+
+class Filled:
+    """The places of tokens in rows of T + 1 of them, into which pieces were packed by best fit; `NOTHING` where none is."""
+
+    def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, room_P: np.ndarray, length: int):
+        """`room_P`: what each piece takes of a row, at least its size."""
         row_P = best_fit(room_P, length + 1)
         order_P = np.argsort(row_P, kind="stable")
-        self._starts_P, self._sizes_P = starts_P[order_P], sizes_P[order_P]
+        self._length, self._starts_P, self._sizes_P = length, starts_P[order_P], sizes_P[order_P]
         self.count = int(row_P.max()) + 1
         self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))  # the pieces of a row
 
     def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        rows_NT = np.full((len(chosen_N), self._length + 1), NOTHING, np.int32)
-        for row_T, chosen in zip(rows_NT, chosen_N, strict=True):
+        places_NT = np.full((len(chosen_N), self._length + 1), NOTHING, np.int64)
+        for places_T, chosen in zip(places_NT, chosen_N, strict=True):
             end = 0
             for piece in range(self._first_R[chosen], self._first_R[chosen + 1]):
                 start, size = self._starts_P[piece], self._sizes_P[piece]
-                row_T[end : end + size] = self._ids[start : start + size]
+                places_T[end : end + size] = np.arange(start, start + size)
                 end += size
-        return rows_NT
+        return places_NT
+
+
+class Pairs:
+    """The places of the tokens of pieces that come in twos, [N, 2, T + 1], `NOTHING` behind their ends."""
+
+    def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, length: int):
+        self._starts_N2, self._sizes_N2 = starts_P.reshape(-1, 2, 1), sizes_P.reshape(-1, 2, 1)
+        self._offsets_T1, self.count = np.arange(length + 1), len(starts_P) // 2
+
+    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
+        places_N2T = self._starts_N2[chosen_N] + self._offsets_T1
+        return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], places_N2T, NOTHING)
 
 
 def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
@@ -176,7 +202,8 @@ class Mixture:
             source_N[here] = source_C[places_N[here]]
             within_N[here] = cycle * self._shares_S[source_N[here]] + within_C[places_N[here]]
         parts = {s: self._sources[s].read(within_N[source_N == s]) for s in np.unique(source_N).tolist()}
-        rows_NT = np.empty((len(numbers_N), next(iter(parts.values())).shape[1]), np.int32)
+        some = next(iter(parts.values()))
+        rows_NT = np.empty((len(numbers_N), *some.shape[1:]), some.dtype)
         for s, part in parts.items():
             rows_NT[source_N == s] = part
         return rows_NT

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.text.instructions import corpus as instructions
 from dantinox.text.packed import unpacked_name
 from dantinox.text.recall import corpus as with_tasks
 
-BUILTIN, RECALL = "builtin:python", "builtin:recall"
+BUILTIN, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
 BUILTIN_BYTES = 8_000_000
 # Not the library's own prose and code: what others installed, tests with their odd files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
@@ -55,8 +56,10 @@ def _resolve(name: str) -> list[Source]:
         return _builtin()
     if name == RECALL:
         return [_recall()]
+    if name == INSTRUCTIONS:
+        return [_instructions()]
     if name.startswith("builtin:"):
-        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN} or {RECALL}?")
+        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN}, {RECALL} or {INSTRUCTIONS}?")
     path = Path(os.path.expanduser(name))
     kind = _kind(path)
     if kind is None and glob.has_magic(name):
@@ -144,3 +147,11 @@ def _recall() -> Source:
     """The texts of `builtin:python` with tasks between them: records, made once and held in memory (12 MB)."""
     texts = (source.path.read_text(encoding="utf-8") for source in _builtin())
     return Source(Path(RECALL), records=True, named=False, content=b"".join(with_tasks(t for t in texts if t.strip())))
+
+
+def _instructions() -> Source:
+    """Conversations about the functions in the modules of `builtin:python`: records, made once and held in memory."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = ((".".join(source.path.relative_to(root).with_suffix("").parts), source.path) for source in _builtin())
+    modules = ((name.removesuffix(".__init__"), path.read_text(encoding="utf-8")) for name, path in names)
+    return Source(Path(INSTRUCTIONS), records=True, named=False, content=b"".join(instructions(modules)))

@@ -1,0 +1,62 @@
+"""`builtin:instructions`: questions about functions of the standard library, and answers of one strict form made from their
+docstrings, to see a model learn to answer.
+
+    user       Summarise: textwrap.dedent(text)
+    assistant  Name: textwrap.dedent
+               Takes: text
+               Does: Remove any common leading whitespace from every line in `text`.
+"""
+
+import ast
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+COUNT = 250
+ANSWER = re.compile(r"Name: \w[\w.]*\nTakes: \w+(, \w+)*\nDoes: [A-Z].*\.")
+LONGEST = 60  # characters of what a function does
+
+
+class Function(NamedTuple):
+    """A function, its parameters, and what it does in a sentence."""
+
+    name: str
+    takes: tuple[str, ...]
+    does: str
+
+    def messages(self) -> list[dict[str, str]]:
+        """The question and the answer."""
+        takes = ", ".join(self.takes)
+        answer = f"Name: {self.name}\nTakes: {takes}\nDoes: {self.does}"
+        return [
+            {"role": "user", "content": f"Summarise: {self.name}({takes})"},
+            {"role": "assistant", "content": answer},
+        ]
+
+
+def follows(text: str) -> bool:
+    """Whether an answer has the form of all of them."""
+    return ANSWER.fullmatch(text.strip()) is not None
+
+
+def functions(module: str, source: str) -> Iterator[Function]:
+    """The public functions of a module that take one to three parameters and say in a short line what they do."""
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        does = (ast.get_docstring(node) or "").partition("\n")[0]
+        takes = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
+        found = Function(f"{module}.{node.name}", takes, does)
+        if 1 <= len(takes) <= 3 and len(does) <= LONGEST and does.isascii() and follows(found.messages()[1]["content"]):
+            yield found
+
+
+def corpus(modules: Iterable[tuple[str, str]], seed: int = 0) -> Iterator[bytes]:
+    """Records of JSON Lines, `COUNT` of them in a drawn order, of modules: their names and sources."""
+    found = [function for name, source in modules for function in functions(name, source)]
+    rng = random.Random(seed)
+    drawn = sorted((rng.random(), function) for function in found)
+    for _, function in drawn[:COUNT]:
+        yield json.dumps({"messages": function.messages()}).encode() + b"\n"

@@ -1,0 +1,139 @@
+"""The tokens of conversations in memory-mapped arrays, and the batches made of them."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dantinox.files import UserError
+from dantinox.text.conversations import FIRST, SPOKEN
+from dantinox.text.rows import NOTHING, Filled, Mixture, Pairs, Rows, Shuffled
+from dantinox.text.store import Batch, Counts, TokenStore
+
+
+class Preferences(NamedTuple):
+    """P pairs of conversations, the preferred one first, each from a row's beginning on; else as `Batch`.
+
+    `reference_P2`: float32, the summed log-probabilities of their counted targets by the model that training starts from.
+    """
+
+    tokens_P2T: np.ndarray
+    targets_P2T: np.ndarray
+    segments_P2T: np.ndarray
+    mask_P2T: np.ndarray
+    reference_P2: np.ndarray
+
+
+class ConversationStore(TokenStore):
+    """Training and validation conversations; a batch is a function of (seed, step), as that of a `TokenStore`.
+
+    A row holds whole conversations, packed by best fit, each a segment of its own; or, of pairs, one conversation. The answers
+    alone are counted targets. Conversations that are longer than a row's T + 1 tokens are left out, and pairs of which one is.
+
+    Attributes:
+      pairs: batches are `Preferences`; `batch_size` and `windows_per_epoch` count pairs.
+      left_out: how many conversations, or pairs, are too long.
+      reference: float32, of all pairs, training first, what is in `Preferences.reference_P2`; zeros until it is set.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        marks: np.ndarray,
+        counts: tuple[Counts, Counts],
+        *,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        pad_id: int | None = None,
+        pairs: bool = False,
+        mixture: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """Wraps arrays of token ids and of their marks, first those for training.
+
+        Args:
+          mixture: of each source, whose training tokens follow one another, how many they are and its weight.
+
+        Raises:
+          UserError: no conversation is short enough.
+        """
+        self._ids, self._marks, self._pad = ids.view(np.ndarray), marks.view(np.ndarray), 0 if pad_id is None else pad_id
+        self.train, self.val = counts
+        self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
+        self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
+        self.packing, self.pairs, self.left_out = True, pairs, 0
+        self._chosen = np.flatnonzero(self._marks & FIRST)[::2]  # of all pairs, the place of the first token
+        self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
+        ends = [0, *np.cumsum([size for size, _ in mixture] or [self.train.tokens]).tolist()]
+        sources = [Shuffled(self._rows_of(*edges), seed, number) for number, edges in enumerate(pairwise(ends))]
+        self.windows_per_epoch = sum(source.rows.count for source in sources)
+        self._rows: Any = Mixture(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        self._held_back = self._rows_of(self.train.tokens, len(ids))
+        self._all = [*(source.rows for source in sources), self._held_back]
+
+    @property
+    def val_bytes_per_token(self) -> float:
+        """Bytes of the answers of the validation part per counted target."""
+        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & SPOKEN))
+
+    def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:
+        """The training batch of a step: a `Batch` [batch_size, T], or `Preferences` of `batch_size` pairs; see `TokenStore`."""
+        numbers = np.arange(self.batch_size) if chosen is None else chosen
+        return self._batch_at(self._rows.read(step * self.batch_size + numbers))
+
+    def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
+        """Every validation conversation once, in batches of `batch_size` rows, or pairs.
+
+        Args:
+          tokens: stop behind the batch with which so many targets are counted.
+        """
+        counted = 0
+        for places in _in_order(self._held_back, batch_size):
+            batch = self._batch_at(places)
+            yield batch
+            counted += int(batch[3].sum())
+            if tokens is not None and counted >= tokens:
+                return
+
+    def all_pairs(self, batch_size: int) -> Iterator[tuple[np.ndarray, Preferences]]:
+        """Every pair once, in batches, and which rows of `reference` are theirs; where a batch ends in none, fewer of these."""
+        for rows in self._all:
+            for places in _in_order(rows, batch_size):
+                there = places[:, 0, 0] != NOTHING
+                yield np.searchsorted(self._chosen, places[there, 0, 0]), self._batch_at(places)
+
+    def _rows_of(self, start: int, end: int) -> Rows:
+        """The rows of some tokens."""
+        starts = start + np.flatnonzero(self._marks[start:end] & FIRST)
+        sizes = np.diff(np.append(starts, end))
+        short = sizes <= self.sequence_length + 1
+        if self.pairs:
+            short = np.repeat(short.reshape(-1, 2).all(1), 2)
+        what = "pairs of conversations" if self.pairs else "conversations"
+        if not short.any():
+            raise UserError(f"all {what} are longer than model.max_context {self.sequence_length}: raise it, or give others")
+        self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)
+        starts, sizes = starts[short], sizes[short]
+        return Pairs(starts, sizes, self.sequence_length) if self.pairs else Filled(starts, sizes, sizes, self.sequence_length)
+
+    def _batch_at(self, places: np.ndarray) -> Any:
+        """The batch of rows of places."""
+        filled = places != NOTHING
+        at = np.where(filled, places, 0)
+        ids = np.where(filled, self._ids[at], self._pad).astype(np.int32)
+        marks = np.where(filled, self._marks[at], 0)
+        segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST > 0, axis=-1, dtype=np.int32) - 1, 0)
+        mask = (marks[..., 1:] == SPOKEN).astype(np.float32)
+        parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
+        if not self.pairs:
+            return Batch(*parts)
+        return Preferences(*parts, self.reference[np.searchsorted(self._chosen, places[:, 0, 0])])
+
+
+def _in_order(rows: Rows, batch_size: int) -> Iterator[np.ndarray]:
+    """The places of all rows, `batch_size` at a time, the last ones filled up with rows of `NOTHING`."""
+    for start in range(0, rows.count, batch_size):
+        places = rows.read(np.arange(start, min(start + batch_size, rows.count)), 0)
+        empty = np.full((batch_size - len(places), *places.shape[1:]), NOTHING)
+        yield np.concatenate([places, empty])
