@@ -29,6 +29,9 @@ BUDGET = {"kv.budget": 0.5}
 BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
 LATENT = {"attention.kv_lora_rank": 8}
 MOE = {"moe.use_moe": True}
+TALKS = {
+    "training.objective": "sft", "data.path": "d.jsonl", "model.max_context": 64, "tokenizer.tokenizer_type": "byte",
+}  # fmt: skip
 FOURFOLD = {"attention.rope_factor": 4.0}
 LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -70,6 +73,8 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_type": ("byte",), "tokenizer.vocab_size": (270,),
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
+    "data.chat_template": ("t.jinja", TALKS), "training.objective": ("sft", TALKS),
+    "training.dpo_beta": (0.5, {"training.objective": "dpo", "training.init_from": "runs/x"}),
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
@@ -200,7 +205,7 @@ def read_by(key, *rooms):
 
 LOOP = (
     "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
-    "deterministic",
+    "deterministic", "objective", "dpo_beta",
 )  # fmt: skip
 REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products", "tensor_parallel")
 START_UP = ("coordinator", "processes", "process")
@@ -234,6 +239,8 @@ def corpora(tmp_path_factory):
     (folder / "a.txt").write_text("".join(lines))
     (folder / "b.txt").write_text("".join(lines)[::-1])
     (folder / "c.jsonl").write_text('{"text": "nel mezzo", "body": "di nostra vita"}\n' * 300)
+    (folder / "d.jsonl").write_text('{"prompt": "nel mezzo", "completion": "di nostra vita"}\n' * 9)
+    (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     tokenizer, _ = prepare_data(build_config({}, {**SMALL, "data.path": str(folder / "b.txt")}), folder / "t")
     (folder / "t.json").write_text(tokenizer.to_json())
     return folder

@@ -5,13 +5,16 @@ from dantinox.text.chat import ChatTemplate
 from dantinox.text.corpus import Corpus
 from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
+from dantinox.text.turns import ConversationStore, Preferences
 from dantinox.text.vocabulary import train_tokenizer
 
 __all__ = [
     "Batch",
     "ChatTemplate",
+    "ConversationStore",
     "Corpus",
     "Counts",
+    "Preferences",
     "Progress",
     "TokenStore",
     "Tokenizer",

@@ -33,7 +33,7 @@ class ConversationStore(TokenStore):
 
     Attributes:
       pairs: batches are `Preferences`; `batch_size` and `windows_per_epoch` count pairs.
-      left_out: how many conversations, or pairs, are too long.
+      conversations, left_out: how many conversations, or pairs, there are, and how many of them are too long.
       reference: float32, of all pairs, training first, what is in `Preferences.reference_P2`; zeros until it is set.
     """
 
@@ -63,6 +63,7 @@ class ConversationStore(TokenStore):
         self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
         self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
         self.packing, self.pairs, self.left_out = True, pairs, 0
+        self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
         self._chosen = np.flatnonzero(self._marks & FIRST)[::2]  # of all pairs, the place of the first token
         self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
         ends = [0, *np.cumsum([size for size, _ in mixture] or [self.train.tokens]).tolist()]

@@ -20,11 +20,13 @@ from dantinox.run import (
     create_run,
     entry_while_unchanged,
     load_run_config,
+    open_run,
     own_damage,
+    put,
     save_config,
     save_tokenizer,
 )
-from dantinox.text import Tokenizer, TokenStore, has_changed, open_store, prepare_data
+from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
 from dantinox.training.resume import resumed_config, total_steps
@@ -84,7 +86,7 @@ def _join_in(run: RunDirectory) -> Start:
 def dry_run(config: Config) -> Iterator[str]:
     """What `launch` would do, without a run directory: the plan, the memory it takes, the first batch as text."""
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory)
+        tokenizer, store = prepare_data(config, directory, _base_tokenizer(config), chat_template=base_template(config))
         make_sampler(config, tokenizer)
         yield _plan(config, tokenizer, store)
         model = config.architecture(tokenizer.vocab_size)
@@ -98,20 +100,37 @@ def dry_run(config: Config) -> Iterator[str]:
 def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
     """A fresh run; on an error the directory is left as it was found, so that the corrected command can be given again."""
     try:
-        tokenizer, store = prepare_data(config, run.data, progress=console.stage)
+        template = base_template(config)
+        tokenizer, store = prepare_data(config, run.data, _base_tokenizer(config), console.stage, template)
         sample = make_sampler(config, tokenizer)
         answer_for(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json())
+        if config.training.objective != "next_token":
+            template = config.data.chat_template or template
+            put(run.path, run.chat_template.name, ChatTemplate.named(template, tokenizer).source)
         save_config(run, config)  # last: where it stands, the run can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
-        for path in (run.tokenizer, run.manifest):
+        for path in (run.tokenizer, run.chat_template, run.manifest):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (run.path / ".lock").unlink()
             run.path.rmdir()
         raise
     return config, tokenizer, store, sample
+
+
+def base_template(config: Config) -> str:
+    """The chat template for a null `data.chat_template`: that of the run that training starts from, else `plain`."""
+    base = RunDirectory(config.training.init_from).chat_template if config.training.init_from else None
+    return str(base) if base is not None and base.is_file() else "plain"
+
+
+def _base_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the run that a training on conversations starts from."""
+    if config.training.objective == "next_token" or config.training.init_from is None:
+        return None
+    return Tokenizer.load(open_run(config.training.init_from).tokenizer)
 
 
 def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
@@ -126,7 +145,8 @@ def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
     if store is None:
         if run.data.exists():
             raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
-        _, store = prepare_data(config, run.data, tokenizer, console.stage)
+        own = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
+        _, store = prepare_data(own, run.data, tokenizer, console.stage, str(run.chat_template))
         _check_rebuilt(run)
     elif has_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
@@ -166,10 +186,17 @@ def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
         wide += f", {m.experts.top_k} of {m.experts.count} experts"
     steps = total_steps(config, store.windows_per_epoch)
     tokens = steps * t.batch_size * m.max_context
+    text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
+    passes, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
+    if isinstance(store, ConversationStore):
+        what = "pairs" if store.pairs else "conversations"
+        text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and left out" * (store.left_out > 0)
+        passes = steps * t.batch_size / store.windows_per_epoch
+        rows = f"{t.batch_size} pairs of {m.max_context} tokens" if store.pairs else rows
     return table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {wide}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
-        ("text", f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"),
-        ("training", f"{steps} steps of {t.batch_size} × {m.max_context} tokens, {tokens / store.train.tokens:.2f} passes"),
+        ("text", text),
+        ("training", f"{steps} steps of {rows}, {passes:.2f} passes"),
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip

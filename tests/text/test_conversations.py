@@ -1,0 +1,177 @@
+"""Records of conversations as tokens, marks and batches."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.text import ChatTemplate, open_store, prepare_data, train_tokenizer
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+TEMPLATE += "{{ 'a' if add_generation_prompt }}"
+EOS = BYTES.eos_id
+
+
+def said(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Writes records and gives the store, and what it was made from."""
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+
+    def prepare(records, *, objective="sft", name="a.jsonl", directory="store", **changes):
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        base = {
+            "data.path": str(tmp_path / name), "data.chat_template": str(tmp_path / "t.jinja"), "model.max_context": 12,
+            "tokenizer.tokenizer_type": "byte", "training.batch_size": 2, "training.objective": objective,
+        }  # fmt: skip
+        if objective == "dpo":
+            base["training.init_from"] = "x"
+        config = build_config({}, base | changes)
+        return prepare_data(config, tmp_path / directory)[1], config, tmp_path / directory
+
+    return prepare
+
+
+def ids(text):
+    return [EOS if letter == "$" else ord(letter) for letter in text]
+
+
+def text_of(tokens):
+    return "".join("$" if i == EOS else "_" if i == BYTES.pad_id else chr(i) for i in tokens)
+
+
+def test_rows_hold_whole_conversations_and_count_answers(prepared):
+    """Each line: a conversation as the template writes it, and as many marks."""
+    records = [
+        {"messages": said("hi", "yo")},
+        {"messages": said("q", "r", "s", "t")},
+        {"prompt": "p", "completion": "ok"},
+        {"prompt": said("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]},
+        {"messages": said("far too long for a row", "no")},
+        {"messages": said("val", "x")},
+    ]
+    store, config, directory = prepared(records, **{"data.val_fraction": 0.15})
+    assert text_of(store.training_ids) == "uhiayo$uqar$usat$upaok$uaab$ucad$ufar too long for a rowano$"
+    assert text_of(store.validation_ids) == "uvalax$"
+    assert (store.left_out, store.conversations, store.windows_per_epoch) == (1, 6, 3)
+    batch = store.batch(0)
+    rows = {}
+    for step in range(3):
+        for tokens, targets, segments, mask in zip(*store.batch(step), strict=True):
+            rows[text_of([*tokens, targets[-1]])] = (text_of(targets[mask == 1]), segments.tolist())
+    assert rows == {
+        "uqar$usat$___": ("r$t$", [0] * 12),
+        "uaab$ucad$___": ("d$", [0] * 12),  # of a prompt with answers in it the completion alone
+        "uhiayo$upaok$": ("yo$ok$", [0] * 7 + [1] * 5),
+    }
+    assert batch.mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == batch.segments_BT.dtype == np.int32
+    assert store.val_bytes_per_token == 1 / 2
+    again = open_store(config, directory, BYTES)
+    for one, other in zip(store.batch(7), again.batch(7), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(store.batch(1, np.array([1])), store.batch(1), strict=True):
+        np.testing.assert_array_equal(one[0], other[1])
+
+
+def test_validation_takes_every_conversation_once(prepared):
+    store, _, _ = prepared([{"messages": said(letter * 3, letter)} for letter in "abcdefg"], **{"data.val_fraction": 0.7})
+    batches = list(store.validation(2))
+    assert [batch.tokens_BT.shape for batch in batches] == [(2, 12)] * 3
+    counted = "".join(text_of(batch.targets_BT[batch.mask_BT == 1]) for batch in batches)
+    assert sorted(counted.split("$")) == ["", *"cdefg"]
+    assert len(list(store.validation(2, tokens=2))) == 1
+
+
+def test_a_separate_validation_file_and_a_mixture(prepared, tmp_path):
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": said("v", "w")}) + "\n")
+    store, _, _ = prepared([{"messages": said("a", "b")}], **{"data.val_path": str(tmp_path / "b.jsonl")})
+    assert (text_of(store.training_ids), text_of(store.validation_ids)) == ("uaab$", "uvaw$")
+    paths = [str(tmp_path / "a.jsonl"), str(tmp_path / "c.jsonl")]
+    mixed = {"data.path": paths, "data.mixture": [3, 1], "training.batch_size": 1000, "data.val_path": str(tmp_path / "b.jsonl")}
+    store, _, _ = prepared([{"messages": said("c", "d")}], name="c.jsonl", directory="mixed", **mixed)
+    assert np.count_nonzero(store.batch(0).tokens_BT[:, 1] == ord("a")) == 750
+
+
+def test_pairs_and_their_references(prepared):
+    records = [{"prompt": p, "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]} for p in "abcde"]
+    records.insert(1, {"prompt": "z", "chosen": "far too long to fit", "rejected": "n"})
+    store, config, directory = prepared(records, objective="dpo", **{"data.val_fraction": 0.3})
+    assert (store.left_out, store.conversations, store.windows_per_epoch) == (1, 6, 3)
+    seen = {}
+    for numbers, batch in store.all_pairs(2):
+        for number, tokens, mask in zip(numbers, batch.targets_P2T, batch.mask_P2T, strict=False):
+            seen[int(number)] = [text_of(t[m == 1]) for t, m in zip(tokens, mask, strict=True)]
+    assert seen == dict.fromkeys([0, 2, 3, 4, 5], ["yes$", "no$"])
+    store.reference = np.arange(12, dtype=np.float32).reshape(6, 2)
+    batch = store.batch(0)
+    assert batch.tokens_P2T.shape == (2, 2, 12) and (batch.segments_P2T == 0).all()
+    for tokens, reference in zip(batch.tokens_P2T, batch.reference_P2, strict=True):
+        number = [0, 2, 3, 4, 5]["abcde".index(chr(tokens[0, 1]))]
+        assert reference.tolist() == [2 * number, 2 * number + 1]
+    assert [text_of(tokens)[2:] for tokens in batch.tokens_P2T[0]] == ["ayes$_____", "ano$______"]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"text": "a"}', "a conversation is a record with messages, or with prompt and completion; this one has 'text' "),
+        ('{"messages": "a"}', "the field 'messages' must be a list of messages, got 'a' "),
+        ('{"messages": []}', "the field 'messages' must be a list of messages, got [] "),
+        ('{"messages": [{"role": "bot", "content": ""}]}', "the role of message 0 must be one of system, developer, user, "),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation without a turn of the assistant "),
+        ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a text or a list of messages, got 1 "),
+        ('{"prompt": "a"}', "a record without the field 'completion'; it has 'prompt' "),
+        ('["a"]', "a record must be a JSON object, got ['a'] "),
+        ("{", "not JSON: "),
+    ],
+)
+def test_a_bad_record_is_named_with_its_line(prepared, tmp_path, line, sentence):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
+    with pytest.raises(UserError) as caught:
+        prepared([], **{"data.path": str(tmp_path / "bad.jsonl")})
+    assert str(caught.value).startswith(sentence) and str(caught.value).endswith(f"({tmp_path / 'bad.jsonl'}, line 2)")
+    assert not list((tmp_path / "store").glob("*tokens*"))
+
+
+def test_what_else_is_refused(prepared, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    good = [{"prompt": "a", "completion": "b"}] * 2
+    with pytest.raises(UserError, match=r"a.txt is text: conversations are records of JSON Lines \(.jsonl\)"):
+        prepared(good, **{"data.path": str(tmp_path / "a.txt")})
+    with pytest.raises(UserError, match=r"holds 1 conversation, too few"):
+        prepared(good[:1])
+    with pytest.raises(UserError, match=r"all conversations are longer than model.max_context 2"):
+        prepared(good, **{"model.max_context": 2})
+    with pytest.raises(UserError, match="training.objective: sft makes no tokenizer: set training.init_from"):
+        prepared(good, **{"tokenizer.tokenizer_type": "bpe"})
+    with pytest.raises(UserError, match=r"a record without the field 'chosen'; it has 'prompt, completion' \(.*line 1\)"):
+        prepared(good, objective="dpo")
+    with pytest.raises(UserError, match=r"dpo needs training.init_from, the run whose answers are to be improved"):
+        prepared(good, objective="dpo", **{"training.init_from": None})
+
+
+def test_another_template_or_objective_encodes_anew(prepared):
+    records = [{"messages": said("a", "b")}] * 2
+    name = (prepared(records)[2] / "tokens.json").read_text()
+    _, config, directory = prepared(records, **{"data.chat_template": "plain", "model.max_context": 40})
+    header = json.loads((directory / "tokens.json").read_text())
+    assert header != json.loads(name) and sorted(p.name for p in directory.glob("tokens-*")) == [header["file"], header["marks"]]
+    (directory / header["marks"]).write_bytes(b"")
+    assert open_store(config, directory, BYTES) is None
+
+
+def test_instructions_have_their_form():
+    from dantinox.text.instructions import follows, functions
+
+    source = 'def f(a, b=1):\n    """Do it.\n\n    More."""\ndef _g(a):\n    """No."""\ndef h():\n    """None."""\ndef i(x): pass\n'
+    (function,) = functions("m.n", source)
+    question, answer = function.messages()
+    assert question == {"role": "user", "content": "Summarise: m.n.f(a, b)"}
+    assert answer == {"role": "assistant", "content": "Name: m.n.f\nTakes: a, b\nDoes: Do it."}
+    assert follows(answer["content"] + "\n") and not follows("Name: f\nTakes: a\nDoes: it") and not follows("def f(a):")
+    assert ChatTemplate.named("plain", BYTES).spoken(function.messages())[1].sum() == len(answer["content"]) + 1
