@@ -74,7 +74,6 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
     "data.chat_template": ("t.jinja", TALKS), "training.objective": ("sft", TALKS),
-    "training.dpo_beta": (0.5, {"training.objective": "dpo", "training.init_from": "runs/x"}),
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
@@ -205,7 +204,7 @@ def read_by(key, *rooms):
 
 LOOP = (
     "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
-    "deterministic", "objective", "dpo_beta",
+    "deterministic", "objective",
 )  # fmt: skip
 REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products", "tensor_parallel")
 START_UP = ("coordinator", "processes", "process")
