@@ -92,7 +92,8 @@ def test_a_separate_validation_file_and_a_mixture(prepared, tmp_path):
     store, _, _ = prepared([{"messages": said("a", "b")}], **{"data.val_path": str(tmp_path / "b.jsonl")})
     assert (text_of(store.training_ids), text_of(store.validation_ids)) == ("uaab$", "uvaw$")
     paths = [str(tmp_path / "a.jsonl"), str(tmp_path / "c.jsonl")]
-    mixed = {"data.path": paths, "data.mixture": [3, 1], "training.batch_size": 1000, "data.val_path": str(tmp_path / "b.jsonl")}
+    mixed = {"data.path": paths, "data.mixture": [3, 1], "training.batch_size": 1000}
+    mixed["data.val_path"] = str(tmp_path / "b.jsonl")
     store, _, _ = prepared([{"messages": said("c", "d")}], name="c.jsonl", directory="mixed", **mixed)
     assert np.count_nonzero(store.batch(0).tokens_BT[:, 1] == ord("a")) == 750
 
@@ -106,7 +107,7 @@ def test_pairs_and_their_references(prepared):
     for numbers, batch in store.all_pairs(2):
         for number, tokens, mask in zip(numbers, batch.targets_P2T, batch.mask_P2T, strict=False):
             seen[int(number)] = [text_of(t[m == 1]) for t, m in zip(tokens, mask, strict=True)]
-    assert seen == dict.fromkeys([0, 2, 3, 4, 5], ["yes$", "no$"])
+    assert seen == {number: ["yes$", "no$"] for number in (0, 2, 3, 4, 5)}
     store.reference = np.arange(12, dtype=np.float32).reshape(6, 2)
     batch = store.batch(0)
     assert batch.tokens_P2T.shape == (2, 2, 12) and (batch.segments_P2T == 0).all()
@@ -147,7 +148,7 @@ def test_what_else_is_refused(prepared, tmp_path):
         prepared(good[:1])
     with pytest.raises(UserError, match=r"all conversations are longer than model.max_context 2"):
         prepared(good, **{"model.max_context": 2})
-    with pytest.raises(UserError, match="training.objective: sft makes no tokenizer: set training.init_from"):
+    with pytest.raises(UserError, match=r"training.objective: sft makes no tokenizer: set training.init_from"):
         prepared(good, **{"tokenizer.tokenizer_type": "bpe"})
     with pytest.raises(UserError, match=r"a record without the field 'chosen'; it has 'prompt, completion' \(.*line 1\)"):
         prepared(good, objective="dpo")
@@ -160,7 +161,8 @@ def test_another_template_or_objective_encodes_anew(prepared):
     name = (prepared(records)[2] / "tokens.json").read_text()
     _, config, directory = prepared(records, **{"data.chat_template": "plain", "model.max_context": 40})
     header = json.loads((directory / "tokens.json").read_text())
-    assert header != json.loads(name) and sorted(p.name for p in directory.glob("tokens-*")) == [header["file"], header["marks"]]
+    assert header != json.loads(name)
+    assert sorted(p.name for p in directory.glob("tokens-*")) == [header["file"], header["marks"]]
     (directory / header["marks"]).write_bytes(b"")
     assert open_store(config, directory, BYTES) is None
 
@@ -168,7 +170,8 @@ def test_another_template_or_objective_encodes_anew(prepared):
 def test_instructions_have_their_form():
     from dantinox.text.instructions import follows, functions
 
-    source = 'def f(a, b=1):\n    """Do it.\n\n    More."""\ndef _g(a):\n    """No."""\ndef h():\n    """None."""\ndef i(x): pass\n'
+    source = 'def f(a, b=1):\n    """Do it.\n\n    More."""\ndef _g(a):\n    """No."""\n'
+    source += 'def h():\n    """None."""\ndef i(x): pass\n'
     (function,) = functions("m.n", source)
     question, answer = function.messages()
     assert question == {"role": "user", "content": "Summarise: m.n.f(a, b)"}
