@@ -163,8 +163,8 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     together = _bfloat16_from(model.config.platform, weights, products)
     change = {
-        "float32": lambda linear: linear,
-        "compute": lambda linear: _with_kernel(linear, linear.kernel[...].astype(linear.dtype)),
+        "float32": lambda linear: _in_dtype(linear, jnp.float32),
+        "compute": lambda linear: _in_dtype(linear, linear.dtype),
         "bfloat16": lambda linear: NARROW[type(linear)](linear, "bfloat16", together),
         "int8": lambda linear: NARROW[type(linear)](linear, "int8", together),
     }[weights]
@@ -234,6 +234,11 @@ def _with_heads(linear: Linear | NarrowLinear, index_K: jax.Array, by_output: bo
     if by_output and linear.scale is not None:
         linear.scale = nnx.Param(jnp.take(linear.scale[...].reshape(K, -1), index_K, axis=0).reshape(-1))
     return linear
+
+
+def _in_dtype(linear: Any, dtype: Any) -> Any:
+    kernel = linear.kernel[...]
+    return linear if kernel.dtype == dtype else _with_kernel(linear, kernel.astype(dtype))
 
 
 def _with_kernel(like: Any, kernel: jax.Array) -> Any:
