@@ -1,49 +1,195 @@
-"""Hugging Face's families of models: their settings and tensors as ours, and ours as theirs, by the same tables."""
+"""Models of Hugging Face's transformers as ours, and ours as theirs, by the tables of their families."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from dantinox.config import Config, ModelConfig
-from dantinox.interop.source import Tensor
+from dantinox.config import Config, ModelConfig, UserError
+from dantinox.files import on_one_line
+from dantinox.interop.families import FAMILIES, Family, Form
+from dantinox.interop.hf_config import config_of, family_of
+from dantinox.interop.source import Arrays, Tensor
+from dantinox.model.parameters import blueprint
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = ("float32", "bfloat16", "float16")
+TABLE, HEAD = "embed", "head/kernel"
 
 
-def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
-    """The settings (`model`, `moe`, `attention`) of a `config.json`.
+class Place(NamedTuple):
+    """Where a tensor stands among our parameters: in one, or in one expert's part of it, piece by piece."""
 
-    Raises:
-      UserError: the family is unknown, or a key matters and has no equal here; the sentence names it.
-    """
-    raise NotImplementedError
+    parameter: str
+    forms: tuple[Form, ...]
+    expert: int | None
+
+    def views(self, parameter: np.ndarray) -> list[np.ndarray]:
+        part = parameter if self.expert is None else parameter[self.expert]
+        return [form.view(part) for form in self.forms]
+
+    def shape(self, parameter: np.ndarray) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        pieces = [form.shape(view) for form, view in zip(self.forms, self.views(parameter), strict=True)]
+        return (sum(piece[0] for piece in pieces), *pieces[0][1:])
 
 
 def from_hf(
-    config: Mapping[str, Any], model: ModelConfig, tensors: Mapping[str, Tensor], read: Any, dtype: str = "auto"
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter of a model of this architecture, in the order in which files hold them, made of a checkpoint's tensors.
+    config: Mapping[str, Any], model: ModelConfig, tensors: Mapping[str, Tensor], read: Callable[[str], np.ndarray],
+    dtype: str = "auto",
+) -> Arrays:  # fmt: skip
+    """Every parameter of a model of this architecture, made of a checkpoint's tensors when it is asked for.
 
-    All names and shapes are compared before the first parameter is given.
+    Args:
+      config: the `config.json`, for its family.
+      dtype: of matrices, `float32` or `bfloat16`; `auto`: bfloat16 where the checkpoint has bfloat16, else float32. Scales and
+        biases are float32.
 
     Raises:
-      UserError: a tensor is missing, is not used, or has another shape; the sentence names it.
+      UserError: a tensor is missing, is not used, has another shape, or numbers that are no floats; the sentence names it.
     """
-    raise NotImplementedError
+    family, shapes = family_of(config), _shapes(model)
+    places = _places(family, shapes)
+    given = _named(tensors, family, places)
+    _account(given, tensors, places, shapes)
+    if model.weight_tying:
+        _check_tied(family, given, read)
+    sources: dict[str, list[str]] = {}
+    for name, place in places.items():
+        sources.setdefault(place.parameter, []).append(name)
+    kinds = {
+        parameter: Tensor(shapes[parameter], _dtype(parameter, dtype, {tensors[given[name]].dtype for name in names}))
+        for parameter, names in sources.items()
+    }
+
+    def make(parameter: str) -> np.ndarray:
+        shape, kind = kinds[parameter]
+        array = np.empty(shape, BFLOAT16 if kind == "bfloat16" else kind)
+        for name in sources[parameter]:
+            _fill(places[name].views(array), read(given[name]))
+        return array
+
+    return Arrays(kinds, make)
 
 
 def to_hf(
-    config: Config, vocab_size: int, parameters: Mapping[str, np.ndarray], like: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Iterator[tuple[str, np.ndarray]]]:
+    config: Config, vocab_size: int, parameters: Mapping[str, Any], like: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], Arrays]:
     """A model as transformers has it.
 
     Args:
-      parameters: by their paths, float32 or bfloat16; read one by one.
-      like: the `config.json` that it was imported from, whose family is taken and whose keys are kept.
+      vocab_size: tokens of the tokenizer.
+      parameters: by their paths, float32 or bfloat16.
+      like: the `config.json` that it was imported from, which is given back where it says this very model.
 
     Returns:
-      `config.json`, and the tensors by their names, each made when it is asked for, in the dtype of its parameter.
+      `config.json`, and the tensors by their names, each in the type of its parameter.
 
     Raises:
       UserError: no family can say the architecture; the sentence names a setting.
     """
-    raise NotImplementedError
+    model = config.architecture(vocab_size)
+    written = dict(like) if like is not None else config_of(config, vocab_size)
+    shapes = _shapes(model)
+    places = _places(FAMILIES[written["model_type"]], shapes)
+    dummies = {name: np.broadcast_to(np.uint8(0), shape) for name, shape in shapes.items()}
+    kinds = {
+        name: Tensor(place.shape(dummies[place.parameter]), np.asarray(parameters[place.parameter]).dtype.name)
+        for name, place in places.items()
+    }
+
+    def make(name: str) -> np.ndarray:
+        place, (shape, _) = places[name], kinds[name]
+        pieces = [np.ascontiguousarray(_bits(view)) for view in place.views(np.asarray(parameters[place.parameter]))]
+        whole = pieces[0].reshape(-1) if len(pieces) == 1 else np.concatenate([piece.reshape(-1) for piece in pieces])
+        return whole.view(np.asarray(parameters[place.parameter]).dtype).reshape(shape)
+
+    return written, Arrays(kinds, make)
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in blueprint(model)[1].items()}
+
+
+def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Where each tensor stands that a model with these parameters has, in the order of the table.
+
+    Raises:
+      UserError: the family has no place for a parameter.
+    """
+    L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
+    places: dict[str, Place] = {}
+    for tensor, parameter, forms in family.tensors:
+        for layer in range(L) if "{i}" in tensor else (0,):
+            name = parameter.replace("{i}", str(layer))
+            if name not in shapes:
+                continue
+            numbers = range(shapes[name][0]) if "{e}" in tensor else (None,)
+            places |= {tensor.replace("{i}", str(layer)).replace("{e}", str(e)): Place(name, forms, e) for e in numbers}
+    if left := shapes.keys() - {place.parameter for place in places.values()}:
+        raise UserError(f"{family.architecture} has no tensor for the parameter {min(left)} of this model")
+    return places
+
+
+def _named(tensors: Mapping[str, Tensor], family: Family, places: Mapping[str, Place]) -> dict[str, str]:
+    """Our name of a tensor → the one that it has in the checkpoint, without known buffers."""
+    given = {name: name for name in tensors if not name.endswith(family.buffers)}
+    prefix = next(iter(places)).partition(".")[0] + "."  # absent where only the body of a model was saved
+    if not any(name.startswith(prefix) for name in given):
+        given = {name if name in places else prefix + name: name for name in given}
+    return given
+
+
+def _account(
+    given: Mapping[str, str], tensors: Mapping[str, Tensor], places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises unless every tensor is used once and every parameter filled."""
+    dummies = {name: np.broadcast_to(np.uint8(0), shape) for name, shape in shapes.items()}
+    for name, place in places.items():
+        if name not in given:
+            raise UserError(f"the checkpoint lacks {name}, which its config.json asks for")
+        (found, dtype), expected = tensors[given[name]], place.shape(dummies[place.parameter])
+        if found != expected:
+            raise UserError(f"the checkpoint has {given[name]} of shape {list(found)}, its config.json says {list(expected)}")
+        if dtype not in FLOATS:
+            raise UserError(f"the checkpoint has {given[name]} as {dtype}, which is none of {', '.join(FLOATS)}")
+    tied = {"lm_head.weight"} if HEAD not in shapes else set()
+    if left := given.keys() - places.keys() - tied:
+        what = on_one_line(given[min(left)])
+        raise UserError(f"the checkpoint has {what}, for which the model of its config.json has no place")
+
+
+def _check_tied(family: Family, given: Mapping[str, str], read: Callable[[str], np.ndarray]) -> None:
+    """Raises where a checkpoint with a tied head has another one as well."""
+    table = next(tensor for tensor, parameter, _ in family.tensors if parameter == TABLE)
+    if "lm_head.weight" in given:
+        head, embed = read(given["lm_head.weight"]), read(given[table])
+        if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):
+            raise UserError(
+                f"the checkpoint has lm_head.weight with other numbers than {given[table]}, and its config.json says "
+                "tie_word_embeddings: true"
+            )
+
+
+def _dtype(parameter: str, wanted: str, found: set[str]) -> str:
+    if parameter != TABLE and not parameter.endswith("/kernel"):
+        return "float32"  # a rounding of these is felt, and they are small
+    return wanted if wanted != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
+
+
+def _fill(views: list[np.ndarray], tensor: np.ndarray) -> None:
+    """Writes a tensor into the views that it is made of."""
+    start = 0
+    for view in views:
+        size = tensor.shape[0] if len(views) == 1 else view.size // (tensor.size // tensor.shape[0])
+        piece = tensor[start : start + size].reshape(view.shape)
+        if piece.dtype == view.dtype:
+            _bits(view)[...] = _bits(piece)  # NumPy moves integers faster than what it does not know
+        else:
+            view[...] = piece
+        start += size
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array

@@ -1,6 +1,6 @@
 """A checkpoint of another program, whatever its format, as Hugging Face's transformers has it: settings, tensors, tokenizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +9,30 @@ import numpy as np
 
 
 class Tensor(NamedTuple):
-    """What a checkpoint says of a tensor before it is read: `dtype` is NumPy's name, or `bfloat16`."""
+    """What is known of an array before it is made: `dtype` is NumPy's name, or `bfloat16`."""
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class Arrays(Mapping[str, np.ndarray]):
+    """Arrays by their names, each made or read when it is asked for, and not kept.
+
+    Attributes:
+      tensors: shape and type of each.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], make: Callable[[str], np.ndarray]):
+        self.tensors, self._make = tensors, make
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -24,7 +44,7 @@ class Source:
       format: `hf` or `gguf`, for `origin.json`.
       config: as transformers' `config.json` would have it; `model_type` names the family.
       tensors: by transformers' names.
-      read: the array of such a name, mapped into memory where that is possible; called once for each, in any order. Arrays of
+      read: the array of such a name, mapped into memory where that is possible; called for one after the other. Arrays of
         bfloat16 have the dtype of `ml_dtypes`.
       tokenizer: the text of a `tokenizer.json`.
       tokenizer_config: as transformers' `tokenizer_config.json` would have it: `bos_token`, `eos_token`, `pad_token` (names of

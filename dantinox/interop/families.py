@@ -1,0 +1,334 @@
+"""The families of models that Hugging Face's transformers has and we can say: one table each, read in both directions.
+
+Axes: V vocabulary, D model, K key heads, G query heads per key head, H head size, F feed-forward, C gate and up, P positions,
+E experts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+EVERYTHING = np.s_[...]
+
+
+class Form(NamedTuple):
+    """How a tensor of transformers stands in a parameter of ours.
+
+    Attributes:
+      ours: the axes of the parameter, or of the part of it that the tensor is.
+      theirs: the same axes in the tensor's order; those between two spaces are one axis there.
+      part: which part of the parameter, behind an expert's number where there is one.
+    """
+
+    ours: str
+    theirs: str
+    part: Any = EVERYTHING
+
+    def view(self, parameter: np.ndarray) -> np.ndarray:
+        """The part of a parameter in the tensor's order, its axes apart; what is written into it stands in the parameter."""
+        axes = self.theirs.replace(" ", "")
+        return parameter[self.part].transpose([self.ours.index(axis) for axis in axes])
+
+    def shape(self, view: np.ndarray) -> tuple[int, ...]:
+        """The shape of the tensor whose `view` this is."""
+        sizes = iter(view.shape)
+        return tuple(math.prod(next(sizes) for _ in axes) for axes in self.theirs.split())
+
+
+class Row(NamedTuple):
+    """A tensor and the parameter that holds it. `{i}` is the number of a layer, `{e}` of an expert.
+
+    A tensor of several `forms` is these, one behind the other along its first axis.
+    """
+
+    tensor: str
+    parameter: str
+    forms: tuple[Form, ...]
+
+
+def rows(prefix: str, tensors: Mapping[str, tuple[str, Form | list[Form]]], ours: str = "") -> tuple[Row, ...]:
+    """Rows of a table of names without what they begin with."""
+    return tuple(
+        Row(prefix + tensor, ours + parameter, tuple(forms) if isinstance(forms, list) else (forms,))
+        for tensor, (parameter, forms) in tensors.items()
+    )
+
+
+VECTOR, TABLE, HEAD = Form("D", "D"), Form("VD", "V D"), Form("DV", "V D")
+QUERY, QUERY_BIAS = Form("DKGH", "KGH D", np.s_[:, :, :-2]), Form("KGH", "KGH", np.s_[:, :-2])
+KEY, KEY_BIAS = Form("DKH", "KH D", np.s_[:, :, -2]), Form("KH", "KH", np.s_[:, -2])
+VALUE, VALUE_BIAS = Form("DKH", "KH D", np.s_[:, :, -1]), Form("KH", "KH", np.s_[:, -1])
+GATE, UP, DOWN = Form("DF", "F D", np.s_[:, 0]), Form("DF", "F D", np.s_[:, 1]), Form("FD", "D F")
+LAYER, OURS = "model.layers.{i}.", "blocks/{i}/"
+
+OUTSIDE = rows("", {
+    "model.embed_tokens.weight": ("embed", TABLE),
+    "model.norm.weight": ("norm_f/scale", VECTOR),
+    "lm_head.weight": ("head/kernel", HEAD),
+})  # fmt: skip
+ATTENTION = rows(LAYER + "self_attn.", {
+    "q_proj.weight": ("qkv/kernel", QUERY), "k_proj.weight": ("qkv/kernel", KEY), "v_proj.weight": ("qkv/kernel", VALUE),
+    "q_proj.bias": ("qkv/bias", QUERY_BIAS), "k_proj.bias": ("qkv/bias", KEY_BIAS), "v_proj.bias": ("qkv/bias", VALUE_BIAS),
+    "o_proj.weight": ("out/kernel", Form("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
+}, OURS + "attention/")  # fmt: skip
+FEED_FORWARD = rows(LAYER + "mlp.", {
+    "gate_proj.weight": ("gate_up/kernel", GATE), "gate_proj.bias": ("gate_up/bias", Form("F", "F", np.s_[0])),
+    "up_proj.weight": ("gate_up/kernel", UP), "up_proj.bias": ("gate_up/bias", Form("F", "F", np.s_[1])),
+    "down_proj.weight": ("down/kernel", DOWN), "down_proj.bias": ("down/bias", VECTOR),
+}, OURS + "ffn/")  # fmt: skip
+NORMS_BEFORE = rows(LAYER, {
+    "input_layernorm.weight": ("norm1/scale", VECTOR), "post_attention_layernorm.weight": ("norm2/scale", VECTOR),
+}, OURS)  # fmt: skip
+NORMS_AFTER = rows(LAYER, {
+    "post_attention_layernorm.weight": ("post_norm1/scale", VECTOR),
+    "post_feedforward_layernorm.weight": ("post_norm2/scale", VECTOR),
+}, OURS)  # fmt: skip
+NORMS_BOTH = NORMS_AFTER + rows(LAYER, {
+    "input_layernorm.weight": ("norm1/scale", VECTOR), "pre_feedforward_layernorm.weight": ("norm2/scale", VECTOR),
+}, OURS)  # fmt: skip
+HEAD_NORMS = rows(LAYER + "self_attn.", {
+    "q_norm.weight": ("q_norm/scale", Form("H", "H")), "k_norm.weight": ("k_norm/scale", Form("H", "H")),
+}, OURS + "attention/")  # fmt: skip
+LAYER_NORMS = rows(LAYER + "self_attn.", {
+    "q_norm.weight": ("q_norm/scale", Form("KGH", "KGH")), "k_norm.weight": ("k_norm/scale", Form("KH", "KH")),
+}, OURS + "attention/")  # fmt: skip
+FUSED = rows(LAYER, {
+    "self_attn.qkv_proj.weight": ("attention/qkv/kernel", [QUERY, KEY, VALUE]),
+    "self_attn.o_proj.weight": ("attention/out/kernel", Form("KGHD", "D KGH")),
+    "mlp.gate_up_proj.weight": ("ffn/gate_up/kernel", Form("DCF", "CF D")),
+    "mlp.down_proj.weight": ("ffn/down/kernel", DOWN),
+}, OURS)  # fmt: skip
+
+
+def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    return rows(LAYER + module, {
+        ".gate.weight": ("router/kernel", Form("DE", "E D")),
+        f".experts.{{e}}.{gate}.weight": ("experts/gate_up/kernel", GATE),
+        f".experts.{{e}}.{up}.weight": ("experts/gate_up/kernel", UP),
+        f".experts.{{e}}.{down}.weight": ("experts/down/kernel", DOWN),
+    }, OURS + "ffn/")  # fmt: skip
+
+
+# GPT-2's projections are stored [in, out].
+GPT2 = rows("transformer.", {
+    "wte.weight": ("embed", TABLE), "wpe.weight": ("position_embed", Form("PD", "P D")),
+    "ln_f.weight": ("norm_f/scale", VECTOR), "ln_f.bias": ("norm_f/bias", VECTOR),
+}) + rows("", {"lm_head.weight": ("head/kernel", HEAD)}) + rows("transformer.h.{i}.", {
+    "ln_1.weight": ("norm1/scale", VECTOR), "ln_1.bias": ("norm1/bias", VECTOR),
+    "ln_2.weight": ("norm2/scale", VECTOR), "ln_2.bias": ("norm2/bias", VECTOR),
+    "attn.c_attn.weight": ("attention/qkv/kernel", Form("DKCH", "D CKH")),
+    "attn.c_attn.bias": ("attention/qkv/bias", Form("KCH", "CKH")),
+    "attn.c_proj.weight": ("attention/out/kernel", Form("KGHD", "KGH D")), "attn.c_proj.bias": ("attention/out/bias", VECTOR),
+    "mlp.c_fc.weight": ("ffn/up/kernel", Form("DF", "D F")), "mlp.c_fc.bias": ("ffn/up/bias", Form("F", "F")),
+    "mlp.c_proj.weight": ("ffn/down/kernel", Form("FD", "F D")), "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
+}, OURS)  # fmt: skip
+
+GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
+PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
+BIASES = ("attention.qkv_bias", "attention.out_bias")
+SIZES: dict[str, str | tuple[str, ...]] = {
+    "hidden_size": "model.dim",
+    "intermediate_size": "model.hidden_dim",
+    "num_hidden_layers": "model.num_blocks",
+    "num_attention_heads": "model.n_heads",
+    "num_key_value_heads": "model.kv_heads",
+    "max_position_embeddings": "model.max_context",
+    "rms_norm_eps": "model.norm_epsilon",
+    "tie_word_embeddings": "model.weight_tying",
+}
+# What says nothing about the numbers that a model gives: how it is trained, run and labelled. Tokens are read elsewhere.
+UNUSED = frozenset((
+    "model_type", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range",
+    "output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward", "id2label", "label2id",
+    "problem_type", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "pretraining_tp",
+    "_attn_implementation", "_attn_implementation_autoset", "cache_implementation", "task_specific_params", "tokenizer_class",
+    "transformers.js_config", "torchscript", "tf_legacy_loss", "use_bfloat16", "finetuning_task", "prefix",
+))  # fmt: skip
+# The settings of text that older versions wrote into every config.json.
+UNUSED |= frozenset((
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+))  # fmt: skip
+# Keys of which one value is that of every model here.
+ONLY: dict[str, Any] = {
+    "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False, "cross_attention_hidden_size": None,
+    "use_bidirectional_attention": (None, False), "pruned_heads": {}, "tie_encoder_decoder": False, "quantization_config": None,
+    "use_mrope": False, "rope_interleaved": False, "is_llama_config": True, "attention_bias": False, "mlp_bias": False,
+    "clip_qkv": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+      architecture: the class of transformers.
+      tensors: which of them a model has goes by the parameters that it has.
+      keys: of config.json, or several with the same meaning (`a|b`, the first one is written), and the settings they are.
+      defaults: what transformers takes for a key that is absent, where that is not our default or nothing.
+      settings: what all members have in common.
+      activation: the key of it, and its names.
+      rope: whether positions are rotary; `partial`: of part of a head at will; `local`: sliding layers have frequencies of
+        their own.
+      window: which layers slide: `all`; `switched`: all if `use_sliding_window`; `layers`: those that `layer_types` says;
+        `switched layers`: both; None: none.
+      pattern: without `layer_types` every so manieth layer is full.
+      only, unused: keys of this family besides those of all.
+      buffers: ends of the names of tensors that older files hold and that are no weights.
+    """
+
+    architecture: str
+    tensors: tuple[Row, ...]
+    keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: SIZES | {"head_dim": "model.head_size"})
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    activation: tuple[str, Mapping[str, str]] = ("hidden_act", GATED)
+    rope: str | None = "whole"
+    window: str | None = None
+    pattern: int = 0
+    only: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+
+HEADS = SIZES | {"head_dim": "model.head_size"}
+DENSE = OUTSIDE + ATTENTION + FEED_FORWARD
+UNTIED = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+TIED = UNTIED | {"tie_word_embeddings": True}
+GEMMA = TIED | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh"}
+QWEN = UNTIED | {"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": False, "max_position_embeddings": 32768}
+GEMMA_KEYS = HEADS | {
+    "attention_bias": BIASES,
+    "query_pre_attn_scalar": "attention.query_pre_attn_scalar",
+    "attn_logit_softcapping": "attention.attn_logit_softcapping",
+    "final_logit_softcapping": "model.final_logit_softcapping",
+}
+GEMMA_SETTINGS = {"model.norm_placement": "both", "model.norm_zero_centered": True, "model.scale_embeddings": True}
+EXPERT_KEYS: dict[str, str | tuple[str, ...]] = {
+    "num_local_experts|num_experts": "moe.n_experts",
+    "num_experts_per_tok": "moe.top_k_mlp",
+}
+TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+
+# In the order in which a model made here looks for its family.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
+        UNTIED | {"max_position_embeddings": 2048},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS,
+        UNTIED | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        window="all",
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", DENSE + NORMS_BEFORE, HEADS, QWEN, {"attention.qkv_bias": True}, window="switched layers"
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        DENSE + NORMS_BEFORE + HEAD_NORMS,
+        HEADS | {"attention_bias": BIASES},
+        QWEN | {"head_dim": 128},
+        {"model.qk_norm": True},
+        window="switched layers",
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
+        TIED | {"rope_theta": 2e6, "num_key_value_heads": 4, "use_sliding_window": False, "no_rope_layer_interval": 4,
+                "max_position_embeddings": 32768},
+        rope="some layers",
+        window="switched layers",
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        OUTSIDE + FUSED + NORMS_BEFORE,
+        HEADS,
+        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        rope="partial",
+        window="all",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        DENSE + NORMS_AFTER + LAYER_NORMS,
+        SIZES | {"attention_bias": BIASES},
+        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        {"model.norm_placement": "after", "model.qk_norm": True, "model.qk_norm_scope": "layer"},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        DENSE + NORMS_BOTH,
+        GEMMA_KEYS,
+        GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "num_key_value_heads": 4,
+                 "max_position_embeddings": 8192},
+        GEMMA_SETTINGS,
+        ("hidden_activation", GATED),
+        window="layers",
+        pattern=2,
+        unused=("hidden_act",),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        DENSE + NORMS_BOTH + HEAD_NORMS,
+        GEMMA_KEYS,
+        GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+        GEMMA_SETTINGS | {"model.qk_norm": True},
+        ("hidden_activation", GATED),
+        rope="local",
+        window="layers",
+        pattern=6,
+        unused=("hidden_act",),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        GPT2,
+        {"n_embd": "model.dim", "n_layer": "model.num_blocks", "n_head": "model.n_heads", "n_inner": "model.hidden_dim",
+         "n_positions": "model.max_context", "layer_norm_epsilon": "model.norm_epsilon",
+         "tie_word_embeddings": "model.weight_tying"},
+        {"n_positions": 1024, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
+        {"model.norm": "layernorm", "attention.use_rotary_pos": False, "attention.trainable_pos": True, "model.mlp_bias": True,
+         "attention.qkv_bias": True, "attention.out_bias": True},
+        ("activation_function", PLAIN),
+        rope=None,
+        only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        unused=("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
+                "summary_proj_to_labels", "summary_first_dropout"),
+        buffers=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + experts("block_sparse_moe", "w1", "w3", "w2"),
+        HEADS | EXPERT_KEYS,
+        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+                  "rope_theta": 1e6, "max_position_embeddings": 131072},
+        {"moe.use_moe": True, "moe.norm_topk_prob": True},
+        window="all",
+        unused=TRAINING,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + HEAD_NORMS + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        {key: path for key, path in HEADS.items() if key != "intermediate_size"} | EXPERT_KEYS
+        | {"moe_intermediate_size": "model.hidden_dim", "norm_topk_prob": "moe.norm_topk_prob", "attention_bias": BIASES},
+        UNTIED | {"num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                  "norm_topk_prob": False, "use_sliding_window": False, "sliding_window": 4096,
+                  "max_position_embeddings": 32768},
+        {"moe.use_moe": True, "model.qk_norm": True},
+        window="switched",
+        only={"decoder_sparse_step": 1, "mlp_only_layers": ([], None)},
+        unused=(*TRAINING, "intermediate_size", "max_window_layers"),
+    ),
+}  # fmt: skip

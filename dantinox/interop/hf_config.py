@@ -1,0 +1,319 @@
+"""A `config.json` of Hugging Face's transformers as our settings, and our settings as one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from dantinox.config import Config, ModelConfig, UserError, build_config
+from dantinox.config.sections import FIELDS, flat
+from dantinox.files import on_one_line, shown
+from dantinox.interop.families import FAMILIES, ONLY, UNUSED, Family
+
+# How transformers names the scaling of rotary frequencies, how we do, and the keys that each has.
+FACTOR = {"factor": "attention.rope_factor"}
+LLAMA3 = FACTOR | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
+YARN = FACTOR | {
+    "beta_fast": "attention.beta_fast", "beta_slow": "attention.beta_slow",
+    "attention_factor": "attention.rope_attention_factor",
+}  # fmt: skip
+LONGROPE = FACTOR | {
+    "short_factor": "attention.rope_short_factors", "long_factor": "attention.rope_long_factors",
+    "attention_factor": "attention.rope_attention_factor",
+}  # fmt: skip
+SCALINGS = {"default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE}
+ORIGINAL = "original_max_position_embeddings"
+WITH_ORIGINAL = ("llama3", "yarn", "longrope")
+SLIDING, FULL = "sliding_attention", "full_attention"
+REQUIRED = ("model.dim", "model.num_blocks", "model.n_heads")
+# What of a `ModelConfig` is no architecture, and where others of its fields come from.
+NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform")
+SETTING_OF = {
+    "windows": "attention.sliding_window", "position": "attention.absolute_pos", "softcap": "attention.attn_logit_softcapping",
+    "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
+    "unrotated": "attention.rope_layers", "rope_scaling": "attention.rope_scaling",
+}  # fmt: skip
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that a `config.json` says it is of.
+
+    Raises:
+      UserError: we have none of this name.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"config.json has model_type: {shown(name)}, which is none of {', '.join(FAMILIES)}")
+    family, classes = FAMILIES[name], config.get("architectures") or [FAMILIES[name].architecture]
+    if classes != [family.architecture]:
+        raise UserError(f"config.json has architectures: {shown(classes)}, of {name} only {family.architecture} writes text")
+    return family
+
+
+class _Keys:
+    """The keys of a `config.json` that nobody has asked for yet."""
+
+    def __init__(self, config: Mapping[str, Any], family: Family):
+        self.left, self.family = dict(config), family
+
+    def take(self, names: str, default: Any = None) -> Any:
+        """The value of a key, or of one of several with the same meaning; transformers' own where it is absent."""
+        first, *others = names.split("|")
+        found = [self.left.pop(name) for name in (first, *others) if name in self.left]
+        return found[0] if found else self.family.defaults.get(first, default)
+
+    def finish(self) -> None:
+        """Raises where a key is left that may matter."""
+        unused, only = UNUSED.union(self.family.unused), ONLY | dict(self.family.only)
+        for key, value in self.left.items():
+            allowed = only.get(key, ())
+            if value is None or key in unused or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
+                continue
+            what = f"where only {shown(only[key])} is the same model here" if key in only else "of which nothing is known here"
+            raise UserError(f"config.json has {on_one_line(key)}: {shown(value)}, {what}")
+
+
+def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
+    """The settings (`model`, `moe`, `attention`) of a `config.json`.
+
+    Args:
+      max_context: instead of the checkpoint's own. With longrope that is the original context: a longer one takes its other
+        frequencies for all texts, however short.
+
+    Raises:
+      UserError: the family is unknown, or a key matters and has no equal here; the sentence names it.
+    """
+    family = family_of(config)
+    keys = _Keys(config, family)
+    settings: dict[str, Any] = dict(family.settings)
+    for names, paths in family.keys.items():
+        value = keys.take(names)
+        for path in (paths,) if isinstance(paths, str) else paths:
+            if value is None and (path in REQUIRED or FIELDS[path].default is not None):
+                raise UserError(f"config.json lacks {names.partition('|')[0]}")
+            settings[path] = value
+    key, activations = family.activation
+    if (name := keys.take(key)) not in activations:
+        raise UserError(f"config.json has {key}: {shown(name)}, which is none of {', '.join(activations)}")
+    settings["model.activation"] = activations[name]
+    settings |= _rope_settings(keys, settings)
+    settings |= _window_settings(keys, settings)
+    if not settings.get("attention.sliding_window"):
+        settings.pop("attention.rope_local_theta", None)
+    keys.finish()
+    longrope = settings.get("attention.rope_scaling") == "longrope"
+    original = settings.get("attention.rope_original_context") if longrope else None
+    settings["model.max_context"] = max_context or original or settings["model.max_context"]
+    nested: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        if value is not None:
+            section, _, name = path.partition(".")
+            nested.setdefault(section, {})[name] = value
+    return nested
+
+
+def _whole(value: Any, key: str) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"config.json has {key}: {shown(value)}, expected a number of at least 1")
+    return value
+
+
+def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions, in the spelling of transformers 5 (`rope_parameters`) or of older ones."""
+    family = keys.family
+    if family.rope is None:
+        return {}
+    scaling, parameters = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
+    theta, share = keys.take("rope_theta", 10000.0), keys.take("partial_rotary_factor", 1.0)
+    found: dict[str, Any] = {}
+    if not isinstance(scaling, dict) or not isinstance(parameters, dict):
+        raise UserError("config.json has rope_parameters that are no object")
+    if family.rope == "local":
+        layers = {kind: parameters.pop(kind, None) or {} for kind in (SLIDING, FULL)} if parameters else {SLIDING: {}, FULL: {}}
+        local = dict(layers[SLIDING])
+        found["attention.rope_local_theta"] = local.pop("rope_theta", keys.take("rope_local_base_freq"))
+        if local.pop("rope_type", "default") != "default" or local or parameters:
+            raise UserError(f"config.json has rope_parameters: {shown(dict(layers[SLIDING]) or parameters)} for sliding layers")
+        scaling = dict(layers[FULL]) | scaling
+    else:
+        scaling = dict(scaling or parameters)
+    found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
+    share = scaling.pop("partial_rotary_factor", share)
+    if share != 1 and family.rope != "partial":
+        raise UserError(f"config.json has partial_rotary_factor: {shown(share)}, where only 1 is the same model here")
+    found["attention.partial_rotary_factor"] = share
+    if family.rope == "some layers":
+        L = _whole(settings["model.num_blocks"], "num_hidden_layers")
+        every = _whole(keys.take("no_rope_layer_interval"), "no_rope_layer_interval")
+        rotated = keys.take("no_rope_layers")
+        rotated = [(i + 1) % every != 0 for i in range(L)] if rotated is None else [bool(turns) for turns in rotated]
+        found["attention.rope_layers"] = _period(_per_layer(rotated, L, "no_rope_layers"))
+    return found | _scaling_settings(keys, settings, scaling)
+
+
+def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    kinds = scaling.pop("rope_type", None), scaling.pop("type", None)
+    kind = kinds[0] or kinds[1] or "default"
+    partial = keys.family.rope == "partial"
+    if partial and kind in ("su", "yarn"):  # names that older files of this family have
+        kind = "longrope"
+    own = keys.take(ORIGINAL) if partial else None
+    if kind not in SCALINGS:
+        raise UserError(f"config.json has rope_type: {shown(kind)}, which is none of {', '.join(SCALINGS)}")
+    found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
+    original = scaling.pop(ORIGINAL, None)
+    if kind in WITH_ORIGINAL:
+        found["attention.rope_original_context"] = own or original or settings["model.max_context"]
+    if kind in ("yarn", "longrope") and not found["attention.rope_factor"]:
+        found["attention.rope_factor"] = settings["model.max_context"] / found["attention.rope_original_context"]
+    for key, value in scaling.items():
+        if value is not None and (key, value) != ("truncate", True):
+            raise UserError(f"config.json has {on_one_line(key)}: {shown(value)} for rope_type {kind}, which it has not here")
+    if kind == "default" or (kind == "linear" and found["attention.rope_factor"] == 1):
+        return {}
+    return {"attention.rope_scaling": kind} | found
+
+
+def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers see how many keys."""
+    family = keys.family
+    if family.window is None:
+        return {}
+    L = _whole(settings["model.num_blocks"], "num_hidden_layers")
+    window = keys.take("sliding_window")
+    if "switched" in family.window and not keys.take("use_sliding_window"):
+        window = None
+    kinds = [FULL if window is None else SLIDING] * L
+    if "layers" in family.window:
+        given, first = keys.take("layer_types"), keys.take("max_window_layers", 0)
+        every = keys.take("_sliding_window_pattern|sliding_window_pattern", family.pattern)
+        if given is not None:
+            kinds = _per_layer(given, L, "layer_types")
+        elif family.pattern:
+            kinds = [SLIDING if (i + 1) % _whole(every, "sliding_window_pattern") else FULL for i in range(L)]
+        elif family.rope == "some layers":
+            rotated = settings["attention.rope_layers"]
+            kinds = [SLIDING if window and not rotated[i % len(rotated)] else FULL for i in range(L)]
+        else:
+            kinds = [SLIDING if window and i >= first else FULL for i in range(L)]
+    if other := set(kinds) - {SLIDING, FULL}:
+        raise UserError(f"config.json has layer_types: {shown(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
+    if SLIDING not in kinds:
+        return {}
+    if window is None:
+        raise UserError(f"config.json has layer_types: {SLIDING} and no sliding_window in use")
+    return {
+        "attention.sliding_window": True,
+        "attention.context_window": _whole(window, "sliding_window") - 1,
+        "attention.layer_types": _period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
+    }
+
+
+def _per_layer(values: Any, count: int, key: str) -> list[Any]:
+    if not isinstance(values, list) or len(values) != count:
+        raise UserError(f"config.json has {key}: {shown(values)}, expected a list of {count}, one for each layer")
+    return values
+
+
+def _period(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What these values repeat."""
+    lengths = range(1, len(values) + 1)
+    size = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
+    return tuple(values[:size])
+
+
+def config_of(config: Config, vocab_size: int, family: str | None = None) -> dict[str, Any]:
+    """The `config.json` of a model with these settings, of the first family that can say it, or of this one.
+
+    What is written is read again: it is that of exactly this architecture.
+
+    Args:
+      vocab_size: tokens of the tokenizer.
+
+    Raises:
+      UserError: none can say the architecture; the sentence names a setting.
+    """
+    model = config.architecture(vocab_size)
+    nearest: list[str] | None = None
+    for name in FAMILIES if family is None else [family]:
+        written = _written(config, model, FAMILIES[name])
+        differing = [key for key, value in written.items() if value is _UNSAID]
+        if not differing:
+            written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.vocab_size}
+            differing = _differing(written, model, vocab_size)
+        if not differing:
+            return written
+        nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
+    assert nearest
+    values = flat(config)
+    what = " and ".join(f"{path}: {shown(values[path])}" for path in nearest[:3])
+    which = "no family of transformers" if family is None else family
+    raise UserError(f"{which} can say this model: the nearest differs in {what}")
+
+
+_UNSAID = object()
+
+
+def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of a family for a model, whether or not they say all of it; `_UNSAID` by a setting that none of its names is."""
+    values = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
+    values |= {"model.hidden_dim": model.hidden_dim}
+    if values["attention.query_pre_attn_scalar"] is None:
+        values["attention.query_pre_attn_scalar"] = model.head_size
+    written: dict[str, Any] = {}
+    for names, paths in family.keys.items():
+        written[names.partition("|")[0]] = values[paths if isinstance(paths, str) else paths[0]]
+    key, activations = family.activation
+    name = next((name for name, ours in activations.items() if ours == model.activation), None)
+    if name is None:
+        return {"model.activation": _UNSAID}
+    return written | {key: name} | _rope_written(values, model, family) | _window_written(model, family)
+
+
+def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family) -> dict[str, Any]:
+    if family.rope is None or model.position != "rope":
+        return {}
+    kind = values["attention.rope_scaling"].replace("none", "default")
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for key, path in SCALINGS[kind].items():
+        if values[path] is not None:
+            scaling[key] = list(values[path]) if isinstance(values[path], tuple) else values[path]
+    written: dict[str, Any] = {}
+    if kind in WITH_ORIGINAL:
+        scaling[ORIGINAL] = values["attention.rope_original_context"]
+    if family.rope == "partial":
+        written[ORIGINAL] = values["attention.rope_original_context"] or model.max_context
+        written["partial_rotary_factor"] = scaling["partial_rotary_factor"] = model.partial_rotary_factor
+    if family.rope == "some layers":
+        written["no_rope_layers"] = [int(layer not in model.unrotated) for layer in range(model.num_blocks)]
+    # Readers before transformers 5 know the older keys.
+    written |= {"rope_theta": model.rope_theta} | ({} if kind == "default" else {"rope_scaling": dict(scaling)})
+    scaling["rope_theta"] = model.rope_theta
+    if family.rope == "local":
+        local = model.rope_theta if model.rope_local_theta is None else model.rope_local_theta
+        layers = {FULL: scaling, SLIDING: {"rope_type": "default", "rope_theta": local}}
+        return written | {"rope_local_base_freq": local, "rope_parameters": layers}
+    return written | {"rope_parameters": scaling}
+
+
+def _window_written(model: ModelConfig, family: Family) -> dict[str, Any]:
+    if family.window is None:
+        return {}
+    window = max((window for window in model.windows if window is not None), default=None)
+    written: dict[str, Any] = {"sliding_window": window}
+    if "switched" in family.window:
+        written["use_sliding_window"] = window is not None
+    if "layers" in family.window:
+        written["layer_types"] = [FULL if window is None else SLIDING for window in model.windows]
+    return written
+
+
+def _differing(written: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> list[str]:
+    """The settings in which what a written `config.json` says is another model."""
+    try:
+        again = build_config(settings_of(written, model.max_context)).architecture(vocab_size)
+    except UserError:
+        return [*(path for path in FIELDS if path.startswith(("model.", "attention.")))]
+    names = [f.name for f in fields(ModelConfig) if f.name not in NOT_ARCHITECTURE]
+    differing = [name for name in names if getattr(again, name) != getattr(model, name)]
+    paths = [SETTING_OF.get(name) or next(path for path in FIELDS if path.endswith(f".{name}")) for name in differing]
+    return sorted(set(paths))

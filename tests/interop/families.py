@@ -1,0 +1,44 @@
+"""Small models of every family, as keywords of transformers' configurations; shared with what needs torch."""
+
+COMMON = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 6,
+            "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.5, 6.0]}  # fmt: skip
+FOUR = {"num_hidden_layers": 4}
+PATTERN = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+SWITCHED = {"use_sliding_window": True, "sliding_window": 6}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LOCAL = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+
+# Family → (what transformers calls its configuration, keywords). Each has the options that its real members use.
+FAMILIES = {
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 6, "head_dim": 12}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": YARN, **SWITCHED, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 12, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "phi3": ("Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 6}),
+    "olmo2": ("Olmo2Config", {}),
+    "gemma2": ("Gemma2Config", {**PATTERN, "head_dim": 12, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3TextConfig", {**PATTERN, "head_dim": 12, "query_pre_attn_scalar": 20, "rope_parameters": LOCAL}),
+    "gpt2": ("GPT2Config", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "mixtral": ("MixtralConfig", EXPERTS),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 12, "norm_topk_prob": True}),
+}
+GPT2_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+              "max_position_embeddings")  # fmt: skip
+
+
+def keywords(family: str, **changes) -> tuple[str, dict]:
+    """The configuration of a small model of a family, with changes."""
+    name, own = FAMILIES[family]
+    common = {key: value for key, value in COMMON.items() if family != "gpt2" or key not in GPT2_NAMES}
+    return name, {**common, **own, **changes}

@@ -1,0 +1,73 @@
+"""Checkpoints that transformers made, and what it makes of them: `make_checkpoints.py` wrote both."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import build_config
+from dantinox.interop.hf import from_hf, to_hf
+from dantinox.interop.hf_config import config_of, settings_of
+from dantinox.interop.safetensors_files import TensorFiles
+from dantinox.model.parameters import blueprint
+
+from .families import FAMILIES
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+SYMBOLS = 67
+PROMPT = 8
+# The rest differ from these in what the tests of the model compare with NumPy.
+QUICK = ("llama", "qwen2", "phi3", "gemma3_text", "mixtral")
+each = pytest.mark.parametrize("family", FAMILIES)
+most = pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+
+
+def read(family):
+    """config.json, the settings of it and the tensors of a small checkpoint."""
+    config = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    settings = settings_of(config, max_context=64)
+    settings["model"]["dtype"] = "float32"
+    return config, build_config(settings), TensorFiles(CHECKPOINTS / family)
+
+
+def imported(family):
+    config, settings, files = read(family)
+    return settings, from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)
+
+
+@most
+def test_logits_and_greedy_tokens_are_those_of_transformers(family):
+    settings, arrays = imported(family)
+    model = blueprint(settings.architecture(SYMBOLS, "cpu"))[0]({name: jnp.asarray(arrays[name]) for name in arrays})
+    expected = np.load(CHECKPOINTS / family / "expected.npz")
+    tokens_BT = expected["tokens"]
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+    logits_BTV = np.asarray(model(jnp.asarray(tokens_BT), positions_BT)[0])
+    assert np.abs(logits_BTV - expected["logits"]).max() < 2e-4
+    np.testing.assert_array_equal(logits_BTV[:, PROMPT - 1 : -1].argmax(-1), tokens_BT[:, PROMPT:])
+
+
+@each
+def test_every_tensor_and_every_key_comes_back(family):
+    config, _, files = read(family)
+    settings, arrays = imported(family)
+    written, tensors = to_hf(settings, SYMBOLS, arrays, config)
+    assert written == config
+    assert tensors.keys() == files.tensors.keys()
+    for name, tensor in tensors.items():
+        assert tensor.shape == files.tensors[name].shape
+        assert tensor.tobytes() == files.read(name).tobytes(), name
+
+
+@each
+def test_a_model_made_here_finds_its_family(family):
+    _, settings, _ = read(family)
+    written = config_of(settings, SYMBOLS)
+    assert written["model_type"] == family
+    again = build_config(settings_of(written, 64)).architecture(SYMBOLS)
+    assert again == replace(settings.architecture(SYMBOLS), dtype=again.dtype)
