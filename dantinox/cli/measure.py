@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.cli.common import DEFAULT_PROMPT, check_plot, given_prompt, given_settings, use_compilation_cache, whole_number
-from dantinox.config import UserError, load_config, overlay
+from dantinox.config import UserError, overlay
 from dantinox.config.flags import add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
-from dantinox.config.start import DEFAULT, find_config
+from dantinox.config.start import DEFAULT, find_config, load_training
 from dantinox.files import atomic_write, check_folder
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
@@ -269,7 +269,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def plan(options: argparse.Namespace) -> int:
-    config = load_config(find_config(options.config), overrides(options))
+    config = load_training(find_config(options.config), overrides(options))
     import jax
 
     if options.topology is not None:
@@ -278,12 +278,13 @@ def plan(options: argparse.Namespace) -> int:
     from dantinox.measure.plan_view import plan_lines
     from dantinox.measure.topology import find_topology
     from dantinox.text import vocabulary_size
+    from dantinox.training.resume import starting_tokenizer
     from dantinox.training.step import traced_programs
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
-    found = make_plan(
-        topology, config, vocabulary_size(config), traced_programs, meshes=options.mesh or (), progress=_progress, **sizes
-    )
+    known = starting_tokenizer(config)
+    symbols = vocabulary_size(config) if known is None else known.vocab_size
+    found = make_plan(topology, config, symbols, traced_programs, meshes=options.mesh or (), progress=_progress, **sizes)
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
         return 0

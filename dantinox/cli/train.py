@@ -9,7 +9,7 @@ from pathlib import Path
 from dantinox.cli.common import check_plot, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
 from dantinox.config.flags import add_config_flags, overrides
-from dantinox.config.start import DEFAULT, find_config, starting_config
+from dantinox.config.start import DEFAULT, find_config, load_training, starting_config
 from dantinox.files import atomic_write
 
 
@@ -31,7 +31,8 @@ def train(options: argparse.Namespace) -> int:
         raise UserError(f"--resume needs --run_dir to say which run to go on with{hint}")
     saved = options.run_dir / "config.yaml" if options.resume else None
     path = options.config or (saved if saved and saved.is_file() else DEFAULT)
-    config = load_config(find_config(path), overrides(options))
+    load = load_config if path == saved else load_training  # a run has all its settings
+    config = load(find_config(path), overrides(options))
     if options.print_config:
         print(dump_config(config), end="")
         return 0
@@ -51,12 +52,12 @@ def find_lr_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="steps at most (default: 100)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss over the learning rate")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(command, ("model", "moe", "attention", "tokenizer", "data", "training"))
+    add_config_flags(command, ("model", "moe", "attention", "tokenizer", "data", "training", "lora"))
 
 
 def find_lr(options: argparse.Namespace) -> int:
     check_plot(options)
-    config = load_config(find_config(options.config), overrides(options))
+    config = load_training(find_config(options.config), overrides(options))
     use_compilation_cache()
     from dantinox.report.plots import draw_rates
     from dantinox.training.find_lr import find_lr, rate_lines

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.cli.common import whole_number
-from dantinox.config import UserError, load_config
-from dantinox.config.start import find_config
+from dantinox.config import UserError
+from dantinox.config.start import find_config, load_training
 from dantinox.files import check_folder, check_writable
 from dantinox.report.plots import BY, plot_runs
 
@@ -87,6 +87,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer, vocabulary_size
     from dantinox.training.rehearsal import rehearsal
+    from dantinox.training.resume import starting_tokenizer
 
     if subject.is_dir():
         run = RunDirectory(subject)
@@ -94,8 +95,9 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
         run.check(run.tokenizer)
         symbols = Tokenizer.load(run.tokenizer).vocab_size
     else:
-        config = load_config(find_config(subject))
-        symbols = vocabulary_size(config)
+        config = load_training(find_config(subject))
+        known = starting_tokenizer(config)
+        symbols = vocabulary_size(config) if known is None else known.vocab_size
     step = rehearsal(config, symbols, _note)
     step()
     step().loss.block_until_ready()

@@ -12,6 +12,7 @@ from dantinox.config.needs import Needs, given
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # PEFT's names
 
 
 class ModelSection(Section):
@@ -210,6 +211,17 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of a model, resolved: what they add is multiplied by `scale`; `held` is the dtype of the weights that stay."""
+
+    rank: int
+    scale: float
+    targets: tuple[Projection, ...]
+    dropout: float = 0.0
+    held: Literal["float32", "bfloat16", "int8"] = "float32"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture, resolved: everything a `Transformer` is built from, and nothing else.
 
@@ -253,6 +265,7 @@ class ModelConfig:
     final_softcap: float | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    lora: LoraConfig | None = None
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     weight_tying: bool = True
     dropout_rate: float = 0.0

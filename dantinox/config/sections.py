@@ -6,6 +6,7 @@ are derived from it.
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -25,6 +26,7 @@ from dantinox.config.base import (
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
 from dantinox.config.kv import KVSection, kv_conflicts
+from dantinox.config.lora import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
 from dantinox.config.needs import Needs, given, idle_among
 from dantinox.config.router import RouterSection, router_conflicts
@@ -235,6 +237,7 @@ class Config(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    lora: LoraSection = LoraSection()
     distributed: DistributedSection = DistributedSection()
     generation: GenerationSection = GenerationSection()
     router: RouterSection = RouterSection()
@@ -273,6 +276,7 @@ class Config(Section):
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield f"{key} must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
         yield from model_conflicts(self.model, self.moe, self.attention)
+        yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
         yield from router_conflicts(self.router)
         yield from kv_conflicts(self.kv)
@@ -280,6 +284,10 @@ class Config(Section):
     def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
         """The resolved architecture for a vocabulary of `vocab_size` tokens, on a platform of `dantinox.platform`."""
         return architecture(self.model, self.moe, self.attention, vocab_size, platform)
+
+    def trained_architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
+        """`architecture` with the adapters of `lora`, where only they are trained."""
+        return replace(self.architecture(vocab_size, platform), lora=lora_config(self.lora, self.model, self.moe))
 
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]

@@ -1,8 +1,14 @@
-"""Where settings begin: the configs that travel with the package, and a commented one to start from."""
+"""Where settings begin: the configs that travel with the package, a commented one to start from, and the run whose weights a
+training starts from."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dantinox.config.files import FIELDS, build_config
+from dantinox.config.files import FIELDS, build_config, load_config, merge, read_yaml, report
+from dantinox.config.model import ModelConfig
+from dantinox.config.sections import Config, flat, without
 from dantinox.files import UserError, on_one_line, shown
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -14,6 +20,12 @@ ESSENTIAL = {
     "training": ("epochs", "batch_size", "lr", "warmup_steps", "eval_every", "sample_every"),
     "generation": ("max_new_tokens", "temperature", "top_p"),
 }
+INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
+# What may be another than where the weights are from: they have the same shapes and the same part in the model.
+FREE: dict[str, Any] = {
+    "max_context": 0, "windows": (), "rope_theta": 1.0, "rope_scaling": None, "kernel": "auto", "dropout_rate": 0.0,
+    "remat": "none", "scan_layers": False, "dtype": "auto",
+}  # fmt: skip
 NOT_DEFAULT = {"data.path": "builtin:python", "training.sample_every": 250}
 
 
@@ -47,3 +59,62 @@ def starting_config(path: str | Path) -> str:
             setting = f"{name}: {value if isinstance(value, str) else shown(value)}"
             lines.append(f"  {setting:<28}# {FIELDS[f'{section}.{name}'].description}")
     return "\n".join(lines) + "\n"
+
+
+def load_training(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """`load_config` of a training that is to begin, see `build_training`."""
+    path = Path(path)
+    tree, lines = read_yaml(path)
+    return build_training(tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path))
+
+
+def build_training(
+    tree: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    where: dict[str, str] | None = None,
+    source: str = "",
+    origin: str = "command line",
+) -> Config:
+    """`build_config`, but what is not said of model and tokenizer is as in the run `training.init_from`, where there is one.
+
+    Raises:
+      UserError: as `build_config`; or what is said contradicts the weights of that run.
+    """
+    overrides, where = overrides or {}, where or {}
+    training = tree.get("training")
+    init_from = overrides.get("training.init_from", training.get("init_from") if isinstance(training, dict) else None)
+    file = Path(init_from) / "config.yaml" if isinstance(init_from, str) and "\0" not in init_from else None
+    if not init_from or file is None or not file.is_file():  # who reads its weights says what is wrong
+        return build_config(tree, overrides, where, source, origin)
+    base = load_config(file)
+    given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
+    below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED}
+    filled = {section: {**below.get(section, {}), **(keys or {})} for section, keys in tree.items() if _is_section(keys)}
+    config, unused = merge(tree | below | filled, overrides, where, source, origin)
+    _check_start(base, config, sorted(given), where | dict.fromkeys(overrides, origin), str(init_from))
+    report({key: reason for key, reason in unused.items() if key in given}, where, source)
+    return without(config, [key for key in unused if key not in given])
+
+
+def _is_section(keys: Any) -> bool:
+    return keys is None or isinstance(keys, dict)
+
+
+def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
+    """Raises where a setting that was given contradicts the weights of the base, or its tokenizer."""
+    before, after = flat(base), flat(config)
+    for key in given:
+        section, _, name = key.partition(".")
+        if section not in INHERITED or before.get(key) == after.get(key):
+            continue
+        changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
+        other = config.tokenizer.tokenizer_type != "file" if section == "tokenizer" else _fixed(changed) != _fixed(base)
+        if other:
+            what = f"{key} is {shown(before[key])} in {init_from}, whose weights the training starts from"
+            place = f" ({where[key]})" if key in where else ""
+            raise UserError(f"{what}, got {shown(after[key])}: leave it out{place}")
+
+
+def _fixed(config: Config) -> ModelConfig:
+    """What weights decide on of an architecture."""
+    return replace(config.architecture(1), **FREE)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dantinox.config.files import FIELDS, REQUEST, allowed, build_config, did_you_mean, nearest_key, read_yaml
+from dantinox.config.files import FIELDS, REQUEST, allowed, did_you_mean, nearest_key, read_yaml
 from dantinox.config.sections import Config
-from dantinox.config.start import DEFAULT, find_config
+from dantinox.config.start import DEFAULT, build_training, find_config
 from dantinox.files import UserError, on_one_line, shown
 
 KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")
@@ -147,7 +147,7 @@ def _draw(at: float, values: Any, whole: bool) -> Any:
 def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
     """What makes the settings of a trial from its choices and the place they are from."""
     if isinstance(base, dict):
-        return lambda chosen, origin: build_config(base, chosen, {}, f"base of {path}", origin)
+        return lambda chosen, origin: build_training(base, chosen, {}, f"base of {path}", origin)
     _must(
         isinstance(base, str),
         f"base must be a YAML file, a config of the package or sections, got {shown(base)}",
@@ -157,4 +157,4 @@ def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
     file = find_config(base)
     tree, lines = read_yaml(file)
     places = {key: f"{file}, line {line}" for key, line in lines.items()}
-    return lambda chosen, origin: build_config(tree, chosen, places, str(file), origin)
+    return lambda chosen, origin: build_training(tree, chosen, places, str(file), origin)

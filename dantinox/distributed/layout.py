@@ -374,6 +374,8 @@ def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | 
     sizes = mesh_sizes(config, model, len(devices))
     if len(devices) == 1:
         return Layout(model, device=None if devices[0] == jax.devices()[0] else devices[0])
+    if model.lora is not None:
+        raise UserError(f"lora.rank trains on one device, and there are {len(devices)}: let the process see one of them")
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types=kinds, devices=devices)
     layout = Layout(model, mesh)

@@ -17,15 +17,16 @@ from dantinox.generation.loop import bucket
 from dantinox.generation.result import Result
 from dantinox.generation.weights import HeadOrder, prepare, with_head_order
 from dantinox.generation.words import sampling_params, seeded
+from dantinox.interop.peft import run_weights
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.run import (
     KVCalibration,
+    RunDirectory,
     has_calibration,
     load_kv_calibration,
     load_router_calibration,
     load_run_config,
-    load_weights,
     open_run,
     weights_digest,
 )
@@ -224,7 +225,7 @@ def load(run_dir: str | Path, tensor: int | None = None) -> Run:
     run = open_run(run_dir)
     config = load_run_config(run)
     tokenizer = Tokenizer.load(run.tokenizer)
-    model = load_model(config, tokenizer.vocab_size, run.weights, tensor or config.generation.tensor_parallel)
+    model = load_model(config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel)
 
     def kv_calibration(path: str | None) -> KVCalibration | None:
         if path is None and not has_calibration(run.kv, "kv"):
@@ -236,10 +237,11 @@ def load(run_dir: str | Path, tensor: int | None = None) -> Run:
     return Run(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
 
 
-def load_model(config: Config, vocab_size: int, weights: Path, tensor: int = 1) -> Transformer:
-    """The transformer of a config with the weights of a file, each placed on its devices as it is read."""
+def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:
+    """The transformer of a run's config with its weights, each placed on its devices as it is read."""
     # The kernel is a matter of the machine that trained, and decoding wants the layers apart.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     build, shapes = blueprint(model)
     where = weight_places(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
-    return build(load_weights(weights, shapes, place=lambda path, array: jax.device_put(array, where.get(path))))
+    place = lambda path, array: jax.device_put(array, where.get(path))  # noqa: E731
+    return build(run_weights(run, config, shapes, vocab_size, place))

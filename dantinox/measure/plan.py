@@ -22,7 +22,7 @@ from dantinox.measure.topology import Topology
 from dantinox.measure.work import SENT, work_of
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import spans
-from dantinox.model.flops import attention_flops, matrix_parameters
+from dantinox.model.flops import adapter_parameters, attention_flops, matrix_parameters, training_flops
 from dantinox.model.parameters import blueprint
 from dantinox.programs import Bytes, Chip, bytes_of, size
 from dantinox.sampling import SamplingParams
@@ -31,7 +31,8 @@ LOOKED_UP = ("embed", "position_embed")  # tables of which a token reads a row
 STEPS = 1000  # of a schedule whose length the corpus decides: a constant in the program, which changes nothing here
 # What each figure is, and whose formula it is; N, L, H, Q as in the functions below.
 FORMULAS = {
-    "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B); what is done again is none of them",
+    "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B); what is done again is none of them; "
+    "beside n weights of adapters 4N + 6n",
     "evaluation": "2N + 4·L·H·Q·T FLOPs a token (Kaplan et al. 2020, section 2.1)",
     "prefill": "the same without the output layer, which reads a row's last token alone",
     "decode": "2N + 4·L·H·Q·S FLOPs a token, S the slots of the cache",
@@ -172,11 +173,12 @@ def make_plan(
             f"got {batch}, {prompt} and {new}"
         )
     meshed = [on_mesh(config, mesh) for mesh in meshes or [{}]]
-    layouts = [make_layout(one, model, topology.devices) for one in meshed]
+    trained = config.trained_architecture(vocab_size, topology.platform)
+    layouts = [make_layout(one, trained, topology.devices) for one in meshed]
     with topology.assumed():
         traced: list[Traced] = []
         for one, layout in zip(meshed, layouts, strict=True):
-            traced += training_programs(one, model, training, layout)
+            traced += training_programs(one, trained, training, layout)
         traced.sort(key=lambda program: program.name, reverse=True)  # the meshes of one program beside each other
         traced += generation_programs(topology, config, model, batch, prompt, new)
         programs = []
@@ -220,14 +222,14 @@ def training_programs(config: Config, model: ModelConfig, training: Training, la
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
     steps = config.training.steps or STEPS
     for name, (rows, length, program, options) in training(config, model, steps, layout).items():
-        forward = 2 * matrix_parameters(model) + attention_flops(model, length)
-        flops = rows * length * forward * (3 if name == "train" else 1) // layout.devices
+        forward = 2 * (matrix_parameters(model) + adapter_parameters(model)) + attention_flops(model, length)
+        flops = rows * length * (training_flops(model, length) if name == "train" else forward) // layout.devices
         layers = rows * length * (forward - 2 * model.dim * model.vocab_size) // layout.devices
         again = layers if name == "train" and model.remat == "full" else 0
         # Of a table on one device rows are looked up; in parts it is passed on, which counts as that.
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else model.vocab_size * model.dim * 4
-        (state, batch), _ = program.in_avals
-        traffic = layout.bytes(state) + size(batch) // layout.parts + layout.bytes(program.out_info) - untouched
+        (state, batch, base), _ = program.in_avals
+        traffic = layout.bytes((state, base)) + size(batch) // layout.parts + layout.bytes(program.out_info) - untouched
         yield Traced(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic, program, options)
 
 

@@ -2,6 +2,7 @@
 
 from dantinox.config import ModelConfig
 from dantinox.model.cache import spans
+from dantinox.model.lora import sizes
 
 
 def matrix_parameters(model: ModelConfig) -> int:
@@ -44,6 +45,14 @@ def training_flops(model: ModelConfig, length: int) -> int:
     """FLOPs of a training step for each token of texts of `length` tokens: `3·(2·N + 4·L·H·Q·T)`.
 
     Forward once and backward twice (Chowdhery et al. 2022, "PaLM", appendix B); what is computed again to save memory, the
-    optimizer and norms do not count.
+    optimizer and norms do not count. Weights beside adapters have no derivatives: they are `2·2·N`, and the adapters `3·2·n`.
     """
-    return 3 * (2 * matrix_parameters(model) + attention_flops(model, length))
+    times = 3 if model.lora is None else 2
+    return 2 * times * matrix_parameters(model) + 6 * adapter_parameters(model) + 3 * attention_flops(model, length)
+
+
+def adapter_parameters(model: ModelConfig) -> int:
+    """n: the weights of the adapters of all layers, of a projection `r·(in + out)`."""
+    if model.lora is None:
+        return 0
+    return model.num_blocks * model.lora.rank * sum(sum(sizes(model)[target]) for target in model.lora.targets)

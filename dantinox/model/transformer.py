@@ -16,6 +16,7 @@ from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import Fresh, KVCache
 from dantinox.model.latent import LatentAttention
 from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
+from dantinox.model.lora import adapt, hold
 from dantinox.model.moe import MixtureOfExperts
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.model.sharing import ALONE, GATHERED, Sharing
@@ -62,6 +63,8 @@ class Block(nnx.Module):
         feeding = feed_forward if config.experts is None else MixtureOfExperts
         self.ffn = feeding(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.routes = config.experts is not None
+        if config.lora is not None:
+            adapt(self, config, rngs=rngs)
 
     def __call__(
         self,
@@ -121,6 +124,9 @@ class Transformer(nnx.Module):
         untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
         self.head = nnx.data(untied)
         self.head_bias = nnx.Param(jnp.zeros(V, jnp.float32)) if config.head_bias else None
+        for table in (self.embed, self.position_embed, None if untied is None else untied.kernel):
+            if table is not None:
+                hold(table, config.lora)
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
         """`hidden` and `logits` in a row: (logits `[B, T, V]`, cache, aux)."""

@@ -24,6 +24,9 @@ class RunDirectory:
         self.tokenizer = self.path / "tokenizer.json"
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
+        self.adapter = (
+            self.path / "adapter" / "adapter_model.safetensors"
+        )  # in place of the weights, where only that is trained
         self.data = self.path / "data"  # the tokens
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -31,6 +34,11 @@ class RunDirectory:
         self.plots = self.path / "plots"
         self.router = self.path / "router.json"  # thresholds of the entropy router, measured
         self.kv = self.path / "kv_entropy.json"  # what was measured of the attention heads, for compressed caches
+
+    @property
+    def exported(self) -> Path:
+        """What its training gives: its weights, or its adapters."""
+        return self.adapter if self.adapter.is_file() else self.weights
 
     def log(self, config: Config) -> Path:
         return self.path / config.logging.log_file
@@ -143,10 +151,25 @@ def open_run(path: str | Path) -> RunDirectory:
                 f"{path} is a run of DantinoX 0, whose weights ({name}) this version does not read: train the model again, "
                 "with `dantinox train`, on the text it was made from"
             )
-    if not run.weights.is_file():
+    if not run.exported.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
-    run.check(run.tokenizer, run.weights)
+    run.check(run.tokenizer, run.exported)
     return run
+
+
+def open_base(init_from: str | None, beside: RunDirectory | None = None) -> RunDirectory:
+    """The run whose weights a training starts from: that of the path, or where there is none one of its name beside a run.
+
+    Raises:
+      UserError: it is not there, or damaged.
+    """
+    named = Path(init_from or "")
+    if beside is not None and not named.is_dir():
+        moved = beside.path.parent / named.name
+        if not moved.is_dir():
+            raise UserError(f"the base of {beside.path} is gone: there is no run at {init_from}, nor at {moved}")
+        named = moved
+    return open_run(named)
 
 
 def save_config(run: RunDirectory, config: Config) -> None:

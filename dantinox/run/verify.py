@@ -65,7 +65,7 @@ def own_damage(run: RunDirectory, entry: Callable[[Path], Entry] = entry_of) -> 
       UserError: something cannot be read, or the manifest is damaged.
     """
     files = read_manifest(run.path / MANIFEST)["files"]
-    own = {str(path.relative_to(run.path)) for path in (run.config, run.tokenizer, run.weights) if path.exists()}
+    own = {str(path.relative_to(run.path)) for path in (run.config, run.tokenizer, run.weights, run.adapter) if path.exists()}
     for name in sorted({*files, *own}):
         if problem := damage(run.path, name, files.get(name), entry):
             yield problem
@@ -163,7 +163,8 @@ def accept_run(run: RunDirectory) -> list[str]:
       UserError: another process is working on the run, or it cannot be written.
     """
     with run.lock():
-        kept = [run.config, run.tokenizer, run.weights, run.router, run.kv, *run.data.glob("tokens*")]
+        own = run.config, run.tokenizer, run.weights, run.router, run.kv
+        kept = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*")]
         names = sorted(str(path.relative_to(run.path)) for path in kept if path.is_file())
         answer_for(run.path, names, afresh=True)
         return names

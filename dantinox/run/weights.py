@@ -65,11 +65,11 @@ def load_weights(
 
 
 def weights_digest(run: RunDirectory) -> str:
-    """SHA-256 (hex) of the weights file, computed once for as long as the file stays as it is."""
+    """SHA-256 (hex) of the weights, or of the adapters, which name theirs; computed once for as long as the file stays."""
     try:
-        return entry_while_unchanged(run.weights).sha256
+        return entry_while_unchanged(run.exported).sha256
     except OSError as error:
-        raise UserError(f"cannot read the weights {run.weights}: {error.strerror}") from None
+        raise UserError(f"cannot read the weights {run.exported}: {error.strerror}") from None
 
 
 def _compare(path: Path, found: Mapping[str, Leaf], shapes: dict[str, tuple[int, ...]]) -> None:

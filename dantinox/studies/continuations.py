@@ -184,7 +184,7 @@ class Judge:
         config = load_run_config(run)
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
         self.tokenizer = Tokenizer.load(run.tokenizer)
-        self.model = load_model(config, self.tokenizer.vocab_size, run.weights)
+        self.model = load_model(config, self.tokenizer.vocab_size, run)
 
     def bits_per_byte(self, prompts: Sequence[str], texts: Sequence[str]) -> np.ndarray:
         """−log2 p(text | prompt) per UTF-8 byte of each text, spelt by the judge's own tokenizer: `[N]` float64.

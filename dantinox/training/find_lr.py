@@ -14,6 +14,7 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.distributed import make_layout
 from dantinox.text import prepare_data
+from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import initial_state, make_train_step
 
 SMOOTHING = 0.9  # of the losses, in steps; the mean is corrected for its start
@@ -43,7 +44,7 @@ class RateTest:
 
 
 def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda line: None) -> RateTest:
-    """Trains from fresh weights for at most `steps` steps, rates from `LEAST` to `MOST` times those of the settings.
+    """Trains from where the settings begin for at most `steps` steps, rates from `LEAST` to `MOST` times those of the settings.
 
     Nothing of it is kept. Warm-up and schedule have no part in it.
 
@@ -53,8 +54,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
     if steps < 10:
         raise UserError(f"--tries must be at least 10, got {steps}")
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory)
-        model, t = config.architecture(tokenizer.vocab_size), config.training
+        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config))
+        model, t = config.trained_architecture(tokenizer.vocab_size), config.training
         progress(f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context} tokens")
 
         def factor(step: Any) -> jax.Array:
@@ -62,10 +63,12 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
 
         layout = make_layout(config, model)
         train = make_train_step(config, model, steps, factor, layout)
-        state = initial_state(config, model, steps, layout=layout)
+        given = starting_weights(config, model, tokenizer.fingerprint)
+        state = initial_state(config, model, steps, given, layout)
+        base = frozen_weights(config, model, tokenizer.fingerprint, layout)
         losses: list[float] = []
         for step in range(steps):
-            state, metrics = train(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum))
+            state, metrics = train(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum), base)
             losses.append(float(metrics.loss))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):
                 break

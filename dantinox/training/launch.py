@@ -29,7 +29,7 @@ from dantinox.run import (
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
-from dantinox.training.resume import resumed_config, total_steps
+from dantinox.training.resume import resumed_config, starting_tokenizer, total_steps
 from dantinox.training.samples import Sampler, make_sampler
 from dantinox.training.step import Programs
 
@@ -60,7 +60,9 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
 
         def prepare() -> str:
             nonlocal made
-            make_layout(config, config.architecture(vocab_size=1))  # whatever the vocabulary: what does not fit is said first
+            make_layout(
+                config, config.trained_architecture(vocab_size=1)
+            )  # whatever the vocabulary: what does not fit is said first
             run = _existing(run_dir) if resume else create_run(run_dir)
             held.enter_context(run.lock())
             made = (_go_on if resume else _begin)(config, run, console)
@@ -88,10 +90,10 @@ def _join_in(run: RunDirectory) -> Start:
 def dry_run(config: Config) -> Iterator[str]:
     """What `launch` would do, without a run directory: the plan, the memory it takes, the first batch as text."""
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory, _base_tokenizer(config), chat_template=base_template(config))
+        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
         make_sampler(config, tokenizer)
         yield _plan(config, tokenizer, store)
-        model = config.architecture(tokenizer.vocab_size)
+        model = config.trained_architecture(tokenizer.vocab_size)
         programs = Programs(config, model, total_steps(config, store.windows_per_epoch), make_layout(config, model))
         yield programs.memory.line()
         check_memory(programs.memory, config)
@@ -103,7 +105,7 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
     """A fresh run; on an error the directory is left as it was found, so that the corrected command can be given again."""
     try:
         template = base_template(config)
-        tokenizer, store = prepare_data(config, run.data, _base_tokenizer(config), console.stage, template)
+        tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
         sample = make_sampler(config, tokenizer)
         answer_for(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json())
@@ -128,16 +130,9 @@ def base_template(config: Config) -> str:
     return str(base) if base is not None and base.is_file() else "plain"
 
 
-def _base_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run that a training on conversations starts from."""
-    if config.training.objective == "next_token" or config.training.init_from is None:
-        return None
-    return Tokenizer.load(open_run(config.training.init_from).tokenizer)
-
-
 def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
     """A run with its own tokenizer and tokens."""
-    run.check(run.tokenizer, *(path for path in (run.weights,) if path.exists()))
+    run.check(run.tokenizer, *(path for path in (run.weights, run.adapter) if path.exists()))
     if run.data.exists():
         run.check(*(run.path / name for name in run.tokens(named=True)))
     saved = load_run_config(run)

@@ -32,8 +32,9 @@ from dantinox.distributed import (
     on_host,
 )
 from dantinox.files import UserError, first_line
+from dantinox.interop.peft import save_adapter
 from dantinox.model.flops import training_flops
-from dantinox.model.parameters import unrolled
+from dantinox.model.parameters import Parameters, blueprint, unrolled
 from dantinox.platform import platform_of
 from dantinox.programs import chip_of
 from dantinox.report import Console, MetricsLog, plot_loss, trackers
@@ -41,7 +42,7 @@ from dantinox.run import RunDirectory, put, save_weights
 from dantinox.text import Batch, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.memory import check_memory, give_back_freed_memory, keep_freed_memory, out_of_memory, used_gb
-from dantinox.training.resume import check_facts, run_facts, starting_weights, total_steps
+from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler, sampled_model
 from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
 from dantinox.training.stopping import StopRequest, stop_request
@@ -152,14 +153,15 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         self.steps = total_steps(self.config, self.store.windows_per_epoch)
-        self.model = self.config.architecture(self.tokenizer.vocab_size)
+        self.model = self.config.trained_architecture(self.tokenizer.vocab_size)
         self.layout: Layout = make_layout(self.config, self.model)
-        self.facts = run_facts(self.config, self.tokenizer.fingerprint, self.layout)
+        self.facts = run_facts(self.config, self.tokenizer.fingerprint, self.layout, self.run)
         logs = self.run.log(self.config), self.run.metrics
         self.logs: Any = MetricsLog(*logs, trackers(self.config, self.run.path)) if is_first() else Silent()
         self.checkpoints = Checkpoints(self.run.checkpoints, self.config.training.keep_last, logs)
         self.together = StopTogether()
         self.state: State
+        self.frozen: Parameters = {}  # what stays as it is beside adapters
 
     def train(self, resume: bool) -> Progress:
         restored = self._restore() if resume else None
@@ -170,6 +172,7 @@ class _Trainer:
         self.programs = Programs(self.config, self.model, self.steps, self.layout)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
+        self.frozen = frozen_weights(self.config, self.model, self.tokenizer.fingerprint, self.layout, self.run)
         if not restored:
             self._begin()
         if platform_of().name == "cpu":
@@ -241,7 +244,7 @@ class _Trainer:
             self._evaluate()
             self._stop_if_asked()
         while not self._finished():
-            self.state, metrics = self.programs.train(self.state, next(batches))
+            self.state, metrics = self.programs.train(self.state, next(batches), self.frozen)
             self.step += 1
             self.val_loss = None
             self.clock.steps += 1
@@ -358,7 +361,10 @@ class _Trainer:
     def _export(self, state: State) -> None:
         weights = on_host(state.weights)
         if is_first():
-            save_weights(self.run.weights, unrolled(weights), self.facts)
+            if self.model.lora is None:
+                save_weights(self.run.weights, unrolled(weights), self.facts)
+            else:
+                save_adapter(self.run, unrolled(weights), self.model, self.facts)
         meet()
 
     def _validation_loss(self) -> float | None:
@@ -366,7 +372,7 @@ class _Trainer:
         nats = count = 0.0
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             rows = self.layout.put_rows(partial(_chosen, batch), self.programs.eval_rows)
-            part = jax.device_get(self.programs.evaluate(self.state.weights, rows))
+            part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
             nats, count = nats + float(part.nats), count + float(part.targets)
             self.stop.signal = agreed(self.stop.signal or 0) or None
             if self.stop.signal is not None:
@@ -375,7 +381,8 @@ class _Trainer:
 
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
-        weights = self.state.weights if self.layout.mesh is None else on_host(self.state.weights)
+        weights = self.state.weights | self.frozen
+        weights = weights if self.layout.mesh is None else on_host(weights)
         if is_first():
             self._sample_of(weights, sample)
         meet()
@@ -426,7 +433,7 @@ class _Trainer:
 
     def _export_what_is_missing(self) -> None:
         """The best weights again, or the last, where their file was moved away."""
-        if from_first(self.run.weights.exists):
+        if from_first(self.run.exported.exists):
             return
         self._export(self._best())
 
@@ -445,10 +452,11 @@ class _Trainer:
         return self.layout.everywhere(np.zeros(2, np.float32))
 
     def _summary(self) -> dict[str, Any]:
-        sizes = {name: p.size for name, p in self.state.parameters.items()}
+        sizes = {name: math.prod(leaf.shape) for name, leaf in blueprint(replace(self.model, lora=None))[1].items()}
         embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
         return {
             "parameters": sum(sizes.values()),
+            "trained_parameters": sum(p.size for p in self.state.parameters.values()),
             "parameters_without_embeddings": sum(sizes.values()) - embeddings,
             "steps": self.step,
             "tokens": self.step * self.config.training.batch_size * self.config.model.max_context,

@@ -18,29 +18,38 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a training step, from the compiled program; `available` is None where the system does not say."""
+    """Bytes of a training step, from the compiled program; `available` is None where the system does not say.
+
+    `parameters` are trained; `frozen` are the weights beside them that are not, `frozen_count` of them.
+    """
 
     parameters: int
     optimizer: int
     peak: int
     available: int | None
+    frozen: int = 0
+    frozen_count: int = 0
 
     def line(self) -> str:
         """Parameters, optimizer state, estimated peak and what is free, in one line."""
         free = "" if self.available is None else f" of {human_bytes(self.available)} free"
+        count, weights = self.parameters // 4, f"weights {human_bytes(self.parameters)}"
+        parameters = f"{human_count(count)} parameters"
+        if self.frozen:
+            parameters = f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them trained"
+            weights = f"weights {human_bytes(self.frozen)}, adapters {human_bytes(self.parameters)}"
         return (
-            f"{human_count(self.parameters / 4)} parameters: weights {human_bytes(self.parameters)}, "
-            f"optimizer {human_bytes(self.optimizer)}, estimated peak {human_bytes(self.peak)}{free}"
+            f"{parameters}: {weights}, optimizer {human_bytes(self.optimizer)}, estimated peak {human_bytes(self.peak)}{free}"
         )
 
 
-def plan_memory(compiled: Any, state: Any) -> MemoryPlan:
-    """Reads the plan of a compiled step; `state` is its first argument, of arrays or shapes."""
+def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0) -> MemoryPlan:
+    """Reads the plan of a compiled step; `state` and `frozen` are its arguments, of arrays or shapes."""
     device = jax.local_devices()[0]
     peak, available = bytes_of(compiled).peak, available_bytes(device)
     if available is not None and device.platform == "cpu":
         available //= jax.local_device_count()  # they are simulated and share it
-    return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available)
+    return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available, size(frozen), frozen_count)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:

@@ -12,6 +12,7 @@ import optax
 
 from dantinox.config.sections import TrainingSection
 from dantinox.distributed import AXES, Layout
+from dantinox.model.lora import ADAPTERS
 from dantinox.model.parameters import Parameters
 
 Schedule = Callable[[Any], jax.Array]
@@ -65,10 +66,10 @@ def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def _cut(name: str, ndim: int) -> tuple[int, int] | None:
     """Where, among the axes of a hidden matrix, those that are fed begin, and where those that come out."""
-    if not name.startswith(("blocks/", "rolled/")) or not name.endswith("kernel"):
+    if not name.startswith(("blocks/", "rolled/")) or not name.endswith(("kernel", *ADAPTERS)):
         return None
     stacked = name.startswith("rolled/") + ("/experts/" in name)
-    return stacked, ndim - 1 if name.endswith("attention/out/kernel") else stacked + 1
+    return stacked, ndim - 1 if name.endswith(("attention/out/kernel", "o_proj/lora_a")) else stacked + 1
 
 
 def optimizer(
@@ -92,7 +93,7 @@ def optimizer(
 
 def _decayed(parameters: Parameters) -> dict[str, bool]:
     """Weight decay is for matrices and tables: not for scales, biases and sinks."""
-    return {name: name.endswith(("kernel", "embed")) for name in parameters}
+    return {name: name.endswith(("kernel", "embed", *ADAPTERS)) for name in parameters}
 
 
 def _adamw(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:

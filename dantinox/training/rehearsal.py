@@ -7,6 +7,8 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.distributed import make_layout
+from dantinox.model.lora import frozen
+from dantinox.model.parameters import initial_parameters
 from dantinox.text import Batch
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.step import Metrics, Programs, initial_state
@@ -23,7 +25,7 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     steps = config.training.steps or max(STEPS, config.training.warmup_steps)
-    model = config.architecture(vocab_size)
+    model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)
     programs = Programs(config, model, steps, layout)
     note(programs.memory.line())
@@ -37,10 +39,12 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
 
     batch = layout.put_rows(read, config.training.batch_size, config.training.grad_accum)
     state = initial_state(config, model, steps, layout=layout)
+    places = layout.shardings(frozen(layout.shapes, model))
+    base = jax.jit(lambda: frozen(initial_parameters(model, config.training.seed), model), out_shardings=places)()
 
     def step() -> Metrics:
         nonlocal state
-        state, metrics = programs.train(state, batch)
+        state, metrics = programs.train(state, batch, base)
         return metrics
 
     return step

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -11,9 +12,12 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, shown
-from dantinox.model.parameters import blueprint, rolled
+from dantinox.interop.peft import run_weights
+from dantinox.model.lora import held
+from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
-from dantinox.run import load_weights, open_run
+from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest
+from dantinox.text import Tokenizer
 
 # None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
 FREE = [
@@ -50,9 +54,10 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
     return t.steps if t.steps is not None else max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
 
 
-def run_facts(config: Config, fingerprint: str, layout: Layout) -> dict[str, Any]:
-    """What a checkpoint records about its origin."""
-    return {
+def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
+    """What a checkpoint records about its origin; of adapters also which weights they are for."""
+    base = {} if config.lora.rank is None else {"base_sha256": weights_digest(open_base(config.training.init_from, run))}
+    return base | {
         "devices": layout.words(),
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
@@ -64,8 +69,13 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     """Compares a checkpoint's facts with those of this process; returns what deserves a note.
 
     Raises:
-      UserError: the tokenizer is another one.
+      UserError: the tokenizer is another one, or the weights that adapters are for.
     """
+    if (old := saved.get("base_sha256")) != (new := now.get("base_sha256")):
+        raise UserError(
+            f"the checkpoint was trained on weights {str(old)[:12]} (training.init_from), and those are {str(new)[:12]} now: "
+            "put the run that it was begun with back"
+        )
     old, new = saved.get("tokenizer_sha256"), now["tokenizer_sha256"]
     if old != new:
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
@@ -81,21 +91,67 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     ]
 
 
+def starting_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the run `training.init_from`, or None where it is not set or a file is given.
+
+    Raises:
+      UserError: there is no such run.
+    """
+    if config.training.init_from is None:
+        return None
+    source = open_base(config.training.init_from)
+    given = config.tokenizer.tokenizer_type == "file" and config.tokenizer != load_run_config(source).tokenizer
+    return None if given else Tokenizer.load(source.tokenizer)
+
+
 def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:
-    """The weights of the run `training.init_from`, in the host's memory, or None where it is not set.
+    """The weights of the run `training.init_from`, in the host's memory, or None where fresh ones are trained, as adapters are.
 
     Raises:
       UserError: that run has another tokenizer or another architecture.
     """
-    if config.training.init_from is None:
+    if config.training.init_from is None or model.lora is not None:
         return None
-    source = open_run(config.training.init_from)
+    given = _read_source(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
+    return rolled(given, model) if model.scan_layers else given
+
+
+def frozen_weights(
+    config: Config, model: ModelConfig, fingerprint: str, layout: Layout, run: RunDirectory | None = None
+) -> Parameters:
+    """The weights of the run `training.init_from` on their devices, as they are held beside adapters; none without adapters.
+
+    Args:
+      run: of the training, beside which its base may lie.
+
+    Raises:
+      UserError: that run is gone, or has another tokenizer or another architecture.
+    """
+    if model.lora is None:
+        return {}
+    shapes = blueprint(replace(model, scan_layers=False))[1]
+    there = model.scan_layers or layout.mesh is not None  # else one by one, and the host never has them all
+
+    def place(name: str, array: np.ndarray) -> dict[str, Any]:
+        parts = held(name, array, shapes)
+        return parts if there else layout.put_parameters(parts)
+
+    read = _read_source(config, replace(model, lora=None), fingerprint, run, place)
+    weights = {name: array for parts in read.values() for name, array in parts.items()}
+    if not there:
+        return weights
+    return layout.put_parameters(rolled(weights, model) if model.scan_layers else weights)
+
+
+def _read_source(
+    config: Config, model: ModelConfig, fingerprint: str, run: RunDirectory | None, place: Callable[[str, np.ndarray], Any]
+) -> dict[str, Any]:
+    source = open_base(config.training.init_from, run)
     other = hashlib.sha256(source.tokenizer.read_bytes()).hexdigest() if source.tokenizer.is_file() else None
     if other is not None and other != fingerprint:
         raise UserError(
             f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
-            f"set tokenizer.tokenizer_type: file and tokenizer.tokenizer_path: {source.tokenizer}"
+            f"leave the settings of tokenizer out, and it is taken from there"
         )
     _, shapes = blueprint(replace(model, scan_layers=False))
-    given = load_weights(source.weights, shapes, lambda _, array: np.array(array, np.float32))
-    return rolled(given, model) if model.scan_layers else given
+    return run_weights(source, load_run_config(source), shapes, model.vocab_size, place)

@@ -45,7 +45,10 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
 
 
 def sampled_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
-    """A model as a sample wants it, layers apart; weights from a host's memory go to as many devices as can share them."""
+    """A model as a sample wants it, layers apart, with adapters beside the weights that they are for.
+
+    Weights from a host's memory go to as many devices as can share them.
+    """
     apart = replace(model, scan_layers=False)
     build, shapes = blueprint(apart)
     parameters = unrolled(weights)

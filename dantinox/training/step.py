@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
 from dantinox.model import compute_dtype
+from dantinox.model.lora import drop_out, frozen, trained
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.platform import platform_of
 from dantinox.programs import compiled, size
@@ -30,6 +32,7 @@ EVAL_TOKENS_PER_CALL = 8192
 class State(NamedTuple):
     """All that the next step depends on, and so all that exact resume needs. The data and dropout of a step follow from `step`.
 
+    Where adapters are trained, `parameters` are theirs alone; what stays as it is, is another argument of the programs.
     `since_row` and `since_line` are `[sum of step losses, steps]` since the last row of the log and of metrics.jsonl.
     """
 
@@ -68,13 +71,16 @@ def initial_state(
     """The state before the first step: fresh weights by `training.seed`, or the given ones."""
     layout = layout or Layout(model)
     places = None if layout.mesh is None else layout.shardings(abstract_state(config, model, steps))
+
+    def fresh() -> Parameters:
+        return trained(initial_parameters(model, config.training.seed), model)
+
     if given is not None:
         parameters = layout.put_parameters(given)
     elif places is None:
-        parameters = initial_parameters(model, config.training.seed)
+        parameters = fresh() if model.lora is None else jax.jit(fresh)()  # which makes nothing that it does not give
     else:  # no device has all of them at any time
-        fresh = jax.jit(lambda: initial_parameters(model, config.training.seed), out_shardings=places.parameters)
-        parameters = fresh()
+        parameters = jax.jit(fresh, out_shardings=places.parameters)()
     init = optimizer(config.training, steps, layout=layout).init
     moments = jax.jit(init, out_shardings=None if places is None else places.optimizer)(parameters)
     zero, pair = layout.everywhere(np.zeros((), np.int32)), layout.everywhere(np.zeros(2, np.float32))
@@ -83,7 +89,7 @@ def initial_state(
 
 def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
     """The shapes of `initial_state`, without allocating anything."""
-    _, shapes = blueprint(model)
+    shapes = trained(blueprint(model)[1], model)
     moments = jax.eval_shape(optimizer(config.training, steps).init, shapes)
     pair = jax.ShapeDtypeStruct((2,), jnp.float32)
     return State(jax.ShapeDtypeStruct((), jnp.int32), shapes, moments, pair, pair)  # type: ignore[arg-type]
@@ -92,7 +98,7 @@ def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
 def make_train_step(
     config: Config, model: ModelConfig, steps: int, factor: Schedule | None = None, layout: Layout | None = None
 ) -> Any:
-    """The optimizer step as one `jax.jit`: (state, which is donated; batch) → (next state, metrics).
+    """The optimizer step as one `jax.jit`: (state, which is donated; batch; frozen weights) → (next state, metrics).
 
     Args:
       factor: on the peak learning rates, in place of that of `training.schedule`.
@@ -103,29 +109,35 @@ def make_train_step(
     factor = factor or schedule(training, steps)
     transform = optimizer(training, steps, factor, layout)
 
-    def objective(parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array) -> tuple[jax.Array, Any]:
-        total = sums(layout.built(build, parameters), part, rngs=nnx.Rngs(dropout=key))
+    def objective(
+        parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array, base: Parameters
+    ) -> tuple[jax.Array, Any]:
+        built = layout.built(build, parameters | base)
+        drop_out(built, key)
+        total = sums(built, part, rngs=nnx.Rngs(dropout=key))
         loss = total.nats + training.z_loss * total.penalty
         if total.routing is None:
             return loss / count, (total.nats, None)
         loss += config.moe.alpha_balance * total.routing.balance + config.moe.router_z_loss * total.routing.z
         return loss / count, (total.nats, total.routing.counts_E)
 
-    def gradient(parameters: Parameters, batch: Batch, key: jax.Array) -> tuple[Parameters, jax.Array, jax.Array | None]:
+    def gradient(
+        parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
+    ) -> tuple[Parameters, jax.Array, jax.Array | None]:
         """Of the mean loss of a batch, that loss, and the experts' tokens: from one device's parts of everything."""
         count = jnp.maximum(layout.sharing.total(jnp.sum(batch.mask_BT)), 1.0)
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
         gradients, (nats, counts_LE) = _accumulated(
-            partial(objective, count=count), parameters, batch, layout.own_key(key), training.grad_accum, no_counts
+            partial(objective, count=count, base=base), parameters, batch, layout.own_key(key), training.grad_accum, no_counts
         )
         return layout.summed(gradients), layout.total(nats) / count, counts_LE
 
-    one = PartitionSpec()
-    gradient = layout.on_devices(gradient, (layout.specs, PartitionSpec(BATCH), one), (layout.specs, one, one))
+    one, own = PartitionSpec(), trained(layout.specs, model)
+    gradient = layout.on_devices(gradient, (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one))
 
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        gradients, loss, counts_LE = gradient(state.parameters, batch, key)
+        gradients, loss, counts_LE = gradient(state.parameters, batch, key, base)
         updates, moments = transform.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
@@ -180,13 +192,15 @@ def _accumulated(
 
 
 def make_eval_step(model: ModelConfig, layout: Layout | None = None) -> Any:
-    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch) → Sums without routing."""
+    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch, frozen) → Sums without routing."""
     layout, (build, _) = layout or Layout(model), blueprint(model)
 
-    def evaluate(parameters: Parameters, batch: Batch) -> Sums:
-        return layout.total(sums(layout.built(build, parameters), batch)._replace(routing=None))
+    def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> Sums:
+        return layout.total(sums(layout.built(build, parameters | base), batch)._replace(routing=None))
 
-    return jax.jit(layout.on_devices(evaluate, (layout.specs, PartitionSpec(BATCH)), PartitionSpec()))
+    specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
+    of_devices = layout.on_devices(evaluate, specs, PartitionSpec())
+    return jax.jit(lambda parameters, batch, base={}: of_devices(parameters, batch, base))
 
 
 class Traced(NamedTuple):
@@ -203,11 +217,12 @@ def traced_programs(config: Config, model: ModelConfig, steps: int, layout: Layo
     layout = layout or Layout(model)
     rows, length = config.training.batch_size, config.model.max_context
     eval_rows = max(1, EVAL_TOKENS_PER_CALL // length) * layout.parts
-    state = layout.place(abstract_state(config, model, steps))
-    train = make_train_step(config, model, steps, layout=layout).trace(state, layout.place_rows(abstract_batch(rows, length)))
-    evaluation = make_eval_step(model, layout).trace(state.parameters, layout.place_rows(abstract_batch(eval_rows, length)))
+    state, base = (layout.place(tree) for tree in (abstract_state(config, model, steps), frozen(layout.shapes, model)))
+    batch, eval_batch = (layout.place_rows(abstract_batch(count, length)) for count in (rows, eval_rows))
+    train = make_train_step(config, model, steps, layout=layout).trace(state, batch, base)
+    evaluation = make_eval_step(model, layout).trace(state.parameters, eval_batch, base)
     platform = platform_of(model.platform)
-    options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(state.parameters))
+    options = platform.compiler_options(compute_dtype(model) == jnp.float32, size((state.parameters, base)))
     if config.training.deterministic and platform.name == "gpu":
         options |= {"xla_gpu_deterministic_ops": "true"}
     return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
@@ -223,12 +238,13 @@ class Programs:
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
-        self.train: Callable[[State, Batch], tuple[State, Metrics]] = compiled(train_lowered, train.options)
-        self.memory: MemoryPlan = plan_memory(self.train, abstract_state(config, model, steps))
+        self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compiled(train_lowered, train.options)
+        base, whole = frozen(blueprint(model)[1], model), blueprint(replace(model, lora=None))[1]
+        self.memory: MemoryPlan = plan_memory(self.train, abstract_state(config, model, steps), base, size(whole) // 4)
 
-    def evaluate(self, parameters: Parameters, batch: Batch) -> Sums:
+    def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> Sums:
         """The summed losses of a validation batch of `eval_rows` rows."""
-        return self._evaluate.result()(parameters, batch)
+        return self._evaluate.result()(parameters, batch, base)
 
     def _compile(self, lowered: Any, options: dict[str, str]) -> None:
         try:

@@ -83,7 +83,7 @@ def test_a_run_with_rolled_layers_is_one_like_any_other(workshop):
     )
     seen = []
     run = workshop.train("rolled", config, sample=lambda model: seen.append(len(model.blocks)) or "text")
-    assert seen == [4, 4] and len(load_model(config, VOCABULARY, run.weights).blocks) == 4
+    assert seen == [4, 4] and len(load_model(config, VOCABULARY, run).blocks) == 4
     longer = small_config(**SETTINGS, model__scan_layers=True, training__steps=6, training__eval_every=2)
     workshop.train("rolled", longer, resume=True)
     assert "resumed from step 4" in workshop.notes.getvalue()

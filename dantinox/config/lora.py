@@ -1,0 +1,68 @@
+"""The settings of a training of low-rank adapters."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dantinox.config.base import Count, Positive, Section, as_tuple, field
+from dantinox.config.model import AttentionSection, LoraConfig, ModelSection, MoESection, Projection
+from dantinox.config.needs import Needs, given
+
+ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA = Needs(("lora.rank", given))
+
+
+class LoraSection(Section):
+    """Low-rank adapters, in place of training all weights."""
+
+    rank: Count | None = field(
+        None,
+        "train adapters of this rank on the weights of training.init_from, which stay as they are (null: train all weights)",
+    )
+    alpha: Annotated[Positive | None, LORA] = field(None, "what adapters add is multiplied by alpha / rank (null: 2 · rank)")
+    dropout: Annotated[float, Field(ge=0, lt=1), LORA] = field(0.0, "dropout of what adapters read, in training only")
+    targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), LORA] = field(
+        None, "the projections that get adapters (null: all that the layers have, but for those of experts)"
+    )
+    base_weights: Annotated[Literal["float32", "bfloat16", "int8"], LORA] = field(
+        "float32",
+        "how the other weights are held while adapters are trained; int8: the projections of the layers, by output row",
+    )
+
+
+def projections(m: ModelSection, moe: MoESection) -> tuple[Projection, ...]:
+    """Those of a layer that can have adapters."""
+    gate: tuple[Projection, ...] = ("gate_proj",) if m.activation in ("swiglu", "geglu") else ()
+    return ATTENTION if moe.use_moe else (*ATTENTION, *gate, "up_proj", "down_proj")
+
+
+def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConfig | None:
+    """What these settings resolve to; None: there are no adapters."""
+    if lora.rank is None:
+        return None
+    scale = 2.0 if lora.alpha is None else lora.alpha / lora.rank
+    there = projections(m, moe)
+    targets = there if lora.targets is None else tuple(name for name in there if name in lora.targets)
+    return LoraConfig(lora.rank, scale, targets, lora.dropout, lora.base_weights)
+
+
+def lora_conflicts(
+    lora: LoraSection, init_from: str | None, m: ModelSection, moe: MoESection, a: AttentionSection
+) -> Iterator[str]:
+    """A sentence for each rule among these settings that is broken."""
+    if lora.rank is None:
+        return
+    there = projections(m, moe)
+    if init_from is None:
+        yield "lora.rank needs training.init_from, the run whose weights the adapters are for"
+    if a.kv_lora_rank is not None:
+        yield "lora.rank must be null with attention.kv_lora_rank: the projections of latents have no adapters"
+    if moe.use_moe and lora.base_weights == "int8":
+        yield "lora.base_weights must be float32 or bfloat16 with moe.use_moe: experts are not held in int8"
+    if lora.targets == ():
+        yield "lora.targets must name at least one projection, got []"
+    for name in lora.targets or ():
+        if name not in there:
+            why = "experts have no adapters" if moe.use_moe else f"model.activation is {m.activation}, which has none"
+            yield f"lora.targets cannot have {name}: {why} ({', '.join(there)} can be named)"
