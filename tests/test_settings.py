@@ -32,6 +32,8 @@ MOE = {"moe.use_moe": True}
 TALKS = {
     "training.objective": "sft", "data.path": "d.jsonl", "model.max_context": 64, "tokenizer.tokenizer_type": "byte",
 }  # fmt: skip
+FROM = {"training.init_from": "runs/x"}
+LORA = {**FROM, "lora.rank": 4}
 FOURFOLD = {"attention.rope_factor": 4.0}
 LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -94,6 +96,8 @@ OTHER: dict[str, tuple] = {
     "training.sample_every": (3,), "training.sample_prompt": ("a", {"training.sample_every": 3}), "training.keep_last": (1,),
     "training.patience": (1,), "training.init_from": ("runs/x",), "training.nan_policy": ("skip",),
     "training.deterministic": (True,),
+    "lora.rank": (4, FROM), "lora.alpha": (4.0, LORA), "lora.dropout": (0.1, LORA), "lora.targets": (["q_proj"], LORA),
+    "lora.base_weights": ("int8", LORA),
     "distributed.data": (2,), "distributed.fsdp": (4,), "distributed.expert": (2,), "distributed.tensor": (2,),
     "distributed.coordinator": ("auto",), "distributed.processes": (2, {**ADDRESS, "distributed.process": 0}),
     "distributed.process": (1, {**ADDRESS, "distributed.processes": 2}),
@@ -262,6 +266,8 @@ def test_a_setting_changes_something(key, corpora, tmp_path, monkeypatch):
         assert lowered(dump_config(before)) != lowered(dump_config(after))
     elif section in ("model", "moe", "attention"):
         assert before.architecture(17) != after.architecture(17)
+    elif section == "lora":
+        assert before.trained_architecture(17) != after.trained_architecture(17)
     elif section in ("tokenizer", "data"):
         monkeypatch.chdir(corpora)
         assert written(before, tmp_path / "before") != written(after, tmp_path / "after")

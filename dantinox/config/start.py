@@ -23,8 +23,8 @@ ESSENTIAL = {
 INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
 # What may be another than where the weights are from: they have the same shapes and the same part in the model.
 FREE: dict[str, Any] = {
-    "max_context": 0, "windows": (), "rope_theta": 1.0, "rope_scaling": None, "kernel": "auto", "dropout_rate": 0.0,
-    "remat": "none", "scan_layers": False, "dtype": "auto",
+    "max_context": 0, "windows": (), "rope_theta": 1.0, "rope_scaling": None, "rope_local_theta": None, "kernel": "auto",
+    "dropout_rate": 0.0, "remat": "none", "scan_layers": False, "dtype": "auto",
 }  # fmt: skip
 NOT_DEFAULT = {"data.path": "builtin:python", "training.sample_every": 250}
 

@@ -1,8 +1,8 @@
 """Low-rank adapters in the file format of PEFT (Hugging Face), both ways, and the weights that they make of those of a run.
 
-`adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every projection, by the names that modules have in a
-Llama of transformers; `adapter_config.json` says by what B A is multiplied. A run of adapters holds them so, and its weights are
-those of its base with the adapters' products added.
+`adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every projection, by the names that modules have in a Llama
+of transformers; `adapter_config.json` says by what B A is multiplied. A run of adapters holds them so: its weights are those of
+its base with the adapters' products added.
 """
 
 import json

@@ -14,6 +14,7 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.distributed import make_layout
 from dantinox.text import prepare_data
+from dantinox.training.launch import base_template
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import initial_state, make_train_step
 
@@ -54,7 +55,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
     if steps < 10:
         raise UserError(f"--tries must be at least 10, got {steps}")
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config))
+        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
         model, t = config.trained_architecture(tokenizer.vocab_size), config.training
         progress(f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context} tokens")
 

@@ -20,7 +20,6 @@ from dantinox.run import (
     create_run,
     entry_while_unchanged,
     load_run_config,
-    open_run,
     own_damage,
     put,
     save_config,

@@ -11,7 +11,7 @@ from .small import Tokens, small_config, small_store
 
 def test_rates_climb_by_equal_factors_and_a_training_at_them_is_what_is_measured(monkeypatch):
     config = small_config()
-    monkeypatch.setattr(finding, "prepare_data", lambda config, directory: (Tokens(), small_store(config)))
+    monkeypatch.setattr(finding, "prepare_data", lambda config, *_, **__: (Tokens(), small_store(config)))
     found = find_lr(config, 60)
     ratios = np.diff(np.log(found.rates))
     np.testing.assert_allclose(ratios, np.log(MOST / LEAST) / 59, rtol=1e-4)
