@@ -176,7 +176,7 @@ def _read(path: Path) -> str:
 def _config(path: Path) -> dict[str, Any]:
     """The settings without their sections, which its first runs did not have."""
     try:
-        tree = yaml.load(_read(path), yaml.SafeLoader)
+        tree = yaml.load(_read(path), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is no YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
