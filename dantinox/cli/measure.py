@@ -53,10 +53,14 @@ EVALUATE: Flags = {
     "data_path": ("ppl", {"metavar": "FILE", "help": "the text, or what else data.path may name"}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT | {"help": "tokens of a window (default: the model's context)"}),
-    "weights": ("ppl", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
+    "tasks": ("tasks", {"metavar": "NAME[,NAME]", "help": "of lm-evaluation-harness: tasks, groups, or YAML files"}),
+    "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "a folder of further tasks, whose code is run"}),
+    "limit": ("tasks", COUNT | {"help": "samples of each task (default: all)"}),
+    "shots": ("tasks", COUNT | {"help": "examples before each question (default: as each task has it)"}),
+    "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
         "of the model (default: as the run's generation.weights)"}),
-    "tensor_parallel": ("ppl", COUNT | {"help": "devices that share a layer (default: as the run's)"}),
-    "json": ("ppl", {"action": "store_true", "default": None, "help": "print one JSON object"}),
+    "tensor_parallel": ("ppl tasks", COUNT | {"help": "devices that share a layer (default: as the run's)"}),
+    "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 
 
@@ -164,7 +168,7 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
 def evaluate_flags(command: argparse.ArgumentParser) -> None:
     what = (
         "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size; "
-        "ppl: the perplexity of a text, in windows that slide over it"
+        "ppl: the perplexity of a text, in windows that slide over it; tasks: those of lm-evaluation-harness"
     )
     command.add_argument("what", choices=list(KINDS), help=what)
     command.add_argument("--run_dir", **RUN_DIR)
@@ -221,12 +225,22 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     flags.pop("json", None)
     found = measure_perplexity(options.run_dir, progress=_progress, **flags)
-    _print(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
-    return 0
+    return _print(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
+
+
+def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    if "tasks" not in flags:
+        raise UserError("eval tasks needs --tasks, names of tasks with commas between them")
+    use_compilation_cache()
+    from dantinox.studies.tasks import evaluate_tasks, task_lines
+
+    flags.pop("json", None)
+    found = evaluate_tasks(options.run_dir, progress=_progress, **flags)
+    return _print(lambda width: [json.dumps(asdict(found), ensure_ascii=False)] if options.json else task_lines(found, width))
 
 
 KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
-    "sampling": _sampling, "kv": _kv, "ppl": _perplexity,
+    "sampling": _sampling, "kv": _kv, "ppl": _perplexity, "tasks": _tasks,
 }  # fmt: skip
 
 

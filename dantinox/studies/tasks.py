@@ -1,0 +1,255 @@
+"""Tasks of lm-evaluation-harness: what it asks of a model, answered in batches of few programs, and its scores as a table.
+
+Texts are spelt as the harness has it with its own Hugging Face models: a context's trailing spaces belong to what follows it,
+and a continuation's tokens are those of both together behind as many as the context has alone. The begin token, where the
+tokenizer has one, stands before every text; an empty context is the begin or else the end token. Of a text that is too long
+for the model's context the beginning is left out.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dantinox.config import UserError, settings_of
+from dantinox.files import first_line, shown
+from dantinox.generation import Run, in_order, load
+from dantinox.measure.perplexity import Text, score
+from dantinox.measure.reading import batches
+from dantinox.report.tables import Column, text_table
+from dantinox.studies.continuations import NEUTRAL, ROWS
+
+LEAST_LENGTH = 64  # tokens that texts are padded to at least, and then to powers of two
+NEW_TOKENS = 256  # of an answer, where a task does not say
+# What a task may say of generation: what means the same here, the tokens of an answer, and what has a meaning of its own.
+SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+LENGTHS, OTHERS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
+
+
+class Examinee:
+    """A model as the harness sees it: three questions about texts. A progress line is given each time some are answered."""
+
+    def __init__(self, run: Run, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
+        """Prepares the model.
+
+        Args:
+          settings: `weights`, `products` and `tensor_parallel` of the section `generation`.
+
+        Raises:
+          UserError: the tokenizer has neither a begin nor an end token, which an empty context is made of.
+        """
+        self.run, self.progress = run, progress
+        self.context = run.model.config.max_context
+        self._device = {name: settings_of(run.settings(settings))[name] for name in ("weights", "products", "tensor_parallel")}
+        self._model = run.prepared(run.settings(settings).generation)
+        self._begin = [] if run.tokenizer.bos_id is None else [run.tokenizer.bos_id]
+        alone = self._begin or [run.tokenizer.eos_id]
+        if alone[0] is None:
+            raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score what stands at the beginning")
+        self._alone: list[int] = [token for token in alone if token is not None]
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation) ln p of the continuation, and whether each of its tokens is the likeliest."""
+        texts = []
+        for context, continuation in pairs:
+            spaces = len(context) - len(context.rstrip())
+            if spaces:
+                context, continuation = context[:-spaces], context[-spaces:] + continuation
+            whole, before = self._spelt(context + continuation), self._spelt(context)
+            new = max(1, len(whole) - len(before)) if context else len(whole)
+            if new > self.context:
+                raise UserError(f"a continuation makes {new} tokens, and the model's context is {self.context}")
+            ids = [*(self._begin if context else self._alone), *whole]
+            texts.append(Text(np.array(ids[-(self.context + 1) :], np.int32), new))
+        return [(float(np.sum(one.logp)), bool(one.likeliest.all())) for one in self._scored(texts)]
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """ln p of each text, whatever its length, in windows that score as many tokens as the context has places.
+
+        The last window reaches back as far as the context does.
+        """
+        windows: list[Text] = []
+        owners: list[int] = []
+        for number, text in enumerate(texts):
+            ids = np.array([*self._alone, *self._spelt(text)], np.int32)
+            for start in range(1, len(ids), self.context):
+                end = min(start + self.context, len(ids))
+                windows.append(Text(ids[max(0, end - self.context - 1) : end], end - start))
+                owners.append(number)
+        sums = np.zeros(len(texts))
+        np.add.at(sums, owners, [np.sum(one.logp) for one in self._scored(windows)])
+        return [float(total) for total in sums]
+
+    def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """For each (context, settings of the harness) the continuation up to its stop strings; greedy unless it samples."""
+        asked = []
+        for context, given in requests:
+            settings = {**NEUTRAL, "ignore_eos": False, "seed": 0, **self._device, **_generation(given, self.context)}
+            ids = self._begin + self._spelt(context) if context else self._alone
+            asked.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
+        order = sorted(range(len(asked)), key=lambda number: -len(asked[number][0]))
+        answers: dict[int, str] = {}
+        for places in batches(len(asked), ROWS) if asked else ():
+            numbers = [order[place] for place in places]
+            started = self.run.start([asked[number] for number in numbers], pad=self._pad)
+            for batch in started:
+                for _ in batch.pieces():
+                    pass
+            answers |= {number: result.text for number, result in zip(numbers, in_order(started), strict=True)}
+            self.progress(f"{len(answers)} of {len(asked)} texts are generated")
+        return [answers[number] for number in range(len(asked))]
+
+    def _scored(self, texts: Sequence[Text]) -> list[Any]:
+        """The scores of texts in their order; those of about one length are read together."""
+        groups: dict[int, list[int]] = {}
+        for number, text in enumerate(texts):
+            groups.setdefault(self._pad(len(text.ids) - 1), []).append(number)
+        found: dict[int, Any] = {}
+        for _, numbers in sorted(groups.items(), reverse=True):
+            for place, scores in score(self._model, [texts[number] for number in numbers]):
+                found[numbers[place]] = scores
+            self.progress(f"{len(found)} of {len(texts)} texts are scored")
+        return [found[number] for number in range(len(texts))]
+
+    def _spelt(self, text: str) -> list[int]:
+        return self.run.tokenizer.encode(text) if text else []
+
+    def _pad(self, length: int) -> int:
+        return max(LEAST_LENGTH, 1 << (length - 1).bit_length())
+
+
+def _generation(given: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Settings of ours that say what those of the harness say.
+
+    Raises:
+      UserError: there is nothing here that one of them could mean.
+    """
+    unknown = next((name for name in given if name not in {*SAME, *LENGTHS, *OTHERS}), None)
+    if unknown is not None:
+        raise UserError(f"a task asks for the setting {unknown} of generation, which there is not here")
+    until = given.get("until") or []
+    found: dict[str, Any] = {"stop": [until] if isinstance(until, str) else [text for text in until if text]}
+    lengths = [given[name] for name in LENGTHS if given.get(name) is not None]
+    wanted = min(lengths[0] if lengths else NEW_TOKENS, context // 2)
+    if not given.get("do_sample", False):
+        return found | {"max_new_tokens": wanted, "greedy": True}
+    return found | {"max_new_tokens": wanted} | {name: value for name, value in given.items() if name in SAME}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of a task or a group: its value, the standard error where there is one, and of how many samples."""
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    error: float | None
+    shots: int | None
+    samples: int | None
+
+
+@dataclass(frozen=True)
+class TaskStudy:
+    """What `eval tasks` finds; `versions` are those that tasks give themselves, `harness` that of the library."""
+
+    scores: list[Score]
+    versions: dict[str, Any]
+    harness: str
+
+
+def evaluate_tasks(
+    run_dir: str | Path,
+    tasks: str,
+    *,
+    include_path: str | Path | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    **settings: Any,
+) -> TaskStudy:
+    """Puts tasks of lm-evaluation-harness, of its own or of a folder, to a run's model.
+
+    Args:
+      tasks: names with commas between them: tasks, groups, tags, or YAML files.
+      include_path: a folder of further tasks. A task may hold code, which the harness runs.
+      limit: samples of each task.
+      shots: examples before each question (default: as each task has it).
+      settings: as of `Examinee`.
+
+    Raises:
+      UserError: the library is not there, or it cannot load or carry out a task.
+    """
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError("--tasks must name at least one task")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include_path must be a folder of tasks, got {include_path}")
+    if limit == 0:
+        raise UserError("--limit must be at least 1, got 0")
+    try:
+        import lm_eval
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"eval tasks needs lm-evaluation-harness ({first_line(error)}): pip install 'dantinox[lm-eval]'"
+        ) from None
+
+    examinee = Examinee(load(run_dir, settings.get("tensor_parallel")), settings, progress)
+
+    class Model(LM):  # type: ignore[misc]
+        """The harness's own interface: requests hold their arguments."""
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            return examinee.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            return examinee.loglikelihood_rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            return examinee.generate_until([request.args for request in requests])
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    try:
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
+        found = lm_eval.simple_evaluate(
+            Model(), tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+        )
+    except UserError:
+        raise
+    except Exception as error:  # of a task, a data set, the network: whatever the library met
+        raise UserError(f"lm-evaluation-harness cannot carry out {', '.join(names)}: {first_line(error)}") from error
+    return TaskStudy(list(scores_of(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
+
+
+def scores_of(found: Mapping[str, Any]) -> Iterator[Score]:
+    """The numbers among the harness's results, whose keys are `metric,filter` with errors under `metric_stderr,filter`."""
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, comma, name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or isinstance(value, str | bool) or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{name}")
+            samples = found.get("n-samples", {}).get(task, {}).get("effective")
+            shots = found.get("n-shot", {}).get(task)
+            measured = float(error) if isinstance(error, int | float) else None
+            yield Score(task, metric, name, float(value), measured, shots if isinstance(shots, int) else None, samples)
+
+
+def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
+    """The scores as a table."""
+    columns = [
+        Column("task", "task", lambda one: one.task),
+        Column("metric", "metric", lambda one: one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"),
+        Column("value", "value", lambda one: one.value, ".4f"),
+        Column("error", "± standard error", lambda one: one.error, ".4f"),
+        Column("shots", "shots", lambda one: one.shots, "d"),
+        Column("samples", "samples", lambda one: one.samples, "d"),
+    ]
+    if not study.scores:
+        raise UserError(f"the tasks gave no number: {shown(study.versions)}")
+    yield from text_table(columns, study.scores, width)
