@@ -45,7 +45,8 @@ YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
 # Setting → a value other than its default, and what else it needs.
 OTHER: dict[str, tuple] = {
     "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
-    "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,), "model.activation": ("relu2",),
+    "model.hidden_dim": (24,), "model.max_context": (16,), "model.weight_tying": (False,),
+    "model.padded_vocab_size": (20,), "model.activation": ("relu2",),
     "model.norm": ("layernorm",), "model.norm_epsilon": (1e-3,), "model.qk_norm": (True,), "model.dropout_rate": (0.1,),
     "model.norm_placement": ("both",), "model.norm_zero_centered": (True,), "model.mlp_bias": (True,),
     "model.qk_norm_scope": ("layer", {"model.qk_norm": True}), "model.scale_embeddings": (True,),

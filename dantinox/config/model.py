@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
 from dantinox.config.needs import Needs, given
+from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
@@ -25,6 +26,9 @@ class ModelSection(Section):
     num_blocks: Count = field(6, "number of layers")
     hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
     max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
+    padded_vocab_size: Count | None = field(
+        None, "rows of the embedding table and the output layer where they are more than tokens (null: as many)"
+    )
     weight_tying: bool = field(True, "the output layer is the embedding table")
     head_bias: bool = field(False, "a bias of the logits")
     final_logit_softcapping: Positive | None = field(
@@ -268,11 +272,17 @@ class ModelConfig:
     lora: LoraConfig | None = None
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     weight_tying: bool = True
+    padded_vocab_size: int | None = None
     dropout_rate: float = 0.0
     remat: Literal["none", "full", "dots"] = "none"
     scan_layers: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding table: those behind the vocabulary are of no token."""
+        return self.padded_vocab_size or self.vocab_size
 
     @property
     def rotated_size(self) -> int:
@@ -377,6 +387,8 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
     """What these settings resolve to."""
+    if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
+        raise UserError(f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}")
     gated = m.activation in ("swiglu", "geglu")
     default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
     if moe.expansion is not None:
@@ -433,6 +445,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         latent=latent,
         kernel=a.kernel,
         weight_tying=m.weight_tying,
+        padded_vocab_size=m.padded_vocab_size,
         dropout_rate=m.dropout_rate,
         remat=m.remat_policy if m.gradient_checkpointing else "none",
         scan_layers=m.scan_layers,

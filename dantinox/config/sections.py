@@ -34,7 +34,7 @@ from dantinox.config.router import RouterSection, router_conflicts
 # Names in a run directory that its own files bear.
 RUN_FILES = (
     "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json", "kv_entropy.json", "manifest.txt",
-    "chat_template.jinja",
+    "chat_template.jinja", "tokenizer_config.json", "origin.json",
 )  # fmt: skip
 
 PLAIN_FILE = re.compile(r"\.(?!jsonl)\w+$|^builtin:")

@@ -47,7 +47,7 @@ class _Row:
         self.text: list[str] = []
         self.reason: str | None = None
         self.seed = section.seed or 0
-        self._eos = None if section.ignore_eos else tokenizer.eos_id
+        self._eos = () if section.ignore_eos else tokenizer.stop_ids
         self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
         self._min_tokens = section.min_tokens
         self._detokenizer = tokenizer.detokenizer()
@@ -85,7 +85,7 @@ class _Row:
             piece += self._stops.flush()
             last = self.tokens[-1] if self.tokens else None
             stopped = self._stops.found is not None or last in self._stop_ids
-            self.reason = "stop" if stopped else "eos" if last is not None and last == self._eos else "length"
+            self.reason = "stop" if stopped else "eos" if last in self._eos else "length"
         self.text.append(piece)
         return piece
 
@@ -122,7 +122,7 @@ class Batch:
         prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
-        eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        eos = tokenizer.stop_ids
         self.session = Session(
             model,
             prompt_PT,

@@ -194,17 +194,17 @@ class Run:
         return Request(number, self.tokenizer.decode(prompt), list(prompt))
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """Token ids of a prompt; an empty one is the begin token.
+        """Token ids of a prompt, behind the begin token where the model wants that; an empty one is the begin token.
 
         Raises:
           UserError: an empty prompt for a tokenizer without one, or text the tokenizer cannot spell.
         """
-        ids = self.tokenizer.encode(prompt)
+        ids, bos_id = self.tokenizer.encode(prompt), self.tokenizer.bos_id
         if ids:
-            return ids
-        if self.tokenizer.bos_id is None:
+            return [bos_id, *ids] if self.tokenizer.add_bos and bos_id is not None else ids
+        if bos_id is None:
             raise UserError("the prompt is empty and the tokenizer has no begin token: give at least one character")
-        return [self.tokenizer.bos_id]
+        return [bos_id]
 
 
 def in_order(batches: Sequence[Batch]) -> list[Result]:

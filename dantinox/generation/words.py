@@ -29,7 +29,7 @@ def sampling_params(
       UserError: a text is not one token, or an id is none of the vocabulary.
     """
     rows = [_with_ids(config, tokenizer) for config in configs]
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    eos = list(tokenizer.stop_ids)
     return SamplingParams.build(
         rows,
         stop_ids=eos,

@@ -9,9 +9,11 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import on_one_line
 from dantinox.interop.families import FAMILIES, Family, Form
-from dantinox.interop.hf_config import config_of, family_of
+from dantinox.interop.hf_config import config_of, family_of, settings_of
 from dantinox.interop.source import Arrays, Tensor
 from dantinox.model.parameters import blueprint
+
+__all__ = ["from_hf", "settings_of", "to_hf"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")

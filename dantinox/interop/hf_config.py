@@ -26,7 +26,7 @@ WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
 REQUIRED = ("model.dim", "model.num_blocks", "model.n_heads")
 # What of a `ModelConfig` is no architecture, and where others of its fields come from.
-NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform")
+NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora")
 SETTING_OF = {
     "windows": "attention.sliding_window", "position": "attention.absolute_pos", "softcap": "attention.attn_logit_softcapping",
     "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",

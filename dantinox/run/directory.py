@@ -2,9 +2,11 @@
 
 import contextlib
 import fcntl
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dantinox.config import Config, dump_config, load_config
 from dantinox.files import UserError
@@ -22,6 +24,8 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
+        self.tokenizer_config = self.path / "tokenizer_config.json"  # begin and end tokens, where their names do not tell
+        self.origin = self.path / "origin.json"  # of an imported model: what its checkpoint said
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
         self.adapter = (
@@ -153,7 +157,7 @@ def open_run(path: str | Path) -> RunDirectory:
             )
     if not run.exported.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
-    run.check(run.tokenizer, run.exported)
+    run.check(run.tokenizer, run.tokenizer_config, run.exported)
     return run
 
 
@@ -177,9 +181,11 @@ def save_config(run: RunDirectory, config: Config) -> None:
     put(run.path, run.config.name, dump_config(config))
 
 
-def save_tokenizer(run: RunDirectory, content: str) -> None:
-    """Writes the tokenizer, the text of a tokenizer.json."""
+def save_tokenizer(run: RunDirectory, content: str, roles: Mapping[str, Any] | None = None) -> None:
+    """Writes the tokenizer, the text of a tokenizer.json, and beside it what its tokens are for, where that is known."""
     put(run.path, run.tokenizer.name, content)
+    if roles:
+        put(run.path, run.tokenizer_config.name, json.dumps(roles, indent=1, ensure_ascii=False) + "\n")
 
 
 def load_run_config(run: RunDirectory) -> Config:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from dantinox.text.detokenizer import Detokenizer, Joined, Spelled
 from dantinox.text.pieces import Pieces, byte_letters, size_of, spell
 
 MAX_FILE_BYTES = 128 << 20
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ROLES = ("bos_token", "eos_token", "pad_token")
 # Names of the special tokens in the wild, ours first; looked up among the special tokens of a file only.
 END_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
@@ -44,11 +46,16 @@ class Tokenizer:
       kind: char, byte, byte-level bpe as we train it, or other: any tokenizer.json.
       vocab_size: one more than the largest id; special tokens count.
       pad_id, bos_id, eos_id: ids of the special tokens, None where the vocabulary has none.
+      stop_ids: ids that end a text, the end token and others like it.
+      add_bos: whether the model wants the begin token before every prompt.
       special_tokens, special_ids: every special token by its name; text never encodes to one, and decoding skips them.
     """
 
-    def __init__(self, content: str, name: str = "the tokenizer") -> None:
+    def __init__(self, content: str, name: str = "the tokenizer", roles: Mapping[str, Any] | None = None) -> None:
         """Builds a tokenizer from the text of a tokenizer.json.
+
+        Args:
+          roles: what a `tokenizer_config.json` says of its tokens; what it leaves out goes by the tokens' names.
 
         Raises:
           UserError: the text is not a tokenizer; `name` says which.
@@ -62,6 +69,8 @@ class Tokenizer:
             next((specials[n] for n in names if n in specials), None) for names in (END_NAMES, BEGIN_NAMES, PAD_NAMES)
         )
         self.vocab_size = size_of(self.core)
+        self.roles = dict(roles or {})
+        self._take_roles()
         self._decoder: dict[str, Any] | None = tree["decoder"]
         self.kind: Kind = _kind_of(tree, len(self.special_ids))
         if self.kind == "char":
@@ -69,7 +78,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a tokenizer.json.
+        """Reads a tokenizer.json, and the tokenizer_config.json beside it where there is one.
 
         Raises:
           UserError: it cannot be read, or is no tokenizer.
@@ -80,11 +89,25 @@ class Tokenizer:
                 raise UserError(f"no tokenizer file at {path}")
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: not a tokenizer.json")
-            return cls(path.read_bytes().decode("utf-8"), str(path))
+            return cls(path.read_bytes().decode("utf-8"), str(path), read_roles(path.with_name(TOKENIZER_CONFIG)))
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8 text") from None
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}") from None
+
+    def _take_roles(self) -> None:
+        """Lets the tokens be what `roles` says."""
+        for role in ROLES:
+            if role in self.roles:
+                setattr(self, role.replace("token", "id"), self.id_of(self.roles[role]))
+        stops = [self.id_of(token) for token in self.roles.get("stop_tokens", [])]
+        self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
+        self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
+
+    def id_of(self, token: Any) -> int | None:
+        """The id of a token by its name, or by the object in which transformers keeps it; None where there is no such token."""
+        token = token.get("content") if isinstance(token, dict) else token
+        return self.core.token_to_id(token) if isinstance(token, str) else None
 
     def to_json(self) -> str:
         """The text of its tokenizer.json, unchanged since it was read."""
@@ -172,8 +195,7 @@ class Tokenizer:
     def template_variables(self) -> dict[str, str]:
         """The names of begin, end and padding token, as chat templates call them."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        names = {index: name for name, index in self.special_tokens.items()}
-        return {key: names[index] for key, index in ids.items() if index in names}
+        return {key: self.core.id_to_token(index) or "" for key, index in ids.items() if index is not None}
 
     @cached_property
     def _special_names(self) -> re.Pattern[str]:
@@ -214,6 +236,24 @@ class Tokenizer:
         out[fallen] = self._byte_base + np.frombuffer(data, np.uint8).astype(np.int32)
         out[~fallen] = ids[~unknown]
         return out
+
+
+def read_roles(path: Path) -> dict[str, Any]:
+    """What a `tokenizer_config.json` says; nothing where there is none.
+
+    Raises:
+      UserError: it cannot be read or is no JSON object.
+    """
+    try:
+        content = path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES else b"{}"
+        roles = json.loads(content)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        roles = None
+    if not isinstance(roles, dict):
+        raise UserError(f"{path} is no JSON object")
+    return roles
 
 
 def _parse(content: str, name: str) -> tuple[dict[str, Any], Core]:

@@ -107,14 +107,14 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
         sample = make_sampler(config, tokenizer)
         answer_for(run.path, run.tokens())
-        save_tokenizer(run, tokenizer.to_json())
+        save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         if config.training.objective != "next_token":
             template = config.data.chat_template or template
             put(run.path, run.chat_template.name, ChatTemplate.named(template, tokenizer).source)
         save_config(run, config)  # last: where it stands, the run can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
-        for path in (run.tokenizer, run.chat_template, run.manifest):
+        for path in (run.tokenizer, run.tokenizer_config, run.chat_template, run.manifest):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (run.path / ".lock").unlink()
