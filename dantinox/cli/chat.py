@@ -42,10 +42,10 @@ def chat_flags(command: argparse.ArgumentParser) -> None:
 def chat(options: argparse.Namespace) -> int:
     """Runs the command; the exit code: 2 where a line of a pipe was a mistake."""
     settings = given_settings(options)
-    from dantinox.run import load_run_config, open_run
+    from dantinox.run import chat_template_of, load_run_config, open_run
 
     directory = open_run(options.run_dir)
-    config = overlay(load_run_config(directory), settings, "command line")
+    config, own = overlay(load_run_config(directory), settings, "command line"), chat_template_of(directory)
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.chat import Chat
@@ -55,8 +55,8 @@ def chat(options: argparse.Namespace) -> int:
     template = None
     if options.chat_template is not None:
         template = ChatTemplate.named(options.chat_template, run.tokenizer)
-    elif directory.chat_template.is_file():
-        template = ChatTemplate.load(directory.chat_template, run.tokenizer)
+    elif own is not None:
+        template = ChatTemplate.load(own, run.tokenizer)
     talk = Chat(run, template, settings)
     talk.set_system(options.system)
     talk.entropy = options.show_entropy

@@ -116,7 +116,10 @@ class Chat:
         generation = self.config.generation
         limits = {
             "max_new_tokens": min(generation.max_new_tokens, room),
-            "stop_token_ids": (*generation.stop_token_ids, *sorted(self.template.end_ids - {self.run.tokenizer.eos_id})),
+            "stop_token_ids": (
+                *generation.stop_token_ids,
+                *sorted(self.template.end_ids.difference(self.run.tokenizer.stop_ids)),
+            ),
             # A seed of one's own makes a conversation that can be had again, and other draws when an answer is asked for anew.
             "seed": None if generation.seed is None else (generation.seed + self._answers) % 2**32,
         }

@@ -22,7 +22,7 @@ from dantinox.generation import Run, load
 from dantinox.generation.decode import ECHOED, PREFILL
 from dantinox.generation.loop import bucket
 from dantinox.generation.weights import widen
-from dantinox.measure.reading import batches, padded, positions_of, read_documents, spelled_bytes
+from dantinox.measure.reading import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
 from dantinox.model import Transformer
 from dantinox.report import human_count, table
 
@@ -36,8 +36,8 @@ class Perplexity:
     Attributes:
       nats: mean −ln p of a scored token; `perplexity` is e to that.
       bits_per_byte: −log2 p of all scored tokens over the bytes of UTF-8 that they spell.
-      documents, tokens, bytes: what was scored. The begin token, where the tokenizer has one, stands before each document, and
-        no end token behind it; no token sees another document.
+      documents, tokens, bytes: what was scored. The begin token stands before each document where `begin_ids` says
+        so, and no end token behind it; no token sees another document.
       unscored: first tokens of documents, which without a begin token have nothing before them.
       context, stride: tokens of a window, and from one to the next.
     """
@@ -101,7 +101,7 @@ def measure_perplexity(
     if tokens is not None and tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}")
     begun = time.perf_counter()
-    begin = np.array([] if run.tokenizer.bos_id is None else [run.tokenizer.bos_id], np.int32)
+    begin = np.array(begin_ids(run.tokenizer), np.int32)
     documents = read_documents(run, data_path, tokens)
     texts = [text for document in documents for text in windows(np.concatenate([begin, document.ids]), context, stride)]
     total = sum(text.new for text in texts)

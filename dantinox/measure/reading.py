@@ -100,6 +100,12 @@ def read_documents(run: Run, path: str, tokens: int | None = None) -> list[Docum
     return [Document(np.concatenate([p.ids for p in parts]), sum(p.bytes for p in parts)) for parts in found.values()]
 
 
+def begin_ids(tokenizer: Tokenizer) -> list[int]:
+    """What stands before a document: the begin token, where the model wants one or was trained here with one."""
+    wanted = tokenizer.add_bos or not tokenizer.roles
+    return [tokenizer.bos_id] if wanted and tokenizer.bos_id is not None else []
+
+
 def spelled_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     """The bytes that tokens at the beginning of a text spell."""
     if tokenizer.pieces is None:

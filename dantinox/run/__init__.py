@@ -14,6 +14,7 @@ from dantinox.run.calibrations import (
 )
 from dantinox.run.directory import (
     RunDirectory,
+    chat_template_of,
     create_run,
     load_run_config,
     newest_run,
@@ -37,6 +38,7 @@ __all__ = [
     "Verified",
     "accept_run",
     "answer_for",
+    "chat_template_of",
     "create_run",
     "entry_while_unchanged",
     "has_calibration",

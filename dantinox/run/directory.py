@@ -10,7 +10,7 @@ from typing import Any
 
 from dantinox.config import Config, dump_config, load_config
 from dantinox.files import UserError
-from dantinox.run.manifest import MANIFEST, Damage, check_files, put, read_manifest
+from dantinox.run.manifest import MANIFEST, Damage, check_files, damage_if_named, put, read_manifest
 
 RUNS = Path("runs")
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
@@ -186,6 +186,17 @@ def save_tokenizer(run: RunDirectory, content: str, roles: Mapping[str, Any] | N
     put(run.path, run.tokenizer.name, content)
     if roles:
         put(run.path, run.tokenizer_config.name, json.dumps(roles, indent=1, ensure_ascii=False) + "\n")
+
+
+def chat_template_of(run: RunDirectory) -> Path | None:
+    """The run's chat template, which somebody may have put there; None where it has none.
+
+    Raises:
+      UserError: it is not the one that was written.
+    """
+    if problem := damage_if_named(run.chat_template):
+        raise UserError(f"{problem}: put the right file there, or if it is right, run `dantinox verify {run.path} --accept`")
+    return run.chat_template if run.chat_template.is_file() else None
 
 
 def load_run_config(run: RunDirectory) -> Config:

@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness: what it asks of a model, answered in batches of few programs, and its scores as a table.
 
 Texts are spelt as the harness has it with its own Hugging Face models: a context's trailing spaces belong to what follows it,
-and a continuation's tokens are those of both together behind as many as the context has alone. The begin token, where the
-tokenizer has one, stands before every text; an empty context is the begin or else the end token. Of a text that is too long
+and a continuation's tokens are those of both together behind as many as the context has alone. The begin token stands
+before every text where `begin_ids` says so; an empty context is the begin or else the end token. Of a text that is too long
 for the model's context the beginning is left out.
 """
 
@@ -18,7 +18,7 @@ from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, shown
 from dantinox.generation import Run, in_order, load
 from dantinox.measure.perplexity import Text, score
-from dantinox.measure.reading import batches
+from dantinox.measure.reading import batches, begin_ids
 from dantinox.report.tables import Column, text_table
 from dantinox.studies.continuations import NEUTRAL, ROWS
 
@@ -45,11 +45,10 @@ class Examinee:
         self.context = run.model.config.max_context
         self._device = {name: settings_of(run.settings(settings))[name] for name in ("weights", "products", "tensor_parallel")}
         self._model = run.prepared(run.settings(settings).generation)
-        self._begin = [] if run.tokenizer.bos_id is None else [run.tokenizer.bos_id]
-        alone = self._begin or [run.tokenizer.eos_id]
-        if alone[0] is None:
+        self._begin = begin_ids(run.tokenizer)
+        self._alone = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
+        if not self._alone:
             raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score what stands at the beginning")
-        self._alone: list[int] = [token for token in alone if token is not None]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """For each (context, continuation) ln p of the continuation, and whether each of its tokens is the likeliest."""
