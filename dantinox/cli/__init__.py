@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | find-lr | sweep | init | generate | chat | explain | calibrate | eval | info | verify |
-plan | plot | profile | doctor`: parses, calls, prints."""
+"""The command line, `dantinox train | find-lr | sweep | init | generate | chat | import | export | explain | calibrate | eval |
+info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import chat, generate, measure, sweep, train, verify, watch
+from dantinox.cli import chat, generate, interop, measure, sweep, train, verify, watch
 from dantinox.cli.common import plain_warnings
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
@@ -88,6 +88,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
     "generate": (generate.generate, generate.generate_flags, "Continue a prompt with a trained model."),
     "chat": (chat.chat, chat.chat_flags, "Hold a conversation with a model at the terminal."),
+    "import": (interop.import_, interop.import_flags, "Make a run directory of a checkpoint of another program."),
+    "export": (interop.export, interop.export_flags, "Write a run as a folder of transformers or a GGUF file."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),
     "calibrate": (
         measure.calibrate,

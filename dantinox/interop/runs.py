@@ -1,0 +1,238 @@
+"""Run directories made of checkpoints of other programs, and checkpoints made of run directories."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dantinox.config import Config, UserError, build_config
+from dantinox.files import shown
+from dantinox.interop.hf import from_hf, settings_of, to_hf
+from dantinox.interop.hf_config import NOT_ARCHITECTURE
+from dantinox.interop.hf_folder import TYPES, write_folder
+from dantinox.interop.source import Arrays, Source
+from dantinox.model.parameters import blueprint
+from dantinox.run import RunDirectory, load_run_config, load_weights, open_run, put, save_config, save_tokenizer, save_weights
+from dantinox.text import Tokenizer
+from dantinox.text.tokenizer import ROLES
+
+# What a generation_config.json asks of a text that is drawn.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
+    """Makes a run directory of a checkpoint. Nothing stands there before all of it does.
+
+    Args:
+      dtype: of matrices: float32, bfloat16, or as they are (`auto`).
+      max_context: instead of the checkpoint's own; with longrope that is its original one, see `settings_of`.
+
+    Raises:
+      UserError: the checkpoint cannot be had exactly, or something is in the way; the sentence names it.
+    """
+    tokenizer = Tokenizer(source.tokenizer, str(source.path), _roles(source))
+    rows = source.config.get("vocab_size")
+    if type(rows) is not int or rows < 1:
+        raise UserError(f"config.json has vocab_size: {shown(rows)}, expected a number of at least 1")
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, config.json has vocab_size: {rows}: it is that of another model"
+        )
+    settings: dict[str, Any] = settings_of(source.config, max_context)
+    if rows > tokenizer.vocab_size:
+        settings["model"]["padded_vocab_size"] = rows
+    path = Path(run_dir)
+    settings["tokenizer"] = {"tokenizer_type": "file", "tokenizer_path": str(path / "tokenizer.json")}
+    if source.generation_config.get("do_sample"):
+        given = {key: source.generation_config.get(key) for key in SAMPLING}
+        settings["generation"] = {key: value for key, value in given.items() if value is not None}
+    config = build_config(settings, source="config.json")
+    arrays = from_hf(source.config, config.architecture(tokenizer.vocab_size), source.tensors, source.read, dtype)
+    with _beside(path) as folder:
+        run = RunDirectory(folder)
+        save_weights(run.weights, arrays)
+        save_tokenizer(run, source.tokenizer, tokenizer.roles)
+        if source.chat_template is not None:
+            put(run.path, run.chat_template.name, source.chat_template)
+        put(run.path, run.origin.name, json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n")
+        save_config(run, config)
+    return RunDirectory(path)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A folder to fill, which is at `path` at the end, and nowhere after an error."""
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is there already and not empty: choose another place")
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}") from None
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())
+        os.replace(folder, path)
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _roles(source: Source) -> dict[str, Any]:
+    """What the tokens of a checkpoint are for, in one place: names, and nothing that its own files only hint at."""
+    tokenizer = Tokenizer(source.tokenizer, str(source.path))
+    given, told = source.tokenizer_config, {**source.config, **source.generation_config}
+
+    def name(index: Any) -> str | None:
+        return tokenizer.core.id_to_token(index) if type(index) is int and index >= 0 else None
+
+    roles: dict[str, Any] = {}
+    for role in ROLES:
+        token = given.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        if tokenizer.id_of(token) is None:
+            ids = told.get(f"{role}_id")
+            token = name(ids[0] if isinstance(ids, list) and ids else ids)
+        roles[role] = token
+    stops = told.get("eos_token_id")
+    names = [name(index) for index in (stops if isinstance(stops, list) else [stops])]
+    roles["stop_tokens"] = [stop for stop in names if stop is not None] or [roles["eos_token"]] * (
+        roles["eos_token"] is not None
+    )
+    adds = given.get("add_bos_token")
+    if not isinstance(adds, bool):
+        begun = tokenizer.core.encode("a").ids
+        adds = bool(begun) and begun[0] == tokenizer.id_of(roles["bos_token"])
+    return roles | {"add_bos_token": adds}
+
+
+def _origin(source: Source) -> dict[str, Any]:
+    """What of a checkpoint a run does not hold, to give it back."""
+    usual = Counter(tensor.dtype for tensor in source.tensors.values()).most_common(1)[0][0]
+    others = {name: tensor.dtype for name, tensor in source.tensors.items() if tensor.dtype != usual}
+    return {
+        "format": source.format,
+        "model_type": source.config["model_type"],
+        "dtype": usual,
+        "other_dtypes": others,
+        "copy_of_table": "lm_head.weight" in source.tensors,
+        "config": dict(source.config),
+        "generation_config": dict(source.generation_config),
+        "tokenizer_config": dict(source.tokenizer_config),
+    }
+
+
+class Leaving(NamedTuple):
+    """A run as transformers has it.
+
+    Attributes:
+      config: the run's settings.
+      hf_config, generation_config, tokenizer_config: transformers' files.
+      tensors: by transformers' names, each in the type of our parameter.
+      dtypes: the type that each had where it came from, or has here.
+    """
+
+    config: Config
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    tensors: Arrays
+    dtypes: dict[str, str]
+    tokenizer: Tokenizer
+    chat_template: str | None
+
+
+def leaving(run_dir: str | Path) -> Leaving:
+    """What an export of a run has to say: of an imported one what its checkpoint said.
+
+    Raises:
+      UserError: the run is damaged, or no family of transformers can say its architecture.
+    """
+    run = open_run(run_dir)
+    config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
+    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    parameters = load_weights(run.weights, shapes)
+    origin = _origin_of(run, config, tokenizer.vocab_size)
+    like = None if origin is None else origin["config"]
+    hf_config, tensors = to_hf(config, tokenizer.vocab_size, parameters, like)
+    template = run.chat_template.read_text(encoding="utf-8") if run.chat_template.is_file() else None
+    if origin is None:
+        dtypes = {name: tensor.dtype for name, tensor in tensors.tensors.items()}
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+        hf_config |= ids | {"dtype": Counter(dtypes.values()).most_common(1)[0][0]}
+        stops = list(tokenizer.stop_ids)
+        generation = {key: value for key, value in ids.items() if value is not None}
+        generation |= {"eos_token_id": stops} if len(stops) > 1 else {}
+        return Leaving(
+            config, hf_config, generation, _tokenizer_config(tokenizer, config), tensors, dtypes, tokenizer, template
+        )
+    if origin["copy_of_table"] and "lm_head.weight" not in tensors:
+        table = next(iter(tensors))
+        kinds = {**tensors.tensors, "lm_head.weight": tensors.tensors[table]}
+        made = tensors
+        tensors = Arrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
+    dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
+    files = origin["generation_config"], origin["tokenizer_config"]
+    return Leaving(config, hf_config, *files, tensors, dtypes, tokenizer, template)
+
+
+def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, Any] | None:
+    """What the checkpoint of an imported run said, where it still is this very model."""
+    if not run.origin.is_file():
+        return None
+    run.check(run.origin)
+    origin: dict[str, Any] = json.loads(run.origin.read_bytes())
+    said = settings_of(origin["config"], config.model.max_context)
+    said["model"]["padded_vocab_size"] = config.model.padded_vocab_size
+    one, other = (settings.architecture(vocab_size) for settings in (build_config(said), config))
+    names = [field.name for field in fields(one) if field.name not in NOT_ARCHITECTURE]
+    return origin if all(getattr(one, name) == getattr(other, name) for name in names) else None
+
+
+def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:
+    names: Mapping[str, str] = tokenizer.template_variables
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.model.max_context,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos,
+        **{role: names.get(role) for role in ROLES},
+    }
+
+
+def export_hf(run_dir: str | Path, dest: str | Path, kind: str | None = None) -> dict[str, Any]:
+    """Writes a run as a folder of transformers; an imported one as it was.
+
+    Args:
+      kind: f32, f16 or bf16 for all tensors; None: as the checkpoint had them, or as the run has.
+
+    Returns:
+      Its `config.json`.
+
+    Raises:
+      UserError: no family can say the run, a number does not fit, or something is in the way.
+    """
+    left = leaving(run_dir)
+    config, dtypes = dict(left.hf_config), left.dtypes
+    if kind is not None:
+        dtypes = dict.fromkeys(dtypes, TYPES[kind])
+        config |= {key: TYPES[kind] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    with _beside(Path(dest)) as folder:
+        write_folder(
+            folder, config, left.tensors, left.tokenizer.to_json(), left.tokenizer_config, left.generation_config,
+            left.chat_template, dtypes,
+        )  # fmt: skip
+    return config
