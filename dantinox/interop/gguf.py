@@ -6,7 +6,7 @@ Gemma as 1 + w, and GPT-2's matrices transposed.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -26,15 +26,16 @@ from dantinox.interop.gguf_families import (
     frequency_tensors,
     metadata_of,
 )
-from dantinox.interop.gguf_file import PLAIN, GGUFFile, Stored, open_gguf, read_tensor, write_gguf
+from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, open_gguf, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
-from dantinox.interop.hf import settings_of
-from dantinox.interop.source import Source, Tensor
+from dantinox.interop.hf_config import settings_of
+from dantinox.interop.source import Arrays, Source, Tensor
 from dantinox.text import Tokenizer
 
 # By the name of the flag `--type`: GGUF's name of the type, and llama.cpp's number for a file of it.
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-ALWAYS_F32 = ("ffn_gate_inp", "position_embd")  # besides what has one axis
+ALWAYS_F32 = (".mlp.gate.", ".block_sparse_moe.gate.", ".wpe.")  # routers and positions, besides what has one axis
+WITHOUT_TYING = ("olmo2",)  # architectures that llama.cpp wants an output layer of, even where it is the table of embeddings
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 
@@ -60,7 +61,7 @@ def open_source(path: str | Path) -> Source:
         path=Path(path),
         format="gguf",
         config=config,
-        tensors={name: _described(file, part, family) for name, part in parts.items()},
+        tensors={name: _described(file, name, part, family) for name, part in parts.items()},
         read=lambda name: change(name, read_tensor(file, *parts[name])),
         tokenizer=vocabulary.tokenizer,
         tokenizer_config=vocabulary.tokenizer_config,
@@ -106,21 +107,21 @@ def _equal(file: GGUFFile, one: Any, other: Any) -> bool:
     return all(np.array_equal(a[start : start + step], b[start : start + step]) for start in range(0, len(a), step))
 
 
-def _described(file: GGUFFile, part: tuple[str, int | None], family: Family) -> Tensor:
+def _described(file: GGUFFile, name: str, part: tuple[str, int | None], family: Family) -> Tensor:
     stored = file.tensors[part[0]]
     shape = stored.shape if part[1] is None else stored.shape[1:]
-    transposed = family.arch == "gpt2" and _is_transposed(part[0])
-    return Tensor(shape[::-1] if transposed else shape, PLAIN[stored.kind].name if stored.kind in PLAIN else "float32")
+    shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
+    return Tensor(shape, PLAIN[stored.kind].name if stored.kind in PLAIN else "float32")
 
 
-def _is_transposed(name: str) -> bool:
-    """Whether GPT-2's tensor has its axes in the other order, which its layers have and its tables have not."""
-    return name.startswith("blk.") and name.endswith(".weight") and "norm" not in name
+def _is_transposed(family: Family, name: str, axes: int) -> bool:
+    """Whether GGUF has a tensor's axes in the other order: matrices of GPT-2's layers, and not its tables."""
+    return family.arch == "gpt2" and axes == 2 and ".h." in name
 
 
 def _theirs(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray) -> np.ndarray:
     """A tensor of GGUF as transformers has it."""
-    if family.arch == "gpt2" and array.ndim == 2 and ".h." in name:
+    if _is_transposed(family, name, array.ndim):
         return array.T
     if family.shifted and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) - 1
@@ -133,7 +134,7 @@ def _theirs(family: Family, config: Mapping[str, Any], name: str, array: np.ndar
 
 def _ours(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray) -> np.ndarray:
     """A tensor of transformers as GGUF has it: the opposite of `_theirs`."""
-    if family.arch == "gpt2" and array.ndim == 2 and ".h." in name:
+    if _is_transposed(family, name, array.ndim):
         return array.T
     if family.shifted and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + 1
@@ -156,11 +157,10 @@ def export_gguf(
     path: str | Path,
     config: Config,
     hf_config: Mapping[str, Any],
-    tensors: Callable[[], Iterable[tuple[str, np.ndarray]]],
+    tensors: Arrays,
     tokenizer: Tokenizer,
     *,
     kind: str = "f32",
-    add_bos: bool = False,
     chat_template: str | None = None,
     name: str = "",
 ) -> None:
@@ -168,9 +168,8 @@ def export_gguf(
 
     Args:
       hf_config: `config.json` of transformers, which names the family.
-      tensors: gives transformers' tensors anew at each call; they are asked for twice, for shapes and for content.
+      tensors: by transformers' names.
       kind: f32, f16, bf16 or q8_0 for matrices; vectors are float32.
-      add_bos: whether a prompt begins with the begin token.
 
     Raises:
       UserError: GGUF cannot say the model or its tokenizer, or the file cannot be written.
@@ -178,60 +177,61 @@ def export_gguf(
     family = next((family for family in FAMILIES if family.model_type == hf_config["model_type"]), None)
     if family is None:
         raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
-    made = partial(_stored, family, hf_config, tensors)
-    shapes = {name: (array.shape, _kind(name, array.shape, TYPES[kind][0])) for name, array in made()}
+    made_of = _made_of(family, tensors)
+    shapes = {stored: _shape(family, tensors, names, TYPES[kind][0]) for stored, names in made_of.items()}
     rows = shapes["token_embd.weight"][0][0]
-    model = config.architecture(rows)
+    model = config.architecture(tokenizer.vocab_size)
     extra = frequency_tensors(config, model)
-    shapes |= {name: (array.shape, "F32") for name, array in extra.items()}
+    shapes |= {stored: (array.shape, "F32") for stored, array in extra.items()}
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}
     metadata |= {"general.file_type": TYPES[kind][1], "general.quantization_version": 2}
-    metadata |= {f"{family.arch}.{key}": value for key, value in metadata_of(config, model, family).items()}
+    context = hf_config.get("max_position_embeddings", model.max_context)
+    said = metadata_of(model, family, context)
+    metadata |= {f"{family.arch}.{key}": value for key, value in said.items()}
     _check_said(model, family, metadata, shapes, extra)
-    metadata |= to_metadata(tokenizer, rows, add_bos=add_bos, chat_template=chat_template)
+    metadata |= to_metadata(tokenizer, rows, chat_template)
 
     def arrays() -> Iterator[np.ndarray]:
-        for _, array in made():
-            yield array
+        for stored, names in made_of.items():
+            parts = (_ours(family, hf_config, name, tensors[name]) for name in names)
+            yield np.stack(list(parts)) if "_exps" in stored else next(parts)
         yield from extra.values()
 
     write_gguf(path, metadata, shapes, arrays())
 
 
-def _stored(
-    family: Family, config: Mapping[str, Any], tensors: Callable[[], Iterable[tuple[str, np.ndarray]]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors as GGUF has them; experts wait for the others of their layer."""
+def _made_of(family: Family, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
+    """For every tensor of GGUF those of transformers that it is made of: one, or one of each expert in their order."""
     names = {theirs: ours for ours, theirs in family.names.items()}
-    count = config.get("num_local_experts") or config.get("num_experts") or 0
-    waiting: dict[str, dict[int, np.ndarray]] = {}
-    for name, array in tensors():
+    made_of: dict[str, dict[int, str]] = {}
+    for name in tensors:
         module, _, suffix = name.rpartition(".")
         layer, expert = re.search(r"\.(?:layers|h)\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
         general = re.sub(r"\.experts\.\d+\.", ".experts.{e}.", re.sub(r"\.(layers|h)\.\d+\.", r".\1.{}.", module))
         if general not in names:
             raise UserError(f"GGUF has no name for the tensor {name}")
         stored = f"{names[general]}.{suffix}".replace("{}", layer[1] if layer else "")
-        array = _ours(family, config, name, array)
-        if expert is None:
-            yield stored, array
-            continue
-        group = waiting.setdefault(stored, {})
-        group[int(expert[1])] = array
-        if len(group) == count:
-            yield stored, np.stack([waiting[stored][e] for e in range(count)])
-            del waiting[stored]
+        made_of.setdefault(stored, {})[int(expert[1]) if expert else 0] = name
+    if family.arch in WITHOUT_TYING and "output.weight" not in made_of:
+        made_of["output.weight"] = made_of["token_embd.weight"]
+    return {stored: [parts[e] for e in sorted(parts)] for stored, parts in made_of.items()}
 
 
-def _kind(name: str, shape: tuple[int, ...], kind: str) -> str:
-    if len(shape) == 1 or any(part in name for part in ALWAYS_F32):
-        return "F32"
-    return "F16" if kind == "Q8_0" and shape[-1] % BLOCK else kind
+def _shape(family: Family, tensors: Arrays, names: list[str], kind: str) -> Shape:
+    shape = tensors.tensors[names[0]].shape
+    if _is_transposed(family, names[0], len(shape)):
+        shape = shape[::-1]
+    if ".experts." in names[0]:
+        shape = (len(names), *shape)
+    if len(shape) == 1 or any(part in names[0] for part in ALWAYS_F32):
+        return shape, "F32"
+    return shape, "F16" if kind == "Q8_0" and shape[-1] % BLOCK else kind
 
 
 # Of a model's settings, those that training or a machine has, and not the model.
 NOT_OF_THE_MODEL = {"kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "vocab_size", "weight_tying"}
+NOT_OF_THE_MODEL |= {"padded_vocab_size"}  # both are the size of a tensor
 
 
 def _check_said(

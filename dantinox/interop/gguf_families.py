@@ -183,15 +183,18 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     config |= {theirs: meta(key, defaults.get(key), _kind_of(key)) for key, theirs in SIZES.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
         raise UserError(f"{file.path} must give {family.arch}.attention.key_length: {heads} heads do not divide the width")
-    config["head_dim"] = meta("attention.key_length", max(config["hidden_size"] // heads, 1))
-    _same_length(meta, config["head_dim"])
+    head_size = meta("attention.key_length", max(config["hidden_size"] // heads, 1))
+    _same_length(meta, head_size)
+    config["head_dim"] = head_size
     config |= _expert_keys(meta, family, experts)
     config |= _biases(file, family)
     config |= _windows(meta, family, config["num_hidden_layers"])
     config |= _rotary(meta, family, file, config)
     if family.shifted:
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
-        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else config["head_dim"]
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
+    if family.arch == "olmo2":  # transformers has no key for it
+        del config["head_dim"]
     if not meta("attention.causal", True, bool):
         raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
     meta.refuse_rest()
@@ -290,14 +293,13 @@ def _longrope(meta: Metadata, file: GGUFFile, config: Mapping[str, Any], more: M
         raise UserError(f"{file.path} must have {LONG}, {SHORT} and the original context they are for")
     factors = {name: [float(str(f)) for f in read_tensor(file, stored)] for name, stored in (("long", LONG), ("short", SHORT))}
     expected = _longrope_gain(config["max_position_embeddings"], original)
-    if not math.isclose(meta("rope.scaling.attn_factor", expected, float), expected, rel_tol=1e-5):
-        raise UserError(f"{file.path} gives {meta.arch}.rope.scaling.attn_factor a value of its own, which is not known here")
+    gain = meta("rope.scaling.attn_factor", expected, float)
     return {
         "rope_type": "longrope",
         "long_factor": factors["long"],
         "short_factor": factors["short"],
         "original_max_position_embeddings": original,
-    }
+    } | ({} if math.isclose(gain, expected, rel_tol=1e-6) else {"attention_factor": gain})
 
 
 def _longrope_gain(context: int, original: int) -> float:
@@ -334,12 +336,16 @@ def frequency_tensors(config: Config, model: ModelConfig) -> dict[str, np.ndarra
     return {name: np.array(values or (1.0,) * half, np.float32) for name, values in factors.items()}
 
 
-def metadata_of(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
-    """What llama.cpp wants to know of an architecture."""
+def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, Any]:
+    """What llama.cpp wants to know of an architecture.
+
+    Args:
+      context: of the checkpoint, which a run may have made shorter.
+    """
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "context_length": model.max_context,
+        "vocab_size": model.embedding_rows,
+        "context_length": context,
         "embedding_length": model.dim,
         "block_count": model.num_blocks,
         "feed_forward_length": model.hidden_dim,
@@ -359,7 +365,8 @@ def metadata_of(config: Config, model: ModelConfig, family: Family) -> dict[str,
             "attention.sliding_window": window,
             "attention.sliding_window_pattern": [w is not None for w in model.windows],
         }
-        found |= {"rope.freq_base_swa": model.rope_local_theta or model.rope_theta}
+        if family.model_type == "gemma3_text":
+            found["rope.freq_base_swa"] = model.rope_local_theta or model.rope_theta
         caps = {"attn_logit_softcapping": model.softcap, "final_logit_softcapping": model.final_softcap}
         found |= {key: cap for key, cap in caps.items() if cap is not None}
     scaling = model.rope_scaling
@@ -370,6 +377,8 @@ def metadata_of(config: Config, model: ModelConfig, family: Family) -> dict[str,
     if scaling is not None and scaling.kind in ("yarn", "longrope"):
         found["rope.scaling.original_context_length"] = scaling.original_context
     if scaling is not None and scaling.kind == "longrope":
-        found["rope.scaling.attn_factor"] = _longrope_gain(model.max_context, scaling.original_context)
+        found["context_length"] = max(context, round(scaling.factor * scaling.original_context))
+        gain = _longrope_gain(found["context_length"], scaling.original_context)
+        found["rope.scaling.attn_factor"] = scaling.attention_factor or gain
     whole = {key: float(v) if key.endswith(("base", "base_swa", "factor", "capping")) else v for key, v in found.items()}
     return {key: value for key, value in whole.items() if value is not None}

@@ -77,11 +77,8 @@ class Vocabulary(NamedTuple):
     generation_config: dict[str, Any]
 
 
-def to_metadata(tokenizer: Tokenizer, size: int, *, add_bos: bool = False, chat_template: str | None = None) -> dict[str, Any]:
+def to_metadata(tokenizer: Tokenizer, size: int, chat_template: str | None = None) -> dict[str, Any]:
     """The metadata of a vocabulary for a model with `size` rows of embeddings.
-
-    Args:
-      add_bos: whether a prompt begins with the begin token.
 
     Raises:
       UserError: GGUF cannot say what this tokenizer does.
@@ -106,6 +103,9 @@ def to_metadata(tokenizer: Tokenizer, size: int, *, add_bos: bool = False, chat_
     else:
         found = _sentencepiece(tree, names, kinds)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "padding_token_id": tokenizer.pad_id}
+    # Readers stop at three tokens, and at others by their names.
+    others = [index for index in tokenizer.stop_ids if index != tokenizer.eos_id]
+    ids |= dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
     listed = [names.get(i, f"[PAD{i}]") for i in range(size)]
     if len(set(listed)) != size or max(names) >= size:
         raise UserError(
@@ -115,7 +115,7 @@ def to_metadata(tokenizer: Tokenizer, size: int, *, add_bos: bool = False, chat_
         raise UserError("GGUF cannot say a token that holds the character U+0000")
     types = [kinds.get(i, NORMAL if i in names else UNUSED) for i in range(size)]
     metadata = {"tokens": listed, "token_type": types} | found | {k: i for k, i in ids.items() if i is not None}
-    metadata["add_bos_token"] = add_bos
+    metadata["add_bos_token"] = tokenizer.add_bos
     if "scores" in metadata:
         metadata["scores"] += [0.0] * (size - len(metadata["scores"]))
     named = {KEY + key: value for key, value in metadata.items()}

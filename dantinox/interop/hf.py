@@ -1,6 +1,7 @@
 """Models of Hugging Face's transformers as ours, and ours as theirs, by the tables of their families."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -110,6 +111,7 @@ def to_hf(
     return written, Arrays(kinds, make)
 
 
+@lru_cache(maxsize=4)
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in blueprint(model)[1].items()}
 

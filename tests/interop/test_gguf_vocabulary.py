@@ -60,7 +60,7 @@ def sentencepiece(metadata, text):
 @pytest.mark.parametrize("settings", OURS, ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
 def test_a_tokenizer_trained_here_comes_back_to_the_letter(settings):
     tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
-    metadata = to_metadata(tokenizer, tokenizer.vocab_size + 2, chat_template="{{ x }}")
+    metadata = to_metadata(tokenizer, tokenizer.vocab_size + 2, "{{ x }}")
     assert metadata[KEY + "token_type"][-5:] == [CONTROL] * 3 + [UNUSED] * 2
     back = from_metadata(metadata, "it")
     assert back.tokenizer == tokenizer.to_json()
@@ -96,14 +96,15 @@ def trained(rule, size=330):
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(rule.steps)}
     core = Core.from_str(json.dumps(tree))
     core.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(core.to_str())
+    return Tokenizer(core.to_str(), roles={"add_bos_token": rule.add_bos})
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
     tokenizer = trained(RULES[name])
-    metadata = to_metadata(tokenizer, tokenizer.vocab_size, add_bos=RULES[name].add_bos)
+    metadata = to_metadata(tokenizer, tokenizer.vocab_size)
     assert metadata[KEY + "pre"] == name
+    assert metadata[KEY + "add_bos_token"] == RULES[name].add_bos
     back = Tokenizer(from_metadata(metadata, "it").tokenizer)
     assert back.encode(TEXT) == tokenizer.encode(TEXT)
     del metadata[KEY + "add_bos_token"]
@@ -129,7 +130,7 @@ def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
     metadata = spm(prefix)
     back = from_metadata(metadata, "it")
     tokenizer = Tokenizer(back.tokenizer)
-    again = to_metadata(tokenizer, tokenizer.vocab_size, add_bos=True)
+    again = to_metadata(tokenizer, tokenizer.vocab_size)
     assert again[KEY + "add_space_prefix"] == prefix
     assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
     for text in (TEXT, "via  nostra", "日本", "x", "▁mezzo"):
@@ -138,6 +139,15 @@ def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
         assert sentencepiece(again, text) == expected
         assert text == "▁mezzo" or tokenizer.decode(expected) == text
     assert back.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+
+
+def test_all_tokens_that_end_a_text_are_said():
+    names = ["<bos>", "<pad>"]
+    tokenizer = train_tokenizer(OURS[2], lambda: iter([]))
+    tokenizer = Tokenizer(tokenizer.to_json(), roles={"stop_tokens": ["<eos>", *names], "add_bos_token": True})
+    back = from_metadata(to_metadata(tokenizer, 259), "it")
+    assert back.generation_config == {"eos_token_id": [258, 257, 256]}
+    assert back.tokenizer_config["add_bos_token"] is True
 
 
 def broken(**changes):

@@ -1,0 +1,251 @@
+"""Models as GGUF and back: every family, against llama.cpp's names and what its files mean."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.interop import families
+from dantinox.interop.gguf import TYPES, export_gguf, open_source
+from dantinox.interop.gguf_families import FAMILIES, llama3_factors
+from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
+from dantinox.interop.hf import _shapes, from_hf, to_hf
+from dantinox.interop.hf_config import settings_of
+from dantinox.text.vocabulary import train_tokenizer
+
+gguf = pytest.importorskip("gguf")
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+SYMBOLS = 67
+TOKENIZER = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["".join(map(chr, range(161, 225)))]))
+# What of the small checkpoints llama.cpp has no words for, and the nearest that it has.
+SAID = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+    "gemma2": {"query_pre_attn_scalar": 12},
+    "gemma3_text": {"query_pre_attn_scalar": 12},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None},
+}
+each = pytest.mark.parametrize("family", [family.model_type for family in FAMILIES])
+
+
+def config_of(name, **changes):
+    config = json.loads((CHECKPOINTS / name / "config.json").read_text()) | SAID.get(name, {}) | changes
+    return {key: value for key, value in config.items() if key != "layer_types" or value is not None}
+
+
+def model_of(config):
+    """Settings and random weights of a `config.json`."""
+    settings = build_config(settings_of(config, max_context=64))
+    rng = np.random.default_rng(3)
+    shapes = _shapes(settings.architecture(SYMBOLS))
+    return settings, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def export(path, name, kind="f32", **changes):
+    config = config_of(name, **changes)
+    settings, weights = model_of(config)
+    export_gguf(path, settings, *to_hf(settings, SYMBOLS, weights, config), TOKENIZER, kind=kind)
+    return weights
+
+
+def imported(path):
+    """The parameters that a file makes, by the settings that it makes."""
+    source = open_source(path)
+    model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
+    return model, from_hf(source.config, model, source.tensors, source.read, "float32")
+
+
+@each
+def test_names_are_those_of_the_library_and_all_of_a_family(family):
+    ours = next(entry for entry in FAMILIES if entry.model_type == family)
+    archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(archs[ours.arch], 3)
+    for stored, theirs in ours.names.items():
+        name = re.sub(r"experts\.\{e\}", "experts", theirs).replace("{}", "2")
+        assert known.get_name(name) == stored.replace("{}", "2")
+    theirs = {row.tensor.rpartition(".")[0].replace("{i}", "{}") for row in families.FAMILIES[family].tensors}
+    assert set(ours.names.values()) == theirs - ({"lm_head"} if family == "gemma2" else set())
+
+
+@each
+def test_a_model_comes_back_and_is_the_same_architecture(family, tmp_path):
+    path = tmp_path / "x.gguf"
+    weights = export(path, family)
+    model, arrays = imported(path)
+    settings, _ = model_of(config_of(family))
+    assert replace(model, rope_theta=1.0) == replace(settings.architecture(SYMBOLS), rope_theta=1.0)
+    assert arrays.keys() == weights.keys()
+    for name, array in weights.items():
+        if "gemma" in family and name.endswith("scale"):  # 1 + w has no place for the last bits of w
+            np.testing.assert_allclose(arrays[name], array, atol=1.2e-7)
+        else:
+            np.testing.assert_array_equal(arrays[name], array, name)
+    again = tmp_path / "y.gguf"
+    source = open_source(path)
+    settings = build_config(settings_of(source.config, max_context=64))
+    export_gguf(again, settings, *to_hf(settings, SYMBOLS, arrays, source.config), TOKENIZER)
+    first, second = open_gguf(path), open_gguf(again)
+    assert second.tensors.keys() == first.tensors.keys()
+    for name in first.tensors:  # what came from GGUF goes back to the bit, Gemma's norms too
+        if not name.endswith("norm.weight") or "gemma" not in family:
+            np.testing.assert_array_equal(read_tensor(second, name), read_tensor(first, name), name)
+    assert all(np.array_equal(imported(again)[1][name], arrays[name]) for name in arrays)
+
+
+def test_heads_of_llama_are_stored_for_rotations_of_neighbours(tmp_path):
+    """Scores of rotated queries and keys, once half-split by transformers' weights and once in pairs by GGUF's."""
+    config = config_of("llama")
+    settings, weights = model_of(config)
+    _, tensors = to_hf(settings, SYMBOLS, weights, config)
+    export_gguf(tmp_path / "x.gguf", settings, config, tensors, TOKENIZER)
+    file = open_gguf(tmp_path / "x.gguf")
+    rng = np.random.default_rng(1)
+    x, angles = rng.normal(size=(2, 32)), np.array([3.0, 1.0, 0.4, 0.1])
+    cos, sin = np.cos(angles), np.sin(angles)
+
+    def halves(y):
+        a, b = y[..., :4], y[..., 4:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def pairs(y):
+        a, b = y[..., 0::2], y[..., 1::2]
+        return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape)
+
+    theirs = {part: tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qk"}
+    stored = {part: read_tensor(file, f"blk.1.attn_{part}.weight") for part in "qk"}
+    split = [halves((x[i] @ theirs[part].T).reshape(-1, 8)) for i, part in enumerate("qk")]
+    paired = [pairs((x[i] @ stored[part].T).reshape(-1, 8)) for i, part in enumerate("qk")]
+    np.testing.assert_allclose(paired[0] @ paired[1].T, split[0] @ split[1].T, rtol=1e-6)
+
+
+def test_gemma_stores_norms_as_one_more_and_gpt2_its_matrices_transposed(tmp_path):
+    weights = export(tmp_path / "x.gguf", "gemma2")
+    file = open_gguf(tmp_path / "x.gguf")
+    np.testing.assert_array_equal(read_tensor(file, "blk.1.post_ffw_norm.weight"), weights["blocks/1/post_norm2/scale"] + 1)
+    assert file.metadata["gemma2.attention.sliding_window_pattern"] == [True, False]
+    weights = export(tmp_path / "y.gguf", "gpt2")
+    file = open_gguf(tmp_path / "y.gguf")
+    assert file.tensors["blk.0.attn_qkv.weight"].shape == (96, 32)
+    np.testing.assert_array_equal(read_tensor(file, "blk.0.ffn_up.weight"), weights["blocks/0/ffn/up/kernel"].T)
+    np.testing.assert_array_equal(read_tensor(file, "token_embd.weight"), weights["embed"])
+
+
+def test_experts_are_stacked_in_their_order(tmp_path):
+    weights = export(tmp_path / "x.gguf", "mixtral")
+    stacked = read_tensor(open_gguf(tmp_path / "x.gguf"), "blk.1.ffn_up_exps.weight")
+    np.testing.assert_array_equal(stacked, weights["blocks/1/ffn/experts/gate_up/kernel"][:, :, 1].transpose(0, 2, 1))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_matrices_get_the_type_that_is_asked_for_and_vectors_stay(kind, tmp_path):
+    export(tmp_path / "x.gguf", "qwen3_moe", kind)
+    file = open_gguf(tmp_path / "x.gguf")
+    kinds = {name: stored.kind for name, stored in file.tensors.items()}
+    assert {kinds[name] for name in kinds if "norm" in name or "ffn_gate_inp" in name} == {"F32"}
+    assert kinds["token_embd.weight"] == kinds["blk.0.ffn_up_exps.weight"] == TYPES[kind][0]
+    # Rows of 24 numbers are no whole blocks of 32.
+    assert kinds["blk.0.ffn_down_exps.weight"] == ("F16" if kind == "q8_0" else TYPES[kind][0])
+    assert file.metadata["general.file_type"] == TYPES[kind][1]
+    weights, arrays = model_of(config_of("qwen3_moe"))[1], imported(tmp_path / "x.gguf")[1]
+    allowed = {"f32": 0, "f16": 5e-4, "bf16": 4e-3, "q8_0": 5e-3}[kind]
+    for name, array in weights.items():
+        assert np.abs(arrays[name] - array).max() <= allowed * np.abs(array).max(), name
+
+
+def test_llama3_factors_are_read_back_and_others_refused(tmp_path):
+    factors = llama3_factors(64, 500000.0, 8.0, 8192)
+    # Of Llama 3.1's file: high frequencies stay, low ones are divided by 8.
+    assert factors[0] == 1 and factors[-1] == 8 and 1 < factors[32] < 8
+    export(tmp_path / "x.gguf", "llama")
+    source = open_source(tmp_path / "x.gguf")
+    rope = config_of("llama")["rope_parameters"]
+    assert source.config["rope_parameters"] == rope
+    file = open_gguf(tmp_path / "x.gguf")
+    rewrite(file, tmp_path / "y.gguf", arrays={"rope_freqs.weight": np.array([1, 7, 2, 3], np.float32)})
+    with pytest.raises(UserError, match=r"rope_freqs\.weight in a way that is not Llama 3's"):
+        open_source(tmp_path / "y.gguf")
+
+
+def rewrite(file, path, metadata=None, arrays=None, drop=()):
+    """A file with other metadata (None: without it) and tensors."""
+    said = {key: value for key, value in (file.metadata | (metadata or {})).items() if value is not None}
+    held = {name: np.array(read_tensor(file, name)) for name in file.tensors if name not in drop} | (arrays or {})
+    write_gguf(path, said, {name: (array.shape, "F32") for name, array in held.items()}, held.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("mistral", {"sliding_window": 6}, "GGUF's llama cannot say windows: (6, 6)"),
+        ("gemma2", {"query_pre_attn_scalar": 20}, "GGUF's gemma2 cannot say query_pre_attn_scalar: 20"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "GGUF's qwen3moe cannot say experts"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "GGUF's smollm3 cannot say unrotated: (0,)"),
+        ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot say windows"),
+        ("gemma2", {"tie_word_embeddings": False}, "GGUF has no name for the tensor lm_head.weight"),
+    ],
+)
+def test_what_llama_cpp_takes_for_another_model_is_refused(family, changes, sentence, tmp_path):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        export(tmp_path / "x.gguf", family, **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    export(path, "llama", tie_word_embeddings=False)
+    return open_gguf(path)
+
+
+ODD = np.zeros((3, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"metadata": {"general.architecture": "mamba"}}, "a model of the architecture 'mamba'; those known are llama"),
+        ({"metadata": {"general.architecture": None}}, "of the architecture null"),
+        ({"metadata": {"general.type": "adapter"}}, "is no model but 'adapter'"),
+        ({"metadata": {"llama.attention.scale": 0.5}}, "llama.attention.scale of the model, which is not known here: 0.5"),
+        ({"metadata": {"llama.block_count": None}}, "must give llama.block_count as a positive integer, and gives nothing"),
+        ({"metadata": {"llama.embedding_length": "big"}}, "llama.embedding_length as a positive integer, and gives 'big'"),
+        ({"metadata": {"llama.attention.head_count": [4, 2]}}, "llama.attention.head_count as a positive integer"),
+        ({"metadata": {"llama.attention.value_length": 4}}, "keys and values different lengths"),
+        ({"metadata": {"llama.rope.dimension_count": 4}}, "rotates 4 of 8 numbers of a head, which llama cannot"),
+        ({"metadata": {"llama.attention.causal": False}}, "a model that is not causal"),
+        ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, "a tokenizer of the kind 'rwkv'"),
+        ({"arrays": {"blk.0.attn_sinks.weight": ODD}}, "the tensor blk.0.attn_sinks.weight, which llama is not known to have"),
+        ({"drop": ["token_embd.weight"]}, "no embeddings: token_embd.weight is missing"),
+        ({"arrays": {"token_embd.weight": np.zeros((66, 32), np.float32)}}, "66 rows of embeddings for 67 tokens"),
+        ({"drop": ["blk.1.ffn_up.weight"]}, "lacks model.layers.1.mlp.up_proj.weight"),
+        ({"arrays": {"blk.1.ffn_up.weight": ODD}}, "model.layers.1.mlp.up_proj.weight of shape [3, 3]"),
+        ({"arrays": {"blk.2.attn_norm.weight": ODD[0]}}, "has model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_a_file_that_says_more_or_less_is_refused(llama, change, sentence, tmp_path):
+    rewrite(llama, tmp_path / "x.gguf", **change)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        imported(tmp_path / "x.gguf")
+
+
+def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
+    table = np.array(read_tensor(llama, "token_embd.weight"))
+    rewrite(llama, tmp_path / "x.gguf", arrays={"output.weight": table})
+    assert open_source(tmp_path / "x.gguf").config["tie_word_embeddings"] is True
+    assert open_source(llama.path).config["tie_word_embeddings"] is False
+    export(tmp_path / "y.gguf", "olmo2", tie_word_embeddings=True)
+    assert "output.weight" in open_gguf(tmp_path / "y.gguf").tensors
+    assert open_source(tmp_path / "y.gguf").config["tie_word_embeddings"] is True
+
+
+def test_without_the_library_a_sentence_says_what_to_install(llama):
+    reading = f"from dantinox.interop.gguf import open_source; open_source({str(llama.path)!r})"
+    code = f"import sys; sys.modules['gguf'] = None; {reading}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].endswith("GGUF files need the library gguf: pip install 'dantinox[gguf]'")
