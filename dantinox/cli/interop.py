@@ -55,8 +55,8 @@ def export(options: argparse.Namespace) -> int:
 
     left = leaving(options.run_dir)
     export_gguf(
-        options.dest, left.config, left.hf_config, left.tensors.items, left.tokenizer, kind=options.type or "f32",
-        add_bos=left.tokenizer.add_bos, chat_template=left.chat_template, name=options.run_dir.absolute().name,
+        options.dest, left.config, left.hf_config, left.tensors, left.tokenizer, kind=options.type or "f32",
+        chat_template=left.chat_template, name=options.run_dir.absolute().name,
     )  # fmt: skip
     print(f"{options.dest}: {left.hf_config['model_type']}")
     return 0

@@ -6,7 +6,7 @@ Gemma as 1 + w, and GPT-2's matrices transposed.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -177,7 +177,8 @@ def export_gguf(
     family = next((family for family in FAMILIES if family.model_type == hf_config["model_type"]), None)
     if family is None:
         raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
-    made_of = _made_of(family, tensors)
+    tied = {"lm_head.weight"} if config.model.weight_tying else set()
+    made_of = _made_of(family, [name for name in tensors if name not in tied])
     shapes = {stored: _shape(family, tensors, names, TYPES[kind][0]) for stored, names in made_of.items()}
     rows = shapes["token_embd.weight"][0][0]
     model = config.architecture(tokenizer.vocab_size)
@@ -201,7 +202,7 @@ def export_gguf(
     write_gguf(path, metadata, shapes, arrays())
 
 
-def _made_of(family: Family, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
+def _made_of(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
     """For every tensor of GGUF those of transformers that it is made of: one, or one of each expert in their order."""
     names = {theirs: ours for ours, theirs in family.names.items()}
     made_of: dict[str, dict[int, str]] = {}

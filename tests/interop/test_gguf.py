@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop import families
 from dantinox.interop.gguf import TYPES, export_gguf, open_source
@@ -17,6 +18,7 @@ from dantinox.interop.gguf_families import FAMILIES, llama3_factors
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
 from dantinox.interop.hf import _shapes, from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
+from dantinox.run import RunDirectory, load_weights, save_config, save_tokenizer, save_weights
 from dantinox.text.vocabulary import train_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -249,3 +251,32 @@ def test_without_the_library_a_sentence_says_what_to_install(llama):
     code = f"import sys; sys.modules['gguf'] = None; {reading}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith("GGUF files need the library gguf: pip install 'dantinox[gguf]'")
+
+
+def test_a_run_goes_out_and_comes_back(tmp_path, capsys):
+    settings, weights = model_of(config_of("qwen3"))
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    save_weights(run.weights, weights)
+    save_tokenizer(run, TOKENIZER.to_json())
+    save_config(run, settings)
+    file, back = tmp_path / "x.gguf", RunDirectory(tmp_path / "back")
+    assert main(["export", str(run.path), str(file), "--format", "gguf"]) == 0
+    assert main(["import", str(file), "--run_dir", str(back.path)]) == 0
+    assert capsys.readouterr().out == f"{file}: qwen3\nqwen3: 24 tensors, all of them, in {back.path}\n"
+    assert back.tokenizer.read_text() == run.tokenizer.read_text()
+    assert open_gguf(file).metadata["general.name"] == "run"
+    loaded = load_weights(back.weights, weights)
+    assert all(np.array_equal(loaded[name], array) for name, array in weights.items())
+    assert back.weights.read_bytes() == run.weights.read_bytes()
+    again = tmp_path / "y.gguf"
+    assert main(["export", str(back.path), str(again), "--format", "gguf"]) == 0
+    assert open_gguf(again).tensors == open_gguf(file).tensors
+
+
+def test_a_broken_file_makes_no_run(llama, tmp_path, capsys):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(llama.path.read_bytes()[:-100])
+    assert main(["import", str(path), "--run_dir", str(tmp_path / "run")]) == 2
+    assert re.fullmatch(r"error: .* is damaged: .*\n", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == [path]
