@@ -1,5 +1,7 @@
-"""What training minimises: the cross-entropy of the next token, and a penalty that keeps the log-normaliser near zero."""
+"""What training minimises: the cross-entropy of the next token, with a penalty that keeps the log-normaliser near zero, or the
+loss of direct preference optimisation."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +22,16 @@ class Sums(NamedTuple):
     `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
     `targets`: how many targets count. `routing`: where there are experts, the balance and z of the layers' mean, times the
     targets, and the rows of each expert of each layer `[L, E]`.
+
+    Of preferences `nats` are the losses of pairs and `targets` the pairs; `rewards` [2]: beta times by how much the preferred
+    answer gained more than the other, and in how many pairs that is more than nothing.
     """
 
     nats: jax.Array
     penalty: jax.Array
     targets: jax.Array
     routing: Routing | None = None
+    rewards: jax.Array | None = None
 
 
 def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS) -> Sums:
@@ -37,6 +43,53 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
       chunk_logits: a batch with more logits than this is scored in chunks of tokens, whose logits are computed again in
         the backward pass, so that `[B, T, V]` never exists. A chunk has at least the platform's `loss_tokens`.
     """
+    nats_N, squares_N, mask_N, aux = _losses(model, batch, rngs, chunk_logits)
+    targets = jnp.sum(mask_N)
+    return Sums(jnp.sum(nats_N), jnp.sum(squares_N), targets, _routing(model, aux, targets))
+
+
+def preferences(model: Transformer, pairs: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> Sums:
+    """−log σ(β (Δ_chosen − Δ_rejected)) summed over pairs, where Δ is by how much the log-probability of an answer is larger
+    than under the model that training started from (Rafailov et al. 2023, "Direct Preference Optimization", equation 7).
+
+    Args:
+      pairs: has `tokens_P2T`, `targets_P2T`, `segments_P2T`, `mask_P2T` and `reference_P2`; a pair without a counted target is
+        none.
+    """
+    logp_P2, aux = _log_probabilities(model, pairs, rngs)
+    pair_P = jnp.any(pairs.mask_P2T > 0, axis=(1, 2)).astype(jnp.float32)
+    gain_P2 = logp_P2 - pairs.reference_P2
+    margin_P = beta * (gain_P2[:, 0] - gain_P2[:, 1])
+    rewards = jnp.stack([jnp.sum(pair_P * margin_P), jnp.sum(pair_P * (margin_P > 0))])
+    count = jnp.sum(pair_P)
+    losses = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
+    return Sums(losses, jnp.zeros(()), count, _routing(model, aux, count), rewards)
+
+
+def log_probabilities(model: Transformer, pairs: Any) -> jax.Array:
+    """ln p of the counted targets of both answers of P pairs, summed: float32 [P, 2]; see `preferences`."""
+    return _log_probabilities(model, pairs, None)[0]
+
+
+def _log_probabilities(model: Transformer, pairs: Any, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
+    P, _, T = pairs.tokens_P2T.shape
+    rows = _Rows(*(a.reshape(2 * P, T) for a in (pairs.tokens_P2T, pairs.targets_P2T, pairs.segments_P2T, pairs.mask_P2T)))
+    nats_N, _, _, aux = _losses(model, rows, rngs, CHUNK_LOGITS)
+    return -jnp.sum(nats_N.reshape(P, 2, T), axis=-1), aux
+
+
+class _Rows(NamedTuple):
+    tokens_BT: jax.Array
+    targets_BT: jax.Array
+    segments_BT: jax.Array
+    mask_BT: jax.Array
+
+
+def _losses(
+    model: Transformer, batch: Any, rngs: nnx.Rngs | None, chunk_logits: int
+) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
+    """Of each token, or a device's own: −ln p of its target, the squared log-normaliser, both 0 where it does not count; the
+    mask; and what the model says besides."""
     B, T = batch.tokens_BT.shape
     # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
@@ -44,15 +97,17 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
     own = model.sharing.own  # of the tokens that several devices have
     x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
     size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
-    if size >= len(x_ND):
-        nats, penalty = _token_losses(model, None, x_ND, targets_N, mask_N)
-    else:
-        nats, penalty = _in_chunks(model, x_ND, targets_N, mask_N, size)
-    targets, routing = jnp.sum(mask_N), aux.get("routing")
-    if routing is not None:
-        balance, z = (targets * model.sharing.enter(jnp.mean(part)) for part in (routing.balance, routing.z))
-        routing = Routing(balance, z, routing.counts_E)
-    return Sums(nats, penalty, targets, routing)
+    in_parts = _token_losses if size >= len(x_ND) else partial(_in_chunks, size=size)
+    nats_N, squares_N = in_parts(model, None, x_ND, targets_N, mask_N)
+    return nats_N, squares_N, mask_N, aux
+
+
+def _routing(model: Transformer, aux: dict, targets: jax.Array) -> Routing | None:
+    routing: Routing | None = aux.get("routing")
+    if routing is None:
+        return None
+    balance, z = (targets * model.sharing.enter(jnp.mean(part)) for part in (routing.balance, routing.z))
+    return Routing(balance, z, routing.counts_E)
 
 
 def _token_losses(
@@ -64,11 +119,11 @@ def _token_losses(
         target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     else:  # the derivative of that is a scatter, for which the derivatives of all logits would be written once more, in float32
         target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
-    return jnp.sum(mask_N * (normaliser_N - target_N)), jnp.sum(mask_N * jnp.square(normaliser_N))
+    return mask_N * (normaliser_N - target_N), mask_N * jnp.square(normaliser_N)
 
 
 def _in_chunks(
-    model: Transformer, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, size: int
+    model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """`_token_losses` over chunks of `size` tokens; the last chunk is filled up with tokens that do not count."""
     missing = -x_ND.shape[0] % size
@@ -81,9 +136,8 @@ def _in_chunks(
         rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once, not chunk by chunk
 
     @jax.checkpoint
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, _token_losses(model, rounded_DV, *part)), None
+    def losses(_, part):
+        return None, _token_losses(model, rounded_DV, *part)
 
-    zero = jnp.zeros((), jnp.float32)
-    total, _ = jax.lax.scan(add, (zero, zero), parts)
-    return total
+    _, (nats, squares) = jax.lax.scan(losses, None, parts)
+    return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]

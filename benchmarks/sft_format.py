@@ -1,0 +1,46 @@
+"""Does fine-tuning teach a form? The held-back questions of `builtin:instructions`, answered greedily by runs.
+
+    python train.py --config configs/quickstart.yaml --run_dir runs/quickstart
+    python train.py --config configs/sft.yaml --run_dir runs/sft
+    python benchmarks/sft_format.py runs/quickstart runs/sft
+
+prints of each run how many of its answers have the form of `dantinox.text.instructions.ANSWER`, and two of them. All runs are asked in
+the words of the last one's chat template.
+"""
+
+import sys
+
+import dantinox
+from dantinox.config import DataSection
+from dantinox.run import RunDirectory
+from dantinox.text import ChatTemplate, Corpus
+from dantinox.text.conversations import Conversations
+from dantinox.text.instructions import follows
+
+
+def held_back() -> list[str]:
+    """The questions that configs/sft.yaml keeps for validation."""
+    corpora = (Corpus.open("builtin:instructions"),)
+    found = Conversations.of(corpora, DataSection(val_fraction=0.2))
+    records = [record for _, record in corpora[0].records()]
+    return [record["messages"][0]["content"] for record in records[found.cuts[0] :]]
+
+
+def main(*paths: str) -> None:
+    questions = held_back()
+    source = RunDirectory(paths[-1]).chat_template
+    for path in paths:
+        run = dantinox.load(path)
+        template = ChatTemplate.load(source, run.tokenizer)
+        asked = {q: template.encode([{"role": "user", "content": q}], generation_prompt=True) for q in questions}
+        run.prompt_ids = asked.__getitem__  # type: ignore[method-assign]  # a prompt with special tokens in it
+        answers = [result.text for result in run.generate(questions, greedy=True, max_new_tokens=64)]
+        right = sum(map(follows, answers))
+        copied = sum(f"Name: {q[11:].partition('(')[0]}\n" in f"{a}\n" for q, a in zip(questions, answers, strict=True))
+        print(f"{path}: {right} of {len(answers)} answers have the form ({right / len(answers):.0%}), {copied} the right name")
+        for question, answer in list(zip(questions, answers, strict=True))[:2]:
+            print(f"  {question}\n    {answer!r}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
