@@ -4,8 +4,8 @@
     python train.py --config configs/sft.yaml --run_dir runs/sft
     python benchmarks/sft_format.py runs/quickstart runs/sft
 
-prints of each run how many of its answers have the form of `dantinox.text.instructions.ANSWER`, and two of them. All runs are asked in
-the words of the last one's chat template.
+prints of each run how many of its answers have the form of `dantinox.text.instructions.ANSWER`, and two of them. All runs are
+asked in the words of the last one's chat template.
 """
 
 import sys
@@ -36,8 +36,7 @@ def main(*paths: str) -> None:
         run.prompt_ids = asked.__getitem__  # type: ignore[method-assign]  # a prompt with special tokens in it
         answers = [result.text for result in run.generate(questions, greedy=True, max_new_tokens=64)]
         right = sum(map(follows, answers))
-        copied = sum(f"Name: {q[11:].partition('(')[0]}\n" in f"{a}\n" for q, a in zip(questions, answers, strict=True))
-        print(f"{path}: {right} of {len(answers)} answers have the form ({right / len(answers):.0%}), {copied} the right name")
+        print(f"{path}: {right} of {len(answers)} answers have the form ({right / len(answers):.0%})")
         for question, answer in list(zip(questions, answers, strict=True))[:2]:
             print(f"  {question}\n    {answer!r}")
 

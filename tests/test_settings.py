@@ -34,6 +34,7 @@ TALKS = {
 }  # fmt: skip
 FROM = {"training.init_from": "runs/x"}
 LORA = {**FROM, "lora.rank": 4}
+PREFERENCES = {"training.objective": "dpo", "training.init_from": "runs/x"}
 FOURFOLD = {"attention.rope_factor": 4.0}
 LINEAR = {**FOURFOLD, "attention.rope_scaling": "linear"}
 LLAMA3 = {**LINEAR, "attention.rope_scaling": "llama3", "attention.rope_original_context": 8}
@@ -76,7 +77,8 @@ OTHER: dict[str, tuple] = {
     "tokenizer.tokenizer_type": ("byte",), "tokenizer.vocab_size": (270,),
     "tokenizer.tokenizer_path": ("t.json", {"tokenizer.tokenizer_type": "file"}),
     "tokenizer.byte_fallback": (True, {"tokenizer.tokenizer_type": "char"}),
-    "data.chat_template": ("t.jinja", TALKS), "training.objective": ("sft", TALKS),
+    "data.chat_template": ("t.jinja", TALKS), "training.objective": ("dpo", {"training.init_from": "runs/x"}),
+    "training.dpo_beta": (0.5, PREFERENCES),
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
     "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
@@ -178,7 +180,8 @@ def lowered(text):
     """The number of steps, and the program of one."""
     config = build_config(yaml.safe_load(text))
     model, steps = config.architecture(17), total_steps(config, 40)
-    state, batch = abstract_state(config, model, steps), abstract_batch(config.training.batch_size, config.model.max_context)
+    t = config.training
+    state, batch = abstract_state(config, model, steps), abstract_batch(t.batch_size, config.model.max_context, t.objective)
     return steps, make_train_step(config, model, steps).lower(state, batch).as_text()
 
 
@@ -209,7 +212,7 @@ def read_by(key, *rooms):
 
 LOOP = (
     "eval_every", "eval_tokens", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "init_from",
-    "deterministic", "objective",
+    "deterministic",
 )  # fmt: skip
 REQUEST = ("max_new_tokens", "n", "stop", "keep_stop", "ignore_eos", "use_cache", "weights", "products", "tensor_parallel")
 START_UP = ("coordinator", "processes", "process")

@@ -115,6 +115,9 @@ class TrainingSection(Section):
     objective: Literal["next_token", "sft", "dpo"] = field(
         "next_token", "all of a text, the assistant's turns of conversations, or preferred answers over others"
     )
+    dpo_beta: Annotated[Positive, Needs(("training.objective", "dpo"))] = field(
+        0.1, "dpo: how much a log-probability gained over the starting weights counts"
+    )
     steps: Count | None = field(None, "optimizer steps (null: as many as `epochs` passes need)")
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(
         1.0, "passes over the training text, when steps is null"

@@ -359,6 +359,8 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
             f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices "
             f"({words}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
         )
+    if sizes["tensor"] > 1 and t.objective == "dpo":
+        raise UserError(f"distributed.tensor must be 1 with training.objective: dpo, got {sizes['tensor']}")
     if sizes["expert"] > 1 and model.experts is None:
         raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
     return sizes

@@ -74,9 +74,10 @@ def _training(directory: RunDirectory, config: Config) -> str:
     if not rows:
         return "no training log\n"
     best = min(rows, key=lambda row: row["val_loss"])
+    bits = f"{best['bits_per_byte']:.3f} bits per byte, " if "bits_per_byte" in best else ""
     return table([
         ("trained", f"{rows[-1]['step']:.0f} steps, {human_count(rows[-1]['tokens'])} tokens"),
-        ("best", f"val loss {best['val_loss']:.4f}, {best['bits_per_byte']:.3f} bits per byte, at step {best['step']:.0f}"),
+        ("best", f"val loss {best['val_loss']:.4f}, {bits}at step {best['step']:.0f}"),
     ])  # fmt: skip
 
 

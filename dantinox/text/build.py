@@ -339,6 +339,7 @@ def _open(directory: Path, header: Header, config: Config, tokenizer: Tokenizer)
     }
     if "marks" in header:
         marks = np.memmap(directory / header["marks"], np.uint8, mode="r")
-        return ConversationStore(tokens, marks, pairs=header["options"]["objective"] == "dpo", **shared)
+        pairs = header["options"]["objective"] == "dpo"
+        return ConversationStore(tokens, marks, name=header["file"], pairs=pairs, **shared)
     parts = tokens[: train.tokens], tokens[train.tokens :]
     return TokenStore(*parts, eos_id=tokenizer.eos_id, packing=config.data.packing == "best_fit", **shared)

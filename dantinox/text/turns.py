@@ -34,6 +34,7 @@ class ConversationStore(TokenStore):
     Attributes:
       pairs: batches are `Preferences`; `batch_size` and `windows_per_epoch` count pairs.
       conversations, left_out: how many conversations, or pairs, there are, and how many of them are too long.
+      name: of their file, which differs for other tokens.
       reference: float32, of all pairs, training first, what is in `Preferences.reference_P2`; zeros until it is set.
     """
 
@@ -47,6 +48,7 @@ class ConversationStore(TokenStore):
         sequence_length: int,
         seed: int,
         pad_id: int | None = None,
+        name: str = "",
         pairs: bool = False,
         mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
@@ -59,7 +61,7 @@ class ConversationStore(TokenStore):
           UserError: no conversation is short enough.
         """
         self._ids, self._marks, self._pad = ids.view(np.ndarray), marks.view(np.ndarray), 0 if pad_id is None else pad_id
-        self.train, self.val = counts
+        self.name, (self.train, self.val) = name, counts
         self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
         self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
         self.packing, self.pairs, self.left_out = True, pairs, 0
@@ -75,7 +77,7 @@ class ConversationStore(TokenStore):
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of the answers of the validation part per counted target."""
+        """Bytes of the answers of the validation part per counted target; see `TokenStore`."""
         return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & SPOKEN))
 
     def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:

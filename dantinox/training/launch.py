@@ -48,8 +48,6 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
       UserError: bad settings or data, not enough memory or disk, another process in the same directory.
       SystemExit: after SIGTERM (143) or SIGINT (130), with everything saved.
     """
-    if config.training.objective == "dpo":
-        raise UserError("training.objective: dpo is not there yet")
     trackers(config, Path())  # a library that is missing is said before the corpus is read
     join(config)
     config = without(config, START_UP)  # of this launch, not of the run

@@ -38,13 +38,14 @@ from dantinox.model.parameters import Parameters, blueprint, unrolled
 from dantinox.platform import platform_of
 from dantinox.programs import chip_of
 from dantinox.report import Console, MetricsLog, plot_loss, trackers
-from dantinox.run import RunDirectory, put, save_weights
-from dantinox.text import Batch, Tokenizer, TokenStore
+from dantinox.run import RunDirectory, open_base, put, save_weights, weights_digest
+from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.memory import check_memory, give_back_freed_memory, keep_freed_memory, out_of_memory, used_gb
+from dantinox.training.reference import save_reference, saved_reference
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler, sampled_model
-from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state
+from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state, make_reference_step
 from dantinox.training.stopping import StopRequest, stop_request
 
 AHEAD = 4  # batches
@@ -146,6 +147,7 @@ class _Trainer:
     step: int = 0
     progress: Progress = field(default_factory=Progress)
     val_loss: float | None = None  # of this very step
+    val_rewards: np.ndarray | None = None  # of the last evaluation, of preferences
     saved_step: int | None = None
     recent: list[Metrics] = field(default_factory=list)  # of the steps since they were last looked at
     looked_at: int = 0  # the last step whose numbers were looked at one by one
@@ -175,6 +177,8 @@ class _Trainer:
         self.frozen = frozen_weights(self.config, self.model, self.tokenizer.fingerprint, self.layout, self.run)
         if not restored:
             self._begin()
+        if isinstance(self.store, ConversationStore) and self.store.pairs:
+            self.store.reference = self._reference(self.store, restored)
         if platform_of().name == "cpu":
             give_back_freed_memory()
         self.logs.cut(self.step)
@@ -238,6 +242,27 @@ class _Trainer:
         self.step, self.progress = 0, Progress()
         self.state = initial_state(self.config, self.model, self.steps, given, self.layout)
 
+    def _reference(self, store: ConversationStore, restored: bool | None) -> np.ndarray:
+        """The log-probabilities of all answers by the weights that this training started from."""
+        weights = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
+        found = saved_reference(self.run, store, weights)
+        if found is not None:
+            return found
+        if weights is None:
+            raise UserError(
+                f"{self.run.data} has no log-probabilities of the starting weights for its tokens: put reference.json back"
+            )
+        self.console.note("computing the log-probabilities of all answers by the starting weights")
+        found, rows = np.zeros_like(store.reference), self.programs.eval_rows
+        program = make_reference_step(self.model, self.layout)
+        for numbers, pairs in store.all_pairs(rows):
+            placed = self.layout.put_rows(partial(_chosen, pairs), rows)
+            found[numbers] = on_host(program(self.state.parameters, placed, self.frozen))[: len(numbers)]
+        if is_first():
+            save_reference(self.run, store, weights, found)
+        meet()
+        return found
+
     def _loop(self, batches: Iterator[Batch]) -> None:
         self.clock = Clock()
         if self.progress.evaluation_due:
@@ -276,7 +301,7 @@ class _Trainer:
     def _log_interval(self) -> None:
         mean = _mean(self.state.since_line)
         self.state = self.state._replace(since_line=self._zeros())
-        row = {"step": self.step, "train_loss": mean} | self._vitals()
+        row = {"step": self.step, "train_loss": mean} | self._vitals() | _named(self.recent[-1].rewards)
         self._check_numbers(row["train_loss"])
         self.logs.interval(row | self._expert_counts())
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (self.steps - self.step)})
@@ -286,11 +311,16 @@ class _Trainer:
         counts_LE = self.recent[-1].expert_counts
         return {} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}
 
+    @property
+    def tokens_per_step(self) -> int:
+        t = self.config.training
+        return t.batch_size * self.config.model.max_context * (2 if t.objective == "dpo" else 1)
+
     def _vitals(self) -> dict[str, Any]:
         """Waits for the device, then reads what every row ends with."""
         metrics = jax.device_get(self.recent[-1])
         ms = self.clock.ms_per_step()
-        tokens = self.config.training.batch_size * self.config.model.max_context
+        tokens = self.tokens_per_step
         rate = tokens / ms * 1e3
         vitals = {
             "ms_per_step": ms,
@@ -350,10 +380,13 @@ class _Trainer:
         mean = _mean(self.state.since_row)
         self._check_numbers(mean)
         self.state = self.state._replace(since_row=self._zeros())
-        bits = loss / math.log(2) / self.store.val_bytes_per_token
+        preferences = self.val_rewards is not None  # whose loss is not of bytes
+        bits = None if preferences else loss / math.log(2) / self.store.val_bytes_per_token
         row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | vitals
         self.logs.evaluation(row)
-        self.console.evaluation(row)
+        if preferences:
+            self.logs.event("preferences", {"step": self.step} | _named(self.val_rewards, "val_"))
+        self.console.evaluation(row | _named(self.val_rewards, "val_"))
         self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
         if self.progress.best_step == self.step:
             self._export(self.state)
@@ -368,12 +401,15 @@ class _Trainer:
         meet()
 
     def _validation_loss(self) -> float | None:
-        """Nats per token, summed in float64 over batches; None when a signal came in between."""
-        nats = count = 0.0
+        """Nats per token, or the loss of preferences, summed in float64 over batches; None when a signal came in between."""
+        nats, count, rewards = 0.0, 0.0, np.zeros(2)
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             rows = self.layout.put_rows(partial(_chosen, batch), self.programs.eval_rows)
             part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
             nats, count = nats + float(part.nats), count + float(part.targets)
+            if part.rewards is not None:
+                rewards += part.rewards
+                self.val_rewards = rewards / count
             self.stop.signal = agreed(self.stop.signal or 0) or None
             if self.stop.signal is not None:
                 return None
@@ -459,7 +495,7 @@ class _Trainer:
             "trained_parameters": sum(p.size for p in self.state.parameters.values()),
             "parameters_without_embeddings": sum(sizes.values()) - embeddings,
             "steps": self.step,
-            "tokens": self.step * self.config.training.batch_size * self.config.model.max_context,
+            "tokens": self.step * self.tokens_per_step,
             "val_loss": self.progress.best_loss,
             "best_step": self.progress.best_step,
             "model": asdict(self.model),
@@ -479,9 +515,17 @@ class _Trainer:
         return True
 
 
-def _chosen(batch: Batch, rows: np.ndarray | None = None) -> Batch:
+def _chosen(batch: Any, rows: np.ndarray | None = None) -> Any:
     """Some rows of a batch, or all."""
-    return batch if rows is None else Batch(*(array[rows] for array in batch))
+    return batch if rows is None else type(batch)(*(array[rows] for array in batch))
+
+
+def _named(rewards: Any, prefix: str = "") -> dict[str, float]:
+    """The rewards of preferences, none of anything else, as a row has them."""
+    if rewards is None:
+        return {}
+    margin, accuracy = np.asarray(rewards, np.float64).tolist()
+    return {f"{prefix}reward_margin": margin, f"{prefix}reward_accuracy": accuracy}
 
 
 def _mean(sum_and_count: jax.Array) -> float:

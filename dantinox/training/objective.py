@@ -11,6 +11,7 @@ from flax import nnx
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
 from dantinox.platform import platform_of
+from dantinox.text import Batch, Preferences
 
 # Logits held at a time: 64 MiB in float32. More than that goes in chunks.
 CHUNK_LOGITS = 1 << 24
@@ -34,6 +35,16 @@ class Sums(NamedTuple):
     rewards: jax.Array | None = None
 
 
+def counted(batch: Any) -> jax.Array:
+    """What a mean loss is divided by: the targets of a batch that count, or the pairs that have some."""
+    return jnp.sum(_pairs(batch)) if isinstance(batch, Preferences) else jnp.sum(batch.mask_BT)
+
+
+def losses(model: Transformer, batch: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> Sums:
+    """`preferences` of pairs, else `sums`."""
+    return preferences(model, batch, beta, rngs=rngs) if isinstance(batch, Preferences) else sums(model, batch, rngs=rngs)
+
+
 def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS) -> Sums:
     """Runs the model over a batch and sums its losses.
 
@@ -48,16 +59,14 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
     return Sums(jnp.sum(nats_N), jnp.sum(squares_N), targets, _routing(model, aux, targets))
 
 
-def preferences(model: Transformer, pairs: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> Sums:
+def preferences(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> Sums:
     """−log σ(β (Δ_chosen − Δ_rejected)) summed over pairs, where Δ is by how much the log-probability of an answer is larger
     than under the model that training started from (Rafailov et al. 2023, "Direct Preference Optimization", equation 7).
 
-    Args:
-      pairs: has `tokens_P2T`, `targets_P2T`, `segments_P2T`, `mask_P2T` and `reference_P2`; a pair without a counted target is
-        none.
+    A pair without a counted target is none.
     """
     logp_P2, aux = _log_probabilities(model, pairs, rngs)
-    pair_P = jnp.any(pairs.mask_P2T > 0, axis=(1, 2)).astype(jnp.float32)
+    pair_P = _pairs(pairs)
     gain_P2 = logp_P2 - pairs.reference_P2
     margin_P = beta * (gain_P2[:, 0] - gain_P2[:, 1])
     rewards = jnp.stack([jnp.sum(pair_P * margin_P), jnp.sum(pair_P * (margin_P > 0))])
@@ -66,23 +75,21 @@ def preferences(model: Transformer, pairs: Any, beta: float, *, rngs: nnx.Rngs |
     return Sums(losses, jnp.zeros(()), count, _routing(model, aux, count), rewards)
 
 
-def log_probabilities(model: Transformer, pairs: Any) -> jax.Array:
+def _pairs(pairs: Preferences) -> jax.Array:
+    """1 where there is a pair."""
+    return jnp.any(pairs.mask_P2T > 0, axis=(1, 2)).astype(jnp.float32)
+
+
+def log_probabilities(model: Transformer, pairs: Preferences) -> jax.Array:
     """ln p of the counted targets of both answers of P pairs, summed: float32 [P, 2]; see `preferences`."""
     return _log_probabilities(model, pairs, None)[0]
 
 
-def _log_probabilities(model: Transformer, pairs: Any, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
+def _log_probabilities(model: Transformer, pairs: Preferences, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
     P, _, T = pairs.tokens_P2T.shape
-    rows = _Rows(*(a.reshape(2 * P, T) for a in (pairs.tokens_P2T, pairs.targets_P2T, pairs.segments_P2T, pairs.mask_P2T)))
+    rows = Batch(*(array.reshape(2 * P, T) for array in pairs[:4]))
     nats_N, _, _, aux = _losses(model, rows, rngs, CHUNK_LOGITS)
     return -jnp.sum(nats_N.reshape(P, 2, T), axis=-1), aux
-
-
-class _Rows(NamedTuple):
-    tokens_BT: jax.Array
-    targets_BT: jax.Array
-    segments_BT: jax.Array
-    mask_BT: jax.Array
 
 
 def _losses(
@@ -136,8 +143,8 @@ def _in_chunks(
         rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once, not chunk by chunk
 
     @jax.checkpoint
-    def losses(_, part):
+    def of_part(_, part):
         return None, _token_losses(model, rounded_DV, *part)
 
-    _, (nats, squares) = jax.lax.scan(losses, None, parts)
+    _, (nats, squares) = jax.lax.scan(of_part, None, parts)
     return nats.reshape(-1)[: len(x_ND)], squares.reshape(-1)[: len(x_ND)]

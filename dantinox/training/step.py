@@ -21,9 +21,9 @@ from dantinox.model.lora import drop_out, frozen, trained
 from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
 from dantinox.platform import platform_of
 from dantinox.programs import compiled, size
-from dantinox.text import Batch
+from dantinox.text import Batch, Preferences
 from dantinox.training.memory import MemoryPlan, plan_memory
-from dantinox.training.objective import Sums, sums
+from dantinox.training.objective import Sums, counted, log_probabilities, losses
 from dantinox.training.optimizer import Averaged, Schedule, optimizer, schedule
 
 EVAL_TOKENS_PER_CALL = 8192
@@ -51,17 +51,22 @@ class State(NamedTuple):
 class Metrics(NamedTuple):
     """Of one step, left on the device until they are read. `loss` in nats per token, before the update.
 
-    `expert_counts`: how many tokens each expert of each layer got, `[L, E]`, where there are experts.
+    `expert_counts`: how many tokens each expert of each layer got, `[L, E]`, where there are experts. `rewards`: of preferences
+    the mean margin, and the share of pairs in which the preferred answer has the larger reward.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     lr: jax.Array
     expert_counts: jax.Array | None = None
+    rewards: jax.Array | None = None
 
 
-def abstract_batch(rows: int, length: int) -> Batch:
-    """The shapes of a batch of `rows` windows."""
+def abstract_batch(rows: int, length: int, objective: str = "next_token") -> Any:
+    """The shapes of a batch of `rows` windows, or pairs."""
+    if objective == "dpo":
+        int32, float32 = (jax.ShapeDtypeStruct((rows, 2, length), dtype) for dtype in (jnp.int32, jnp.float32))
+        return Preferences(int32, int32, int32, float32, jax.ShapeDtypeStruct((rows, 2), jnp.float32))  # type: ignore[arg-type]
     return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
 
 
@@ -114,30 +119,32 @@ def make_train_step(
     ) -> tuple[jax.Array, Any]:
         built = layout.built(build, parameters | base)
         drop_out(built, key)
-        total = sums(built, part, rngs=nnx.Rngs(dropout=key))
+        total = losses(built, part, training.dpo_beta, rngs=nnx.Rngs(dropout=key))
         loss = total.nats + training.z_loss * total.penalty
         if total.routing is None:
-            return loss / count, (total.nats, None)
+            return loss / count, (total.nats, None, total.rewards)
         loss += config.moe.alpha_balance * total.routing.balance + config.moe.router_z_loss * total.routing.z
-        return loss / count, (total.nats, total.routing.counts_E)
+        return loss / count, (total.nats, total.routing.counts_E, total.rewards)
 
     def gradient(
         parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
-    ) -> tuple[Parameters, jax.Array, jax.Array | None]:
-        """Of the mean loss of a batch, that loss, and the experts' tokens: from one device's parts of everything."""
-        count = jnp.maximum(layout.sharing.total(jnp.sum(batch.mask_BT)), 1.0)
+    ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
+        """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
+        count = jnp.maximum(layout.sharing.total(counted(batch)), 1.0)
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
-        gradients, (nats, counts_LE) = _accumulated(
-            partial(objective, count=count, base=base), parameters, batch, layout.own_key(key), training.grad_accum, no_counts
+        nothing = jnp.zeros(()), no_counts, jnp.zeros(2) if training.objective == "dpo" else None
+        gradients, (nats, counts_LE, rewards) = _accumulated(
+            partial(objective, count=count, base=base), parameters, batch, layout.own_key(key), training.grad_accum, nothing
         )
-        return layout.summed(gradients), layout.total(nats) / count, counts_LE
+        rewards = None if rewards is None else layout.total(rewards) / count
+        return layout.summed(gradients), layout.total(nats) / count, counts_LE, rewards
 
     one, own = PartitionSpec(), trained(layout.specs, model)
-    gradient = layout.on_devices(gradient, (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one))
+    gradient = layout.on_devices(gradient, (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one, one))
 
     def step(state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        gradients, loss, counts_LE = gradient(state.parameters, batch, key, base)
+        gradients, loss, counts_LE, rewards = gradient(state.parameters, batch, key, base)
         updates, moments = transform.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
@@ -148,7 +155,7 @@ def make_train_step(
             seen = jnp.where(finite, seen, 0.0)
             parameters, moments = _where(finite, (parameters, moments), (state.parameters, state.optimizer))
         following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
-        return following, Metrics(loss, norm, training.lr * factor(state.step), counts_LE)
+        return following, Metrics(loss, norm, training.lr * factor(state.step), counts_LE, rewards)
 
     if layout.mesh is None:
         return jax.jit(step, donate_argnums=0)
@@ -174,9 +181,10 @@ def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float) -> Par
 
 
 def _accumulated(
-    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, no_counts: jax.Array | None
+    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, nothing: Any
 ) -> tuple[Parameters, Any]:
-    """Sums of gradients, nats and experts' tokens over `parts` equal parts of a batch, one part in memory at a time."""
+    """Sums of gradients, and of what an objective gives besides (zeros: `nothing`), over `parts` equal parts of a batch, of which
+    one is in memory at a time."""
     gradient = jax.grad(objective, has_aux=True)
     if parts == 1:
         return gradient(parameters, batch, key)
@@ -186,21 +194,36 @@ def _accumulated(
         index, micro = part
         return jax.tree.map(jnp.add, total, gradient(parameters, micro, jax.random.fold_in(key, index))), None
 
-    zero = (jax.tree.map(jnp.zeros_like, parameters), (jnp.zeros(()), no_counts))
+    zero = (jax.tree.map(jnp.zeros_like, parameters), nothing)
     total, _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
     return total
 
 
-def make_eval_step(model: ModelConfig, layout: Layout | None = None) -> Any:
-    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch, frozen) → Sums without routing."""
+def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float = 0.0) -> Any:
+    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch, frozen) → Sums without routing.
+
+    Args:
+      beta: of preferences.
+    """
     layout, (build, _) = layout or Layout(model), blueprint(model)
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> Sums:
-        return layout.total(sums(layout.built(build, parameters | base), batch)._replace(routing=None))
+        return layout.total(losses(layout.built(build, parameters | base), batch, beta)._replace(routing=None))
 
     specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
     of_devices = layout.on_devices(evaluate, specs, PartitionSpec())
     return jax.jit(lambda parameters, batch, base={}: of_devices(parameters, batch, base))
+
+
+def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any:
+    """`log_probabilities` of pairs as one `jax.jit`: (parameters, pairs, frozen) → [P, 2], each where its pair is."""
+    layout, (build, _) = layout or Layout(model), blueprint(model)
+
+    def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
+        return log_probabilities(layout.built(build, parameters | base), pairs)
+
+    specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
+    return jax.jit(layout.on_devices(reference, specs, PartitionSpec(BATCH)))
 
 
 class Traced(NamedTuple):
@@ -215,12 +238,12 @@ class Traced(NamedTuple):
 def traced_programs(config: Config, model: ModelConfig, steps: int, layout: Layout | None = None) -> dict[str, Traced]:
     """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
     layout = layout or Layout(model)
-    rows, length = config.training.batch_size, config.model.max_context
-    eval_rows = max(1, EVAL_TOKENS_PER_CALL // length) * layout.parts
+    rows, length, t = config.training.batch_size, config.model.max_context, config.training
+    eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.parts
     state, base = (layout.place(tree) for tree in (abstract_state(config, model, steps), frozen(layout.shapes, model)))
-    batch, eval_batch = (layout.place_rows(abstract_batch(count, length)) for count in (rows, eval_rows))
+    batch, eval_batch = (layout.place_rows(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
     train = make_train_step(config, model, steps, layout=layout).trace(state, batch, base)
-    evaluation = make_eval_step(model, layout).trace(state.parameters, eval_batch, base)
+    evaluation = make_eval_step(model, layout, t.dpo_beta).trace(state.parameters, eval_batch, base)
     platform = platform_of(model.platform)
     options = platform.compiler_options(compute_dtype(model) == jnp.float32, size((state.parameters, base)))
     if config.training.deterministic and platform.name == "gpu":

@@ -1,0 +1,135 @@
+"""Direct preference optimisation: loss, gradients and rewards against NumPy in float64, the reference, resume; and fine-tuning
+on conversations through the same loop."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError, build_config
+from dantinox.model import Transformer
+from dantinox.report import read_csv, read_jsonl
+from dantinox.run import RunDirectory
+from dantinox.text import Preferences, Tokenizer, prepare_data
+from dantinox.training.launch import launch
+from dantinox.training.objective import log_probabilities, preferences
+
+from .small import VOCABULARY, small_config
+
+BETA = 0.3
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer(small_config(**{"model.dropout_rate": 0.0}).architecture(VOCABULARY), rngs=nnx.Rngs(3))
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Three pairs and one that is none."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, VOCABULARY, (2, 4, 2, 8)).astype(np.int32)
+    mask = (rng.random((4, 2, 8)) < 0.6).astype(np.float32)
+    mask[3] = 0
+    return Preferences(tokens, targets, np.zeros_like(tokens), mask, rng.normal(-9, 1, (4, 2)).astype(np.float32))
+
+
+def reference(logits, pairs, beta=BETA):
+    """Sum of the losses, of margins, of pairs won, and the gradient by the logits; equations 7 and, for the gradient, its
+    derivative −β σ(−margin) times that of the log-probabilities, in float64."""
+    logits = np.asarray(logits, np.float64).reshape(4, 2, 8, VOCABULARY)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    of_target = np.take_along_axis(np.log(p), pairs.targets_P2T[..., None], -1)[..., 0]
+    gain = (pairs.mask_P2T * of_target).sum(-1) - pairs.reference_P2
+    margin = beta * (gain[:, 0] - gain[:, 1])
+    there = pairs.mask_P2T.any(axis=(1, 2))
+    of_margin = -1 / (1 + np.exp(margin)) * there
+    of_logp = beta * of_margin[:, None] * np.array([1, -1])
+    gradient = (np.eye(VOCABULARY)[pairs.targets_P2T] - p) * (pairs.mask_P2T * of_logp[..., None])[..., None]
+    return np.log1p(np.exp(-margin))[there].sum(), margin[there].sum(), (margin[there] > 0).sum(), gradient
+
+
+def logits_of(model, pairs):
+    return model(pairs.tokens_P2T.reshape(8, 8), np.arange(8)[None])[0]
+
+
+def test_the_loss_equals_float64(model, pairs):
+    got, expected = preferences(model, pairs, BETA), reference(logits_of(model, pairs), pairs)
+    np.testing.assert_allclose([got.nats, *got.rewards], expected[:3], rtol=1e-5)
+    assert float(got.targets) == 3
+    logp = np.asarray(log_probabilities(model, pairs))
+    at_start = preferences(model, pairs._replace(reference_P2=logp), BETA)
+    np.testing.assert_allclose([at_start.nats, *at_start.rewards], [3 * np.log(2), 0, 0], atol=1e-6)
+
+
+def test_the_gradient_equals_that_of_float64(model, pairs):
+    """By the chain rule: the gradient of the weights is what theirs of the logits gives with the float64 one of the loss."""
+    graph, state = nnx.split(model)
+    of_loss = jax.grad(lambda state: preferences(nnx.merge(graph, state), pairs, BETA).nats)(state)
+    seen, back = jax.vjp(lambda state: logits_of(nnx.merge(graph, state), pairs), state)
+    gradient = reference(seen, pairs)[3].reshape(seen.shape).astype(np.float32)
+    (expected,) = back(gradient)
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for one, other in zip(jax.tree.leaves(of_loss), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * largest)
+
+
+SETTINGS = {
+    "model.dim": 16, "model.n_heads": 2, "model.num_blocks": 1, "model.max_context": 40, "tokenizer.tokenizer_type": "byte",
+    "training.batch_size": 2, "training.warmup_steps": 1, "training.lr": 0.03, "training.schedule": "constant",
+    "training.eval_every": 4, "logging.log_every": 4, "logging.plot": False,
+}  # fmt: skip
+RECORDS = [{"prompt": f"say {i}", "completion": "yes", "chosen": "yes", "rejected": "no"} for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run on conversations, and where its records are."""
+    folder = tmp_path_factory.mktemp("preferences")
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    launch(config_of(folder, objective="sft", steps=8), run_dir=folder / "base")
+    return folder
+
+
+def config_of(folder, *, objective="dpo", steps=12, **changes):
+    settings = {"data.path": str(folder / "a.jsonl"), "training.objective": objective, "training.steps": steps}
+    if objective == "dpo":
+        settings["training.init_from"] = str(folder / "base")
+    return build_config({}, SETTINGS | settings | changes)
+
+
+def test_conversations_are_learnt_and_the_template_is_kept(base):
+    run, config = RunDirectory(base / "base"), config_of(base, objective="sft", steps=8)
+    losses = [row["val_loss"] for row in read_csv(run.log(config))]
+    assert (
+        losses[-1] < losses[0] and "plain" not in run.chat_template.read_text() and "Assistant" in run.chat_template.read_text()
+    )
+
+
+@pytest.mark.slow
+def test_preferences_are_learnt_and_resume_is_exact(base):
+    config = config_of(base)
+    run = launch(config, run_dir=base / "whole")
+    rows = [row for row in read_jsonl(run.metrics) if row["kind"] in ("interval", "preferences")]
+    accuracy = [row.get("reward_accuracy", row.get("val_reward_accuracy")) for row in rows]
+    assert accuracy[-1] == 1.0 and rows[-1]["val_reward_margin"] > rows[1]["val_reward_margin"] > 0
+    assert "bits_per_byte" not in read_csv(run.log(config))[-1]
+    assert run.chat_template.read_text() == RunDirectory(base / "base").chat_template.read_text()
+    _, store = prepare_data(config, base / "store", Tokenizer.load(run.tokenizer))
+    assert (
+        len(json.loads((run.data / "reference.json").read_text())["log_probabilities"]) == len(RECORDS) == store.conversations
+    )
+
+    cut = launch(config_of(base, steps=4), run_dir=base / "cut")
+    (base / "base").rename(base / "gone")  # it needs nothing of the run that it was begun from any more
+    try:
+        launch(config, run_dir=cut.path, resume=True)
+    finally:
+        (base / "gone").rename(base / "base")
+    assert cut.weights.read_bytes() == run.weights.read_bytes()
+    (cut.data / "reference.json").unlink()
+    with pytest.raises(UserError, match=r"put reference.json back"):
+        launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
