@@ -183,8 +183,8 @@ def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float) -> Par
 def _accumulated(
     objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, nothing: Any
 ) -> tuple[Parameters, Any]:
-    """Sums of gradients, and of what an objective gives besides (zeros: `nothing`), over `parts` equal parts of a batch, of which
-    one is in memory at a time."""
+    """Sums of gradients, and of what an objective gives besides (zeros: `nothing`), over equal parts of a batch, of which one
+    is in memory at a time."""
     gradient = jax.grad(objective, has_aux=True)
     if parts == 1:
         return gradient(parameters, batch, key)
