@@ -228,7 +228,11 @@ def _at_terminal(talk: "Chat") -> int:
             print(f"error: {error}", file=sys.stderr)
 
 
-ENDINGS = {"interrupted": "(stopped)", "length": "(cut: max_new_tokens is {}, and the context has an end)"}
+ENDINGS = {
+    "interrupted": "(stopped)",
+    "length": "(cut: max_new_tokens is {})",
+    "context": "(cut: the context is full)",
+}
 
 
 def _through_pipe(talk: "Chat") -> int:

@@ -58,7 +58,7 @@ class Chat:
       system: what stands before them, or "".
       config: the settings; `given` are those that are not the run's, by their name alone.
       entropy: whether pieces come token by token, each with its entropy.
-      ended: why the last answer ended: `eos`, `stop`, `length`, or `interrupted`.
+      ended: why the last answer ended: `eos`, `stop`, `length` (max_new_tokens), `context` (its end), or `interrupted`.
       completes: whether the model has no template, and continues a plain text.
     """
 
@@ -125,9 +125,9 @@ class Chat:
         }
         config = self.config.model_copy(update={"generation": generation.model_copy(update=limits)})
         (batch,) = self.run.start([(ids, config)], logprobs=0 if self.entropy else None, pad=self._pad)
-        return self._answered(turn, batch)
+        return self._answered(turn, batch, "length" if generation.max_new_tokens <= room else "context")
 
-    def _answered(self, turn: list[Message], batch: Any) -> Iterator[Piece]:
+    def _answered(self, turn: list[Message], batch: Any, full: str) -> Iterator[Piece]:
         said: list[str] = []
         self.ended = "interrupted"
         self._answers += 1
@@ -135,7 +135,8 @@ class Chat:
             for piece in batch.pieces(stream=True):
                 said.append(piece.text)
                 yield piece
-            self.ended = batch.results[0].finish_reason
+            reason = batch.results[0].finish_reason
+            self.ended = full if reason == "length" else reason
         finally:
             self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
 

@@ -137,6 +137,7 @@ def test_a_full_context_lets_the_oldest_turns_go(run, chat):
 def test_a_long_answer_gets_what_room_there_is(run, recwarn):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 400})
     assert len(said(chat.answer("a" * 100)).encode()) == 28
+    assert chat.ended == "context"
     assert [str(warning.message) for warning in recwarn if "context" in str(warning.message)] == []
 
 

@@ -1,0 +1,224 @@
+"""Decoding speed of one imported model beside transformers and llama.cpp: the same weights in each, in turn in one run.
+
+Makes a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts. Each round
+starts a process for every peer, one after the other; the best of all rounds is printed as a JSON line with the ratios to ours,
+and how many tokens of the first row agree.
+
+    python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
+    python benchmarks/imported.py … --weights int8                      # beside GGUF q8_0
+    python benchmarks/imported.py … --dim 2048 --layers 16 --heads 32 --kv_heads 8 --hidden 8192 --weights bfloat16 --batch 1
+
+This file runs in the environments of the peers too: nothing but the standard library is loaded before a part begins.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GGUF_TYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
+
+
+def parse() -> argparse.Namespace:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {
+        "dim": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_size": 64, "hidden": 2048, "vocab": 32000, "prompt": 64,
+        "new": 128, "threads": 2, "rounds": 2,
+    }.items():  # fmt: skip
+        a.add_argument(f"--{name}", type=int, default=default)
+    a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    a.add_argument("--weights", choices=list(GGUF_TYPE), default="float32")
+    a.add_argument("--torch", help="a Python with torch and transformers")
+    a.add_argument("--llama", help="a Python with llama-cpp-python")
+    a.add_argument("--folder", type=Path, help="where the model is made, or is from an earlier run (default: a temporary one)")
+    a.add_argument("--part", help=argparse.SUPPRESS)
+    return a.parse_args()
+
+
+def prompts(o: argparse.Namespace, batch: int) -> list[list[int]]:
+    """The same ids everywhere, without any library's random numbers."""
+    return [
+        [1 + (7919 * (row * o.prompt + place) ** 2 + 104729 * place) % (o.vocab - 1) for place in range(o.prompt)]
+        for row in range(batch)
+    ]
+
+
+def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[int]]]) -> None:
+    """Prints a line per batch; `run(batch, new)` decodes and gives all rows' new tokens."""
+    for batch in o.batch:
+        run(batch, o.new)
+        run(batch, 1)
+        seconds: dict[int, float] = {}
+        tokens: list[list[int]] = []
+        for new in (1, o.new):
+            begun = time.perf_counter()
+            tokens = run(batch, new)
+            seconds[new] = time.perf_counter() - begun
+        rate = batch * (o.new - 1) / (seconds[o.new] - seconds[1])
+        line = {"peer": peer, "batch": batch, "decode_tok_per_s": rate, "prefill_s": seconds[1], "tokens": tokens[0]}
+        print(json.dumps(line), flush=True)
+
+
+def make(o: argparse.Namespace) -> None:
+    """A random Llama in the form of Hugging Face, under `hf`. Its tokenizer knows single bytes; ids are all that is used."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=o.vocab, hidden_size=o.dim, intermediate_size=o.hidden, num_hidden_layers=o.layers,
+        num_attention_heads=o.heads, num_key_value_heads=o.kv_heads, head_dim=o.head_size, tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        bos_token_id=None, eos_token_id=None, initializer_range=0.05,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    (model.to(torch.bfloat16) if o.weights == "bfloat16" else model).save_pretrained(o.folder / "hf")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(o.folder / "hf")
+
+
+def ours(o: argparse.Namespace) -> None:
+    import numpy as np
+
+    import dantinox
+    from dantinox.generation.loop import Session
+    from dantinox.sampling import SamplingParams
+
+    run = dantinox.load(o.folder / "run")
+    model = run.prepared(run.settings({"weights": o.weights}).generation)
+
+    def decode(batch: int, new: int) -> list[list[int]]:
+        ids = np.array(prompts(o, batch))
+        params = SamplingParams.build({"greedy": True}, batch=batch)
+        session = Session(model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch)
+        chunks = list(session.run(ahead=True))
+        return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :new].tolist()
+
+    timed(o, "dantinox", decode)
+
+
+def transformers(o: argparse.Namespace) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.set_num_threads(o.threads)
+    dtype = torch.bfloat16 if o.weights == "bfloat16" else torch.float32
+    model = LlamaForCausalLM.from_pretrained(o.folder / "hf", dtype=dtype).eval()
+
+    def decode(batch: int, new: int) -> list[list[int]]:
+        ids = torch.tensor(prompts(o, batch))
+        with torch.inference_mode():
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+            )
+        return found[:, o.prompt :].tolist()
+
+    timed(o, "transformers", decode)
+
+
+def llamacpp(o: argparse.Namespace) -> None:
+    import ctypes
+
+    import llama_cpp as c
+    import numpy as np
+
+    c.llama_backend_init()
+    quiet = c.llama_log_callback(lambda level, text, data: None)
+    c.llama_log_set(quiet, ctypes.c_void_p(0))
+    model = c.llama_model_load_from_file(str(o.folder / "model.gguf").encode(), c.llama_model_default_params())
+    largest = max(o.batch)
+    settings = c.llama_context_default_params()
+    settings.n_seq_max, settings.n_ctx = largest, largest * -(-(o.prompt + o.new) // 256) * 256
+    settings.n_batch = settings.n_ubatch = max(512, largest * o.prompt)
+    settings.n_threads = settings.n_threads_batch = o.threads
+    context = c.llama_init_from_model(model, settings)
+    batch_C = c.llama_batch_init(max(512, largest * o.prompt), 0, 1)
+
+    def step(rows: list[tuple[int, int, int, bool]]) -> None:
+        """Reads (token, position, row, are its logits wanted)."""
+        for place, (token, position, row, wanted) in enumerate(rows):
+            batch_C.token[place], batch_C.pos[place], batch_C.n_seq_id[place] = token, position, 1
+            batch_C.seq_id[place][0], batch_C.logits[place] = row, wanted
+        batch_C.n_tokens = len(rows)
+        if code := c.llama_decode(context, batch_C):
+            raise RuntimeError(f"llama_decode says {code}")
+
+    def best(place: int) -> int:
+        return int(np.ctypeslib.as_array(c.llama_get_logits_ith(context, place), (o.vocab,)).argmax())
+
+    def decode(batch: int, new: int) -> list[list[int]]:
+        c.llama_memory_clear(c.llama_get_memory(context), True)
+        step([(t, p, row, p == o.prompt - 1) for row, ids in enumerate(prompts(o, batch)) for p, t in enumerate(ids)])
+        found = [[best((row + 1) * o.prompt - 1)] for row in range(batch)]
+        for place in range(new - 1):
+            step([(tokens[-1], o.prompt + place, row, True) for row, tokens in enumerate(found)])
+            for row, tokens in enumerate(found):
+                tokens.append(best(row))
+        return found
+
+    timed(o, "llama.cpp", decode)
+
+
+PARTS = {"make": make, "ours": ours, "transformers": transformers, "llamacpp": llamacpp}
+
+
+def main() -> None:
+    o = parse()
+    if o.part:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+        PARTS[o.part](o)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        o.folder = o.folder or Path(temporary)
+        compare(o)
+
+
+def compare(o: argparse.Namespace) -> None:
+    flags = ["--folder", str(o.folder), *(arg for arg in sys.argv[1:] if not arg.startswith("--folder"))]
+
+    def part(python: str, name: str) -> list[dict[str, Any]]:
+        done = subprocess.run([python, __file__, *flags, "--part", name], stdout=subprocess.PIPE, text=True, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    def dantinox(*arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "dantinox", *arguments], check=True, stdout=sys.stderr)
+
+    if not (o.folder / "hf").exists():
+        part(o.torch, "make")
+    if not (o.folder / "run").exists():
+        dantinox("import", str(o.folder / "hf"), "--run_dir", str(o.folder / "run"))
+    if o.llama and not (o.folder / "model.gguf").exists():
+        dantinox(
+            "export", str(o.folder / "run"), str(o.folder / "model.gguf"), "--format", "gguf", "--type", GGUF_TYPE[o.weights]
+        )
+    peers = (
+        {"ours": sys.executable} | ({"transformers": o.torch} if o.torch else {}) | ({"llamacpp": o.llama} if o.llama else {})
+    )
+    lines = [line for _ in range(o.rounds) for name, python in peers.items() for line in part(python, name)]
+    for batch in o.batch:
+        own = [line for line in lines if line["batch"] == batch]
+        best = {
+            peer: max(line["decode_tok_per_s"] for line in own if line["peer"] == peer) for peer in {x["peer"]: 0 for x in own}
+        }
+        tokens = {line["peer"]: line["tokens"] for line in own}
+        agree = {peer: sum(x == y for x, y in zip(ids, tokens["dantinox"], strict=True)) for peer, ids in tokens.items()}
+        print(json.dumps({
+            "batch": batch, "weights": o.weights, "decode_tok_per_s": {peer: round(rate, 1) for peer, rate in best.items()},
+            "ours_over": {peer: round(best["dantinox"] / rate, 2) for peer, rate in best.items() if peer != "dantinox"},
+            "prefill_s": {peer: round(min(x["prefill_s"] for x in own if x["peer"] == peer), 3) for peer in best},
+            "tokens_as_ours": {peer: f"{same} of {o.new}" for peer, same in agree.items() if peer != "dantinox"},
+        }), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
