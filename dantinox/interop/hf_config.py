@@ -1,6 +1,7 @@
 """A `config.json` of Hugging Face's transformers as our settings, and our settings as one."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -26,7 +27,7 @@ WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
 REQUIRED = ("model.dim", "model.num_blocks", "model.n_heads")
 # What of a `ModelConfig` is no architecture, and where others of its fields come from.
-NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora")
+NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora", "padded_vocab_size")
 SETTING_OF = {
     "windows": "attention.sliding_window", "position": "attention.absolute_pos", "softcap": "attention.attn_logit_softcapping",
     "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
@@ -53,7 +54,7 @@ class _Keys:
     """The keys of a `config.json` that nobody has asked for yet."""
 
     def __init__(self, config: Mapping[str, Any], family: Family):
-        self.left, self.family = dict(config), family
+        self.left, self.family = deepcopy(dict(config)), family
 
     def take(self, names: str, default: Any = None) -> Any:
         """The value of a key, or of one of several with the same meaning; transformers' own where it is absent."""
@@ -238,7 +239,7 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
         written = _written(config, model, FAMILIES[name])
         differing = [key for key, value in written.items() if value is _UNSAID]
         if not differing:
-            written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.vocab_size}
+            written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.embedding_rows}
             differing = _differing(written, model, vocab_size)
         if not differing:
             return written

@@ -42,7 +42,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
         raise UserError(f"config.json has vocab_size: {shown(rows)}, expected a number of at least 1")
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, config.json has vocab_size: {rows}: it is that of another model"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, config.json has vocab_size: {rows}: it is another's"
         )
     settings: dict[str, Any] = settings_of(source.config, max_context)
     if rows > tokenizer.vocab_size:
@@ -109,9 +109,8 @@ def _roles(source: Source) -> dict[str, Any]:
         roles[role] = token
     stops = told.get("eos_token_id")
     names = [name(index) for index in (stops if isinstance(stops, list) else [stops])]
-    roles["stop_tokens"] = [stop for stop in names if stop is not None] or [roles["eos_token"]] * (
-        roles["eos_token"] is not None
-    )
+    others = names if any(names) else [roles["eos_token"]]
+    roles["stop_tokens"] = [stop for stop in others if stop is not None]
     adds = given.get("add_bos_token")
     if not isinstance(adds, bool):
         begun = tokenizer.core.encode("a").ids
@@ -162,6 +161,8 @@ def leaving(run_dir: str | Path) -> Leaving:
       UserError: the run is damaged, or no family of transformers can say its architecture.
     """
     run = open_run(run_dir)
+    if run.exported != run.weights:
+        raise UserError(f"{run.path} holds adapters alone: `dantinox merge-lora` makes a run of them that can be exported")
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
     parameters = load_weights(run.weights, shapes)
@@ -196,7 +197,6 @@ def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, 
     run.check(run.origin)
     origin: dict[str, Any] = json.loads(run.origin.read_bytes())
     said = settings_of(origin["config"], config.model.max_context)
-    said["model"]["padded_vocab_size"] = config.model.padded_vocab_size
     one, other = (settings.architecture(vocab_size) for settings in (build_config(said), config))
     names = [field.name for field in fields(one) if field.name not in NOT_ARCHITECTURE]
     return origin if all(getattr(one, name) == getattr(other, name) for name in names) else None

@@ -1,0 +1,299 @@
+"""Checkpoints become runs and runs checkpoints, or a sentence says why not and nothing is written."""
+
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dantinox
+from dantinox.cli import main
+from dantinox.config import TokenizerSection, UserError
+from dantinox.interop.hf_folder import open_folder
+from dantinox.interop.runs import export_hf, import_run
+from dantinox.interop.safetensors_files import ONE_FILE, TensorFiles, write_tensors
+from dantinox.interop.source import Arrays, Tensor
+from dantinox.run import verify_run
+from dantinox.text import Tokenizer, train_tokenizer
+
+from .families import FAMILIES
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+LETTERS = "".join(map(chr, range(32, 93)))
+NEW = 32
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """A copy of a small checkpoint with a tokenizer, which a test may change."""
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([LETTERS])).to_json()
+
+    def copy(family="llama", **config):
+        folder = tmp_path_factory.mktemp("hf") / family
+        shutil.copytree(CHECKPOINTS / family, folder)
+        (folder / "tokenizer.json").write_text(tokenizer)
+        if config:
+            edit(folder / "config.json", **config)
+        return folder
+
+    return copy
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(folder, change):
+    """The tensors of a folder, changed as a dict of arrays."""
+    arrays = {name: np.array(array) for name, array in all_of(TensorFiles(folder)).items()}
+    change(arrays)
+    kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
+    (folder / ONE_FILE).unlink()
+    write_tensors(folder, Arrays(kinds, arrays.__getitem__), kinds)
+
+
+def made(folder):
+    folder.mkdir()
+    return folder
+
+
+def all_of(files):
+    return {name: files.read(name) for name in files.tensors}
+
+
+def refused(folder, tmp_path, **kwargs) -> str:
+    """The one sentence with which an import ends that leaves nothing behind."""
+    with pytest.raises(UserError) as caught:
+        import_run(open_folder(folder), tmp_path / "run", **kwargs)
+    assert list(tmp_path.iterdir()) == [] and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_import_and_export_give_every_file_back(folder_of, tmp_path, family):
+    folder = folder_of(family)
+    run = import_run(open_folder(folder), tmp_path / "run")
+    assert verify_run(run).damage == []
+    export_hf(run.path, tmp_path / "out")
+    assert (tmp_path / "out" / ONE_FILE).read_bytes() == (folder / ONE_FILE).read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+
+
+def test_types_and_a_head_given_twice_come_back(folder_of, tmp_path):
+    folder = folder_of()
+
+    def narrow(arrays):
+        for name, array in arrays.items():
+            arrays[name] = array.astype(
+                np.float16 if "k_proj" in name else np.float32 if "norm" in name else ml_dtypes.bfloat16
+            )
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+
+    rewrite(folder, narrow)
+    run = import_run(open_folder(folder), tmp_path / "run")
+    export_hf(run.path, tmp_path / "out")
+    assert (tmp_path / "out" / ONE_FILE).read_bytes() == (folder / ONE_FILE).read_bytes()
+    export_hf(run.path, tmp_path / "f32", "f32")
+    assert {tensor.dtype for tensor in TensorFiles(tmp_path / "f32").tensors.values()} == {"float32"}
+    rewrite(folder, lambda arrays: arrays.update({"lm_head.weight": arrays["lm_head.weight"][::-1]}))
+    assert "lm_head.weight with other numbers than model.embed_tokens.weight" in refused(folder, made(tmp_path / "no"))
+
+
+def greedy(path, family, **settings):
+    """The tokens behind both prompts of a checkpoint, from the run that it became."""
+    run, expected = dantinox.load(path), np.load(CHECKPOINTS / family / "expected.npz")["tokens"]
+    run.prompt_ids = {str(row): ids for row, ids in enumerate(expected[:, :-NEW].tolist())}.__getitem__
+    results = run.generate(["0", "1"], max_new_tokens=NEW, greedy=True, ignore_eos=True, weights="float32", **settings)
+    return [result.tokens for result in results], expected[:, -NEW:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [f if f == "gemma3_text" else pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES]
+)
+def test_greedy_text_is_that_of_transformers(folder_of, tmp_path, family):
+    run = import_run(open_folder(folder_of(family)), tmp_path / "run", max_context=64)
+    for settings in ({}, {"use_cache": False}):
+        found, expected = greedy(run.path, family, **settings)
+        assert found == expected
+    long = Tokenizer.load(run.tokenizer).decode([20, *range(20, 33)])
+    loaded = dantinox.load(run.path)
+    alone = loaded.generate(long, max_new_tokens=NEW, greedy=True, ignore_eos=True)
+    _, beside = loaded.generate(["!#", long], max_new_tokens=NEW, greedy=True, ignore_eos=True)
+    assert beside.tokens == alone.tokens
+
+
+def test_every_tensor_is_accounted_for(folder_of, tmp_path):
+    """Any tensor dropped, renamed, given another shape or added is refused by its name."""
+    draw = random.Random(0)
+    for family in ("llama", "phi3", "mixtral", "gpt2"):
+        folder = folder_of(family)
+        content = (folder / ONE_FILE).read_bytes()
+        names = list(TensorFiles(folder).tensors)
+        for name in draw.sample(names, 3):
+            for change in (
+                lambda arrays, name=name: arrays.pop(name),
+                lambda arrays, name=name: arrays.update({name + "x": arrays.pop(name)}),
+                lambda arrays, name=name: arrays.update({name: arrays[name][..., 1:]}),
+                lambda arrays, name=name: arrays.update({name + ".more": arrays[name]}),
+                lambda arrays, name=name: arrays.update({name: arrays[name].astype(np.int32)}),
+            ):
+                rewrite(folder, change)
+                sentence = refused(folder, tmp_path)
+                assert name in sentence, (family, name, sentence)
+                (folder / ONE_FILE).write_bytes(content)
+
+
+# Another value of any key that means something, for each family that has it.
+OTHERS = {
+    "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 1,
+    "head_dim": 20, "max_position_embeddings": 32, "rms_norm_eps": 1e-3, "tie_word_embeddings": None, "hidden_act": "relu",
+    "hidden_activation": "gelu", "activation_function": "relu", "attention_bias": True, "mlp_bias": True,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "sliding_window": 9, "use_sliding_window": None,
+    "layer_types": ["full_attention", "sliding_attention"], "query_pre_attn_scalar": 7, "attn_logit_softcapping": 9.0,
+    "final_logit_softcapping": 9.0, "n_embd": 48, "n_layer": 3, "n_head": 8, "n_inner": 48, "n_positions": 32,
+    "layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
+    "add_cross_attention": True,
+    "num_local_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 32,
+    "decoder_sparse_step": 2, "mlp_only_layers": [0], "no_rope_layers": [1, 1], "original_max_position_embeddings": 12,
+    "use_bidirectional_attention": True, "vocab_size": 60, "model_type": "mamba", "is_encoder_decoder": True,
+    "partial_rotary_factor": 0.5, "something_new": 1, "architectures": ["LlamaForSequenceClassification"],
+}  # fmt: skip
+# Beside the keys without effect on numbers, these say nothing where others of the same family do.
+SAID_ELSEWHERE = {
+    "max_window_layers": ("qwen2", "qwen3"), "no_rope_layer_interval": ("smollm3",),
+    "_sliding_window_pattern": ("gemma3_text",),
+    "sliding_window": ("qwen3", "smollm3", "qwen3_moe"), "intermediate_size": ("qwen3_moe",),
+    "partial_rotary_factor": ("phi3",), "use_sliding_window": ("qwen3", "smollm3", "qwen3_moe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path, family):
+    from dantinox.config import build_config
+    from dantinox.interop.families import FAMILIES as TABLES
+    from dantinox.interop.families import UNUSED
+    from dantinox.interop.hf_config import settings_of
+
+    given = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    before = build_config(settings_of(given)).architecture(60)
+    unused = UNUSED.union(TABLES[family].unused) - {"vocab_size", "model_type", "architectures"}
+    for key in given.keys() | {"something_new", "quantization_config", "partial_rotary_factor"}:
+        if key in unused or key == "vocab_size" or family in SAID_ELSEWHERE.get(key, ()):
+            continue
+        value = OTHERS.get(key) if OTHERS.get(key) is not None else not given.get(key)
+        value = given[key][::-1] if key == "layer_types" and len(set(given[key])) > 1 else value
+        try:
+            after = build_config(settings_of(given | {key: value})).architecture(60)
+        except UserError as error:
+            assert "\n" not in str(error) and ("config.json has" in str(error) or "model." in str(error))
+        else:
+            assert after != before, (key, value)
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows_and_a_smaller_one_is_refused(folder_of, tmp_path):
+    run = import_run(open_folder(folder_of()), tmp_path / "run")
+    assert dantinox.load(run.path).model.embed.shape == (67, 32)
+    assert "vocab_size: 60" in refused(folder_of(vocab_size=60), made(tmp_path / "b"))
+
+
+def header_of(path, **changes):
+    """Rewrites the header of a safetensors file, its length included."""
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length]) | changes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def test_damaged_files_are_told_in_a_sentence(folder_of, tmp_path):
+    folder = folder_of()
+    path = folder / ONE_FILE
+    content = path.read_bytes()
+    entry = {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}
+
+    def lies(**changes):
+        path.write_bytes(content)
+        header_of(path, **changes)
+
+    for spoil, says in (
+        (lambda: path.write_bytes(b""), "damaged: it has 0 bytes"),
+        (lambda: path.write_bytes(content[:-5]), "is damaged: "),
+        (lambda: path.write_bytes(content[:100]), "claims a header of"),
+        (lambda: path.write_bytes(struct.pack("<Q", 10 << 30) + content[8:]), f"claims a header of {10 << 30} bytes"),
+        (lambda: path.write_bytes(content[:8] + b"\xff" * (len(content) - 8)), "is damaged"),
+        (lambda: lies(**{"model.norm.weight": entry | {"data_offsets": [0, 1 << 40]}}), "is said to lie at 0 to"),
+        (lambda: lies(**{"model.norm.weight": entry | {"shape": [1 << 40]}}), "model.norm.weight"),
+        (lambda: lies(**{"model.norm.weight": entry | {"shape": [-32]}}), "model.norm.weight"),
+        (lambda: lies(**{"model.norm.weight": entry | {"dtype": "F8"}}), "has the type 'F8'"),
+        (lambda: lies(more=7), "not that of a safetensors file"),
+        (lambda: path.write_bytes(content + b"more"), "4 bytes behind its tensors"),
+    ):
+        spoil()
+        assert says in refused(folder, tmp_path), says
+
+
+def test_an_index_names_files_beside_it_and_nothing_else(folder_of, tmp_path):
+    folder = folder_of()
+    names = list(TensorFiles(folder).tensors)
+    (folder / ONE_FILE).rename(folder / "a.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for places, says in (
+        (dict.fromkeys(names, "../a.safetensors"), "which is no safetensors file beside it"),
+        (dict.fromkeys(names, "/etc/passwd"), "which is no safetensors file beside it"),
+        (dict.fromkeys(names, "b.safetensors"), "cannot read"),
+        (dict.fromkeys([*names, "model.more"], "a.safetensors"), "lacks model.more"),
+        ([], "is no index"),
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        assert says in refused(folder, tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    import_run(open_folder(folder), tmp_path / "run")
+
+
+def test_what_is_missing_is_named_with_a_remedy(folder_of, tmp_path):
+    folder = folder_of()
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    assert "has no tokenizer.json, only tokenizer.model: save it in transformers" in refused(folder, tmp_path)
+    (folder / "tokenizer.model").rename(folder / "tokenizer.json")
+    (folder / ONE_FILE).rename(folder / "pytorch_model.bin")
+    assert "pytorch_model.bin, a pickle, which can run any code" in refused(folder, tmp_path)
+    assert "it has no config.json" in refused(tmp_path, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    with pytest.raises(UserError, match="is there already and not empty"):
+        import_run(open_folder(folder_of()), tmp_path / "run")
+
+
+def test_special_tokens_come_from_the_checkpoints_files(folder_of, tmp_path):
+    folder = folder_of()
+    roles = {"bos_token": "A", "eos_token": {"content": "B"}, "add_bos_token": True, "chat_template": "{{ bos_token }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    ids = [tokenizer.core.token_to_id(token) for token in "CD"]
+    edit(folder / "generation_config.json", eos_token_id=ids, do_sample=True, temperature=0.6, top_p=0.9)
+    run = import_run(open_folder(folder), tmp_path / "run")
+    loaded = dantinox.load(run.path)
+    assert loaded.tokenizer.stop_ids == tuple(ids)
+    assert loaded.tokenizer.template_variables["bos_token"] == "A"
+    assert loaded.prompt_ids("XY") == [loaded.tokenizer.bos_id, *loaded.tokenizer.encode("XY")]
+    assert (loaded.config.generation.temperature, loaded.config.generation.top_p) == (0.6, 0.9)
+    assert run.chat_template.read_text() == "{{ bos_token }}"
+
+
+def test_the_commands(folder_of, tmp_path, capsys):
+    folder = folder_of("qwen3")
+    assert main(["import", str(folder), "--run_dir", str(tmp_path / "run"), "--dtype", "bfloat16", "--max_context", "48"]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--type", "bf16"]) == 0
+    assert {tensor.dtype for tensor in TensorFiles(tmp_path / "out").tensors.values()} == {"bfloat16"}
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 2
+    assert "is there already and not empty" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "none"), "--run_dir", str(tmp_path / "x")]) == 2
+    assert main(["import", str(folder), "--run_dir", str(tmp_path / "x"), "--max_context", "0"]) == 2
+    assert not (tmp_path / "x").exists()
