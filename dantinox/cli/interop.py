@@ -23,6 +23,8 @@ def import_(options: argparse.Namespace) -> int:
     from dantinox.interop.runs import import_run
 
     path = Path(options.source)
+    if (path / "config.yaml").is_file() and not (path / "config.json").exists():
+        return _import_v0(path, options)
     if path.suffix == ".gguf":
         from dantinox.interop.gguf import open_source
 
@@ -31,6 +33,17 @@ def import_(options: argparse.Namespace) -> int:
         source = open_folder(path if path.exists() else fetch(options.source))
     run = import_run(source, options.run_dir, options.dtype, options.max_context)
     print(f"{source.config['model_type']}: {len(source.tensors)} tensors, all of them, in {run.path}")
+    return 0
+
+
+def _import_v0(path: Path, options: argparse.Namespace) -> int:
+    from dantinox.interop.runs import import_v0
+    from dantinox.run import RunDirectory
+
+    if RunDirectory(path).manifest.is_file():
+        raise UserError(f"{path} is a run directory of this version already: use it as it is")
+    run = import_v0(path, options.run_dir, options.dtype, options.max_context)
+    print(f"DantinoX 0: all arrays of {path} in {run.path}")
     return 0
 
 

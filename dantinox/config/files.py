@@ -166,7 +166,7 @@ def merge(
             section, _, name = outside.partition(".")
             raise UserError(
                 f"{source or origin} has no sections, like the runs of DantinoX 0: {name} belongs under {section}:, and so on "
-                "(`dantinox init FILE` writes the form)"
+                "(`dantinox init FILE` writes the form, `dantinox import` reads such a run)"
             )
     for section, content in tree.items():
         if section not in SECTIONS:

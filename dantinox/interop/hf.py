@@ -11,7 +11,7 @@ from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import on_one_line
 from dantinox.interop.families import FAMILIES, Family, Form
 from dantinox.interop.hf_config import config_of, family_of, settings_of
-from dantinox.interop.source import Arrays, Tensor
+from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
 
 __all__ = ["from_hf", "settings_of", "to_hf"]
@@ -62,7 +62,7 @@ def from_hf(
     for name, place in places.items():
         sources.setdefault(place.parameter, []).append(name)
     kinds = {
-        parameter: Tensor(shapes[parameter], _dtype(parameter, dtype, {tensors[given[name]].dtype for name in names}))
+        parameter: Tensor(shapes[parameter], kept_as(parameter, dtype, {tensors[given[name]].dtype for name in names}))
         for parameter, names in sources.items()
     }
 
@@ -174,12 +174,6 @@ def _check_tied(family: Family, given: Mapping[str, str], read: Callable[[str], 
                 f"the checkpoint has lm_head.weight with other numbers than {given[table]}, and its config.json says "
                 "tie_word_embeddings: true"
             )
-
-
-def _dtype(parameter: str, wanted: str, found: set[str]) -> str:
-    if parameter != TABLE and not parameter.endswith("/kernel"):
-        return "float32"  # a rounding of these is felt, and they are small
-    return wanted if wanted != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
 
 
 def _fill(views: list[np.ndarray], tensor: np.ndarray) -> None:

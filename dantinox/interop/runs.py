@@ -17,6 +17,7 @@ from dantinox.interop.hf import from_hf, settings_of, to_hf
 from dantinox.interop.hf_config import NOT_ARCHITECTURE
 from dantinox.interop.hf_folder import TYPES, write_folder
 from dantinox.interop.source import Arrays, Source
+from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint
 from dantinox.run import RunDirectory, load_run_config, load_weights, open_run, put, save_config, save_tokenizer, save_weights
 from dantinox.text import Tokenizer
@@ -40,15 +41,9 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
     rows = source.config.get("vocab_size")
     if type(rows) is not int or rows < 1:
         raise UserError(f"config.json has vocab_size: {shown(rows)}, expected a number of at least 1")
-    if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, config.json has vocab_size: {rows}: it is another's"
-        )
-    settings: dict[str, Any] = settings_of(source.config, max_context)
-    if rows > tokenizer.vocab_size:
-        settings["model"]["padded_vocab_size"] = rows
-    path = Path(run_dir)
-    settings["tokenizer"] = {"tokenizer_type": "file", "tokenizer_path": str(path / "tokenizer.json")}
+    path, settings = Path(run_dir), settings_of(source.config, max_context)
+    vocabulary = _vocabulary_settings(tokenizer, rows, path, "config.json")
+    settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
     if source.generation_config.get("do_sample"):
         given = {key: source.generation_config.get(key) for key in SAMPLING}
         settings["generation"] = {key: value for key, value in given.items() if value is not None}
@@ -63,6 +58,38 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
         put(run.path, run.origin.name, json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n")
         save_config(run, config)
     return RunDirectory(path)
+
+
+def import_v0(folder: str | Path, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
+    """Makes a run directory of one of DantinoX 0; the arguments are those of `import_run`.
+
+    Raises:
+      UserError: the run cannot be read exactly, or something is in the way; the sentence names it.
+    """
+    found = read_v0(Path(folder))
+    tokenizer = Tokenizer(found.tokenizer, f"{folder}/tokenizer.json")
+    settings: dict[str, Any] = found.settings | _vocabulary_settings(tokenizer, found.rows, Path(run_dir), found.weights)
+    settings["model"] = found.settings["model"] | settings["model"]
+    if max_context is not None:
+        settings["model"]["max_context"] = max_context
+    config = build_config(settings, source="config.yaml")
+    arrays = parameters(found, config.architecture(tokenizer.vocab_size), dtype)
+    with _beside(Path(run_dir)) as place:
+        run = RunDirectory(place)
+        save_weights(run.weights, arrays)
+        save_tokenizer(run, found.tokenizer)
+        save_config(run, config)
+    return RunDirectory(run_dir)
+
+
+def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:
+    """The settings of a model with so many rows of embeddings, of which some may be of no token."""
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, {where} has {rows} embeddings: it is another's"
+        )
+    padded = {"padded_vocab_size": rows} if rows > tokenizer.vocab_size else {}
+    return {"model": padded, "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")}}
 
 
 @contextmanager
@@ -165,10 +192,10 @@ def leaving(run_dir: str | Path) -> Leaving:
         raise UserError(f"{run.path} holds adapters alone: `dantinox merge-lora` makes a run of them that can be exported")
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
-    parameters = load_weights(run.weights, shapes)
+    weights = load_weights(run.weights, shapes)
     origin = _origin_of(run, config, tokenizer.vocab_size)
     like = None if origin is None else origin["config"]
-    hf_config, tensors = to_hf(config, tokenizer.vocab_size, parameters, like)
+    hf_config, tensors = to_hf(config, tokenizer.vocab_size, weights, like)
     template = run.chat_template.read_text(encoding="utf-8") if run.chat_template.is_file() else None
     if origin is None:
         dtypes = {name: tensor.dtype for name, tensor in tensors.tensors.items()}

@@ -8,7 +8,7 @@ are read; of everything else, and of whatever a file holds besides, it is said w
 import json
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,15 @@ import yaml
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import first_line, shown
+from dantinox.interop.source import Arrays, Tensor, kept_as
+from dantinox.model.parameters import blueprint
 from dantinox.run.packing import Leaf, Reader
 
 # The weights of a run, the best first.
 WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weights.msgpack", "checkpoint_latest.msgpack")
 MAX_FILE_BYTES = 128 << 20  # of config.yaml and tokenizer.json
 EPSILON = 1e-6  # of both of its normalisations
+EMBED = "embed/embedding", "wte/embedding"
 # Settings under any of the names they had → the values that mean a model as we have it; all have a default.
 PLAIN: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("mla",): (False,),
@@ -49,6 +52,7 @@ class V0Run(NamedTuple):
     """A run as ours.
 
     Attributes:
+      rows: of its table of embeddings, which may be more than the tokenizer has tokens.
       settings: of the sections `model` and `attention`.
       tokenizer: the text of a tokenizer.json.
       weights: name of the file they are from.
@@ -56,14 +60,10 @@ class V0Run(NamedTuple):
     """
 
     settings: dict[str, dict[str, Any]]
+    rows: int
     tokenizer: str
     weights: str
     arrays: dict[str, Leaf]
-
-
-def is_v0_run(path: Path) -> bool:
-    """Whether a directory looks like a run of DantinoX 0, or of ours: both have a config.yaml and weights."""
-    return (path / "config.yaml").is_file() and any((path / name).is_file() for name in WEIGHTS)
 
 
 def read_v0(path: Path) -> V0Run:
@@ -78,13 +78,15 @@ def read_v0(path: Path) -> V0Run:
         raise UserError(f"{path} holds no weights of DantinoX 0: none of {', '.join(WEIGHTS)}")
     arrays = _arrays(weights)
     settings = _settings(path / "config.yaml", said, weights, arrays)
-    return V0Run(settings, _tokenizer(path / "tokenizer.json"), weights.name, arrays)
+    rows = _find(weights, arrays, *EMBED).shape[0]
+    return V0Run(settings, rows, _tokenizer(path / "tokenizer.json"), weights.name, arrays)
 
 
-def parameters(run: V0Run, model: ModelConfig, shapes: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter of a model of this architecture, made of the run's arrays, in the order of `shapes`.
+def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
+    """Every parameter of a model of this architecture, made of the run's arrays when it is asked for.
 
-    All names and shapes are compared before the first one is given.
+    Args:
+      dtype: of matrices, as of `from_hf`.
 
     Raises:
       UserError: an array is missing, is not used, or has another size; the sentence names it.
@@ -95,7 +97,8 @@ def parameters(run: V0Run, model: ModelConfig, shapes: Mapping[str, Any]) -> Ite
     if model.weight_tying:
         left -= {"head/kernel", "lm_head/kernel"}  # equal to the table, or there would be a head
     found: dict[str, tuple[Leaf, Callable[[np.ndarray], np.ndarray]]] = {}
-    for ours, leaf in shapes.items():
+    kinds: dict[str, Tensor] = {}
+    for ours, leaf in blueprint(model)[1].items():
         theirs, change = _form(ours, model)
         name = next((name for name in theirs if name in run.arrays), None)
         if name is None:
@@ -109,19 +112,23 @@ def parameters(run: V0Run, model: ModelConfig, shapes: Mapping[str, Any]) -> Ite
             raise UserError(
                 f"{run.weights}: {name} has the shape {array.shape}, of which {ours} {tuple(leaf.shape)} cannot be made"
             )
-        found[ours] = array, change
+        found[ours], kinds[ours] = (array, change), Tensor(tuple(leaf.shape), kept_as(ours, dtype, {array.dtype.name}))
         left.discard(name)
     if left:
         raise UserError(f"{run.weights} holds {min(left)}, which a model of these settings has no place for")
-    for ours, (array, change) in found.items():
-        yield ours, np.ascontiguousarray(change(array.array().astype(np.float32)))
+
+    def make(ours: str) -> np.ndarray:
+        array, change = found[ours]
+        return np.ascontiguousarray(change(array.array().astype(kinds[ours].dtype)))
+
+    return Arrays(kinds, make)
 
 
 def _form(ours: str, model: ModelConfig) -> tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]:
     """The names that a parameter had, and how it is brought into our form."""
     K, G, H, F = model.kv_heads, model.n_heads // model.kv_heads, model.head_size, model.hidden_dim
     forms: dict[str, tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]] = {
-        "embed": (("embed/embedding", "wte/embedding"), _same),
+        "embed": (EMBED, _same),
         "position_embed": (("wpe/embedding",), _same),
         "norm_f/*": (("norm_f/*", "ln_f/*"), _same),
         "head/kernel": (("head/kernel", "lm_head/kernel"), _same),
@@ -204,7 +211,7 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
         for name in names:
             if name in said and said[name] not in allowed:
                 raise UserError(f"{path}: a model with {name}: {shown(said[name])} cannot be read, only {shown(allowed[-1])}")
-    embed = _find(weights, arrays, "embed/embedding", "wte/embedding")
+    embed = _find(weights, arrays, *EMBED)
     down = _find(weights, arrays, "blocks/0/ffn/down_proj/kernel", "blocks/0/mlp/down_proj/kernel")
     up = _find(weights, arrays, "blocks/0/ffn/up_proj/kernel", "blocks/0/mlp/up_proj/kernel")
     qkv = _find(weights, arrays, "blocks/0/attention/qkv/kernel")

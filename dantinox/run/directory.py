@@ -152,8 +152,8 @@ def open_run(path: str | Path) -> RunDirectory:
     for name in V0_WEIGHTS:
         if (run.path / name).is_file():
             raise UserError(
-                f"{path} is a run of DantinoX 0, whose weights ({name}) this version does not read: train the model again, "
-                "with `dantinox train`, on the text it was made from"
+                f"{path} is a run of DantinoX 0, by its weights ({name}): "
+                f"`dantinox import {path} --run_dir …` makes one of this version of it"
             )
     if not run.exported.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")

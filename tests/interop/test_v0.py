@@ -10,7 +10,9 @@ import yaml
 from tokenizers import Tokenizer as Core
 from tokenizers import models, pre_tokenizers, trainers
 
+from dantinox.cli import main
 from dantinox.config import UserError, build_config
+from dantinox.generation import load
 from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint
 from dantinox.text import Tokenizer
@@ -114,10 +116,10 @@ def write(path, tree, config, name="model_weights.msgpack", sections=False):
 def logits(path, tokens):
     """Ours, of the run as it was read."""
     run = read_v0(path)
-    model = build_config({}, {f"{s}.{k}": v for s, keys in run.settings.items() for k, v in keys.items()} | {
-        "model.dtype": "float32"}).architecture(V)  # fmt: skip
-    build, shapes = blueprint(model)
-    return np.asarray(build(dict(parameters(run, model, shapes)))(np.asarray(tokens)[None], np.arange(len(tokens))[None])[0][0])
+    settings = {f"{section}.{key}": value for section, keys in run.settings.items() for key, value in keys.items()}
+    model = build_config({}, settings | {"model.dtype": "float32"}).architecture(V)
+    built = blueprint(model)[0](dict(parameters(run, model)))
+    return np.asarray(built(np.asarray(tokens)[None], np.arange(len(tokens))[None])[0][0])
 
 
 TOKENS = np.random.default_rng(1).integers(0, V, T)
@@ -220,6 +222,16 @@ def test_what_cannot_be_read_faithfully_is_refused(tmp_path, what, says):
     path = write(tmp_path, tree, config)
     with pytest.raises(UserError, match=says):
         logits(path, TOKENS)
+
+
+def test_import_makes_a_run_like_any_other(tmp_path, capsys):
+    old = write(tmp_path / "old", weights(), FLAT)
+    assert main(["import", str(old), "--run_dir", str(tmp_path / "new")]) == 0
+    model = load(tmp_path / "new").model
+    ours = np.asarray(model(TOKENS[None], np.arange(T)[None])[0][0])
+    assert np.abs(ours - logits(old, TOKENS)).max() < 1e-5
+    assert main(["import", str(tmp_path / "new"), "--run_dir", str(tmp_path / "newer")]) == 2
+    assert "is a run directory of this version already" in capsys.readouterr().err and not (tmp_path / "newer").exists()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])

@@ -74,7 +74,7 @@ def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeyp
     assert accept_run(RunDirectory("runs/old")) == ["config.yaml", "model_weights.msgpack", "tokenizer.json"]
     assert open_run("runs/old").path == tmp_path / "runs" / "old"
     Path("runs/old/best_model_weights.msgpack").touch()
-    says = "runs/old is a run of DantinoX 0, whose weights (best_model_weights.msgpack) this version does not read: train"
+    says = "runs/old is a run of DantinoX 0, by its weights (best_model_weights.msgpack): `dantinox import runs/old"
     assert sentence(open_run, "runs/old").startswith(says)
 
 
