@@ -86,7 +86,7 @@ def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: 
     """The settings of a model with so many rows of embeddings, of which some may be of no token."""
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, {where} has {rows} embeddings: it is another's"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, {where} has vocab_size: {rows}: it is another's"
         )
     padded = {"padded_vocab_size": rows} if rows > tokenizer.vocab_size else {}
     return {"model": padded, "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")}}
