@@ -36,7 +36,11 @@ def parse() -> argparse.Namespace:
     a.add_argument("--weights", choices=list(GGUF_TYPE), default="float32")
     a.add_argument("--torch", help="a Python with torch and transformers")
     a.add_argument("--llama", help="a Python with llama-cpp-python")
-    a.add_argument("--folder", type=Path, help="where the model is made, or is from an earlier run (default: a temporary one)")
+    a.add_argument(
+        "--folder",
+        type=Path,
+        help="where the model is made, or is from an earlier run with these weights (default: a temporary one)",
+    )
     a.add_argument("--part", help=argparse.SUPPRESS)
     return a.parse_args()
 
@@ -66,7 +70,7 @@ def timed(o: argparse.Namespace, peer: str, run: Callable[[int, int], list[list[
 
 
 def make(o: argparse.Namespace) -> None:
-    """A random Llama in the form of Hugging Face, under `hf`. Its tokenizer knows single bytes; ids are all that is used."""
+    """A random Llama in the form of Hugging Face, under `hf`. Its tokenizer makes single bytes; ids are all that is used."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -81,9 +85,11 @@ def make(o: argparse.Namespace) -> None:
     model = LlamaForCausalLM(config)
     (model.to(torch.bfloat16) if o.weights == "bfloat16" else model).save_pretrained(o.folder / "hf")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+    names = [*letters, *(f"unmade{number}" for number in range(o.vocab - len(letters) - 1))]
+    core = Tokenizer(models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(o.folder / "hf")
+    core.add_special_tokens(["<eos>"])
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(o.folder / "hf")
 
 
 def ours(o: argparse.Namespace) -> None:
@@ -184,7 +190,7 @@ def main() -> None:
 
 
 def compare(o: argparse.Namespace) -> None:
-    flags = ["--folder", str(o.folder), *(arg for arg in sys.argv[1:] if not arg.startswith("--folder"))]
+    flags = [*sys.argv[1:], "--folder", str(o.folder)]
 
     def part(python: str, name: str) -> list[dict[str, Any]]:
         done = subprocess.run([python, __file__, *flags, "--part", name], stdout=subprocess.PIPE, text=True, check=True)
