@@ -94,7 +94,10 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
         return raw.view(PLAIN[kind]).reshape(shape)
     gguf = library()
     rows = raw.reshape(math.prod(shape[:-1]), -1)
-    values: np.ndarray = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    try:
+        values: np.ndarray = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise UserError(f"{file.path}: the library gguf cannot read {on_one_line(name)}, whose type is {kind}") from None
     return values.reshape(shape)
 
 

@@ -77,6 +77,13 @@ def test_we_read_what_the_library_writes(tmp_path):
     assert not read_tensor(file, "matrix").flags.writeable
 
 
+def test_a_type_that_the_library_cannot_read_is_one_sentence(tmp_path):
+    path = write(tmp_path / "x.gguf", {"numbers": (np.zeros((2, 4), np.float32), "F32")})
+    patched(path, where(path, "numbers", 20), struct.pack("<I", gguf.GGMLQuantizationType.I32))
+    with pytest.raises(UserError, match="the library gguf cannot read numbers, whose type is I32"):
+        read_tensor(open_gguf(path), "numbers")
+
+
 def _packed(array, kind):
     kind = gguf.GGMLQuantizationType[kind]
     return gguf.quantize(array, kind), None, kind
