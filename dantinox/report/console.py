@@ -20,11 +20,11 @@ class Console:
         self.stream = stream
         self.stages: set[str] = set()
 
-    def stage(self, name: str, done: int, total: int) -> None:
-        """What goes on before the first step, on so many characters; called again as it gets on."""
+    def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
+        """What goes on before the first step, on how much; called again as it gets on."""
         if name not in self.stages:
             self.stages.add(name)
-            self.note(f"{name}: {human_count(total)} characters")
+            self.note(f"{name}: {human_count(total)} {unit}")
 
     def start(self, total_steps: int, step: int = 0) -> None:
         """Called before the first step; `step` is the one a resumed run stands at."""

@@ -37,13 +37,13 @@ class LiveConsole(Console):
         self.best: float | None = None
         self.bar: Progress | None = None  # of a stage
 
-    def stage(self, name: str, done: int, total: int) -> None:
+    def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
         if name not in self.stages:
             self._end_stage()
             self.bar = Progress(BarColumn(bar_width=None), TaskProgressColumn(), console=self.screen, transient=True)
             self.bar.add_task(name, total=total)
             self.bar.start()
-        super().stage(name, done, total)
+        super().stage(name, done, total, unit)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done, refresh=done >= total)
 

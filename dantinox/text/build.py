@@ -30,7 +30,7 @@ BATCH_CHARACTERS = 4 << 20  # what is encoded between two calls of `progress`
 MAX_HEADER_BYTES = 1 << 16
 
 Header = dict[str, Any]
-Progress = Callable[[str, int, int], None]  # (what is being done, characters done, characters in all)
+Progress = Callable[..., None]  # (what is being done, characters done, characters in all), of other things also what they are
 
 
 class Chunk(NamedTuple):

@@ -53,9 +53,7 @@ class Conversations(NamedTuple):
         kept = (max(1, round(count * data.val_fraction)) for count in records)
         return cls(corpora, digests, records, tuple(max(1, c - v) for c, v in zip(records, kept, strict=True)))
 
-    def encoded(
-        self, template: ChatTemplate, objective: Objective, progress: Callable[[str, int, int], None] | None
-    ) -> Iterator[Encoded]:
+    def encoded(self, template: ChatTemplate, objective: Objective, progress: Callable[..., None] | None) -> Iterator[Encoded]:
         """All conversations: those of part 0 before those of part 1.
 
         Raises:
@@ -73,7 +71,7 @@ class Conversations(NamedTuple):
                         raise UserError(f"{error} ({where})") from None
                     done += 1
                     if progress and done % 100 == 0:
-                        progress("encoding the conversations", done, sum(self.records))
+                        progress("encoding", done, sum(self.records), "conversations")
 
 
 def options_of(template: ChatTemplate, objective: Objective, data: DataSection) -> dict[str, Any]:

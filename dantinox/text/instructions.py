@@ -2,8 +2,7 @@
 docstrings, to see a model learn to answer.
 
     user       Summarise: textwrap.dedent(text)
-    assistant  Name: dedent
-               Takes: text
+    assistant  Takes: one argument
                Does: Remove any common leading whitespace from every line in `text`.
 """
 
@@ -15,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COUNT = 250
-ANSWER = re.compile(r"Name: \w+\nTakes: \w+(, \w+)*\nDoes: [A-Z].*\.")
+ANSWER = re.compile(r"Takes: (one argument|(two|three) arguments)\nDoes: [A-Z].*\.")
+NUMBERS = ("no arguments", "one argument", "two arguments", "three arguments")
 LONGEST = 60  # characters of what a function does
 
 
@@ -29,7 +29,7 @@ class Function(NamedTuple):
     def messages(self) -> list[dict[str, str]]:
         """The question and the answer."""
         takes = ", ".join(self.takes)
-        answer = f"Name: {self.name.rpartition('.')[2]}\nTakes: {takes}\nDoes: {self.does}"
+        answer = f"Takes: {NUMBERS[len(self.takes)]}\nDoes: {self.does}"
         return [
             {"role": "user", "content": f"Summarise: {self.name}({takes})"},
             {"role": "assistant", "content": answer},

@@ -175,6 +175,6 @@ def test_instructions_have_their_form():
     (function,) = functions("m.n", source)
     question, answer = function.messages()
     assert question == {"role": "user", "content": "Summarise: m.n.f(a, b)"}
-    assert answer == {"role": "assistant", "content": "Name: f\nTakes: a, b\nDoes: Do it."}
-    assert follows(answer["content"] + "\n") and not follows("Name: f\nTakes: a\nDoes: it") and not follows("def f(a):")
+    assert answer == {"role": "assistant", "content": "Takes: two arguments\nDoes: Do it."}
+    assert follows(answer["content"] + "\n") and not follows("Takes: two arguments\nDoes: it") and not follows("def f(a):")
     assert ChatTemplate.named("plain", BYTES).spoken(function.messages())[1].sum() == len(answer["content"]) + 1
