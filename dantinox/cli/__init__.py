@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | find-lr | sweep | init | generate | chat | import | export | explain | calibrate | eval |
-info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
+"""The command line, `dantinox train | find-lr | sweep | init | merge-lora | generate | chat | import | export | explain |
+calibrate | eval | info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import chat, generate, interop, measure, sweep, train, verify, watch
+from dantinox.cli import chat, generate, interop, lora, measure, sweep, train, verify, watch
 from dantinox.cli.common import plain_warnings
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
@@ -86,6 +86,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         "Train with several settings, one after the other, into one table and one plot.",
     ),
     "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
+    "merge-lora": (lora.merge, lora.merge_flags, "Make an ordinary run of low-rank adapters and the weights they are for."),
     "generate": (generate.generate, generate.generate_flags, "Continue a prompt with a trained model."),
     "chat": (chat.chat, chat.chat_flags, "Hold a conversation with a model at the terminal."),
     "import": (interop.import_, interop.import_flags, "Make a run directory of a checkpoint of another program."),

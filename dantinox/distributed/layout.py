@@ -20,6 +20,7 @@ from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.distributed.rules import AXES, BATCH, TABLES, Split, in_layer, split_of
 from dantinox.model import Transformer, compute_dtype
+from dantinox.model.lora import is_adapter
 from dantinox.model.parameters import Parameters, blueprint
 from dantinox.model.sharing import ALONE, GATHERED, Sharing
 
@@ -121,13 +122,15 @@ class Layout:
 
     def whole(self, name: str, w: jax.Array) -> jax.Array:
         """A device's part of a parameter, by its name in its layer, as it is multiplied by there."""
+        if name not in self.splits_in_layer:  # no parameter: the key of dropout
+            return w
         split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
         if not split.gathered:
-            alike = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None and not any(split.apart)
-            return _enter(w) if alike and tensor > 1 else w
+            of_parts = (fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None) or is_adapter(name)
+            return _enter(w) if of_parts and not any(split.apart) and tensor > 1 else w
         rounds = name.endswith("kernel") and name != "ffn/router/kernel"
         alike = name not in TABLES and any("tensor" in names for _, names in split.gathered)
-        dtype = compute_dtype(self.model) if rounds else w.dtype
+        dtype = compute_dtype(self.model) if rounds and w.dtype == jnp.float32 else w.dtype
         return checkpoint_name(_gather(w, split.gathered, dtype, tensor if alike else 1), GATHERED)
 
     def summed(self, gradients: Parameters) -> Parameters:
@@ -376,8 +379,6 @@ def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | 
     sizes = mesh_sizes(config, model, len(devices))
     if len(devices) == 1:
         return Layout(model, device=None if devices[0] == jax.devices()[0] else devices[0])
-    if model.lora is not None:
-        raise UserError(f"lora.rank trains on one device, and there are {len(devices)}: let the process see one of them")
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types=kinds, devices=devices)
     layout = Layout(model, mesh)

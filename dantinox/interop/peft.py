@@ -9,22 +9,40 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dantinox.config import Config, LoraConfig, ModelConfig
+from dantinox.config.sections import FIELDS, without
 from dantinox.files import UserError, first_line, on_one_line, shown
+from dantinox.interop.safetensors_files import file_of, metadata_of, read_tensors
+from dantinox.interop.source import Tensor
 from dantinox.model.lora import Place, places, sizes
-from dantinox.run import RunDirectory, load_run_config, load_weights, open_base, put, weights_digest
+from dantinox.model.parameters import blueprint
+from dantinox.run import (
+    RunDirectory,
+    create_run,
+    load_run_config,
+    load_weights,
+    open_base,
+    put,
+    save_config,
+    save_tokenizer,
+    save_weights,
+    take_along,
+    weights_digest,
+)
+from dantinox.text import Tokenizer
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 BASE = "dantinox_base_sha256"  # in the metadata of the weights of a run: of what they are for
 LARGEST = 1 << 20  # bytes of an adapter_config.json
 MODULES = {"attention": "self_attn", "ffn": "mlp"}
 TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = ("float32", "float16", "bfloat16")
 # Keys of adapter_config.json that say nothing about what a trained adapter computes.
 NO_MATTER = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -56,7 +74,7 @@ def merged(array: np.ndarray, changes: list[Change]) -> np.ndarray:
     """A kernel of a file with what adapters add to it, float32."""
     result = np.array(array, np.float32)
     for place, a_IR, b_RO, scale in changes:
-        part = result if place.part is None else result[..., place.part, :]
+        part = result if place.part is None else result[..., slice(*place.part), :]
         part += np.float32(scale) * (a_IR @ b_RO).reshape(part.shape)
     return result
 
@@ -71,8 +89,6 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
     Raises:
       UserError: they cannot be written.
     """
-    from safetensors.numpy import save
-
     lora = model.lora
     assert lora is not None
     tensors = {}
@@ -81,15 +97,14 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
         matrix = np.asarray(array, np.float32)
         matrix = matrix.reshape(-1, lora.rank).T if leaf == "lora_a" else matrix.reshape(lora.rank, -1).T
         tensors[f"base_model.model.model.layers.{layer}.{MODULES[room]}.{target}.{_letter(leaf)}.weight"] = matrix
-    metadata = {"format": "pt", BASE: facts["base_sha256"]}
-    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in tensors.items()}
     try:
         run.adapter.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {run.adapter.parent}: {error.strerror}") from None
     folder = run.adapter.parent.name
     put(run.path, f"{folder}/{SETTINGS}", json.dumps(peft_config(lora), indent=1) + "\n")
-    put(run.path, f"{folder}/{WEIGHTS}", save(ordered, metadata), facts)
+    put(run.path, f"{folder}/{WEIGHTS}", file_of(list(tensors), tensors, kinds, {BASE: facts["base_sha256"]}), facts)
 
 
 def _letter(leaf: str) -> str:
@@ -121,7 +136,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Changes:
       UserError: a file is missing or damaged, does something that is not read here, or does not fit the model.
     """
     folder = Path(folder)
-    settings, (tensors, _) = _settings(folder / SETTINGS), _tensors(folder / WEIGHTS)
+    settings, tensors = _settings(folder / SETTINGS), read_tensors(folder / WEIGHTS)
     found: dict[tuple[int, str], dict[str, np.ndarray]] = {}
     there = places(model.activation) if model.latent is None else {}
     if model.experts is not None:
@@ -159,6 +174,8 @@ def _change(
     for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):
         if pair[letter].shape != shape:
             raise UserError(f"{path} has lora_{letter} of {name} with shape {pair[letter].shape}, {shape} is wanted")
+        if (kind := pair[letter].dtype.name) not in FLOATS:
+            raise UserError(f"{path} has lora_{letter} of {name} as {kind}, expected one of {', '.join(FLOATS)}")
     a, b = (np.asarray(pair[letter], np.float32).T for letter in "AB")
     return Change(place, a, b, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank))
 
@@ -219,28 +236,6 @@ def _patterns(path: Path, key: str, given: Any) -> dict[str, Any]:
     return plain
 
 
-def _tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays and the metadata of a safetensors file of float32, float16 or bfloat16."""
-    import ml_dtypes  # noqa: F401 - NumPy then knows bfloat16
-    from safetensors import SafetensorError, deserialize
-
-    try:
-        content = path.read_bytes()
-        listed = deserialize(content)
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged or no safetensors file: {first_line(error)}") from None
-    arrays = {}
-    for name, tensor in listed:
-        if tensor["dtype"] not in DTYPES:
-            kinds = ", ".join(DTYPES)
-            raise UserError(f"{path} holds {on_one_line(name)} as {tensor['dtype']}: {kinds} can be read")
-        arrays[name] = np.frombuffer(tensor["data"], np.dtype(DTYPES[tensor["dtype"]])).reshape(tensor["shape"])
-    return arrays, metadata
-
-
 def run_weights(
     run: RunDirectory,
     config: Config,
@@ -260,16 +255,42 @@ def run_weights(
     if config.lora.rank is None:
         return load_weights(run.weights, shapes, place)
     base = open_base(config.training.init_from, run)
-    _, metadata = _tensors(run.adapter)
-    wanted, digest = metadata.get(BASE, ""), weights_digest(base)
+    changes = load_adapter(run.adapter.parent, config.architecture(vocab_size))
+    wanted, digest = str(metadata_of(run.adapter).get(BASE)), weights_digest(base)
     if digest != wanted:
         raise UserError(
             f"the adapters of {run.path} are for the weights {on_one_line(wanted[:12])}…, and its base {base.path} has "
             f"{digest[:12]}…: put those it was trained on back"
         )
-    changes = load_adapter(run.adapter.parent, config.architecture(vocab_size))
+    return run_weights(base, load_run_config(base), shapes, vocab_size, _changed(changes, place))
 
-    def changed(path: str, array: np.ndarray) -> Any:
-        return place(path, merged(array, changes[path]) if path in changes else array)
 
-    return run_weights(base, load_run_config(base), shapes, vocab_size, changed)
+def _changed(changes: Changes, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:
+    return lambda path, array: place(path, merged(array, changes[path]) if path in changes else array)
+
+
+def merge_adapter(out: str | Path, source: RunDirectory, adapter: str | Path | None = None) -> RunDirectory:
+    """Makes an ordinary run of adapters and the weights that they are for.
+
+    Args:
+      source: the run of the adapters, or with `adapter` the run that they are for.
+      adapter: a folder of PEFT's.
+
+    Raises:
+      UserError: a file is missing or damaged, they do not fit each other, or there is something in `out`.
+    """
+    config = load_run_config(source)
+    tokenizer = Tokenizer.load(source.tokenizer)
+    symbols = tokenizer.vocab_size
+    if adapter is None and config.lora.rank is None:
+        raise UserError(f"{source.path} is no run of adapters: with --adapter and --base it can be what they are for")
+    model = replace(config.architecture(symbols), scan_layers=False)
+    changes = {} if adapter is None else load_adapter(adapter, model)
+    weights = run_weights(source, config, blueprint(model)[1], symbols, _changed(changes, lambda path, array: array))
+    run = create_run(out)
+    with run.lock():
+        save_weights(run.weights, weights)
+        save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
+        take_along(source, run)
+        save_config(run, without(config, [key for key in FIELDS if key.startswith("lora.")]))
+    return run

@@ -45,7 +45,7 @@ class TensorFiles:
         self.tensors: dict[str, Tensor] = {}
         self._places: dict[str, np.ndarray] = {}
         for file, names in _files(folder).items():
-            found = _mapped(folder / file)
+            found = read_tensors(folder / file)
             if names is not None and (missing := names - found.keys()):
                 raise UserError(f"{folder / file} lacks {on_one_line(min(missing))}, which {INDEX} says it holds")
             for name, array in found.items():
@@ -90,7 +90,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         raise UserError(f"{index} is no index of safetensors files: {type(error).__name__}") from None
 
 
-def _mapped(path: Path) -> dict[str, np.ndarray]:
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file as views into it.
 
     Raises:
@@ -166,10 +166,25 @@ def write_tensors(folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mappi
         pass
 
 
+def metadata_of(path: Path) -> dict[str, Any]:
+    """What a file says of itself beside its arrays; it was read by `read_tensors`."""
+    with open(path, "rb") as file:
+        found = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
 def _write(path: Path, names: list[str], arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]) -> None:
+    with staged(path, file_of(names, arrays, tensors)):
+        pass
+
+
+def file_of(
+    names: list[str], arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The pieces of a file; arrays are asked for one after the other."""
     # Aligned tensors first, as the format's library has it: the largest items, then by name.
     order = sorted(names, key=lambda name: (-DTYPES[CODES[tensors[name].dtype]].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name in order:
         shape, dtype = tensors[name]
@@ -178,16 +193,11 @@ def _write(path: Path, names: list[str], arrays: Mapping[str, np.ndarray], tenso
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for name in order:
-            array = np.ascontiguousarray(arrays[name])
-            yield array.reshape(-1).view(np.uint8).data
-            del array
-
-    with staged(path, pieces()):
-        pass
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        array = np.ascontiguousarray(arrays[name])
+        yield array.reshape(-1).view(np.uint8).data
+        del array
 
 
 def _bytes(tensor: Tensor) -> int:

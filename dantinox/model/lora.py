@@ -24,29 +24,29 @@ SEED = 0x10FA  # apart from the model's own dropout
 
 
 class Place(NamedTuple):
-    """Where a projection lies: the module of its layer, and which of that's outputs it has, by their last axis but one."""
+    """Where a projection lies: the module of its layer, and the part of its outputs, from and to in the last axis but one."""
 
     module: str
-    part: slice | None = None
+    part: tuple[int | None, int | None] | None = None
 
     def of(self, outputs: tuple[int, ...]) -> tuple[int, ...]:
         """The axes that come out of the projection, of those that come out of the module."""
         if self.part is None:
             return outputs
-        return *outputs[:-2], len(range(*self.part.indices(outputs[-2]))), outputs[-1]
+        return *outputs[:-2], len(range(*slice(*self.part).indices(outputs[-2]))), outputs[-1]
 
 
 def places(activation: str) -> dict[str, Place]:
     """Every projection of a dense layer by its name. `qkv` is `[D, K, G+2, H]`, `gate_up` is `[D, 2, F]`."""
     attention = {
-        "q_proj": Place("attention/qkv", slice(None, -2)),
-        "k_proj": Place("attention/qkv", slice(-2, -1)),
-        "v_proj": Place("attention/qkv", slice(-1, None)),
+        "q_proj": Place("attention/qkv", (None, -2)),
+        "k_proj": Place("attention/qkv", (-2, -1)),
+        "v_proj": Place("attention/qkv", (-1, None)),
         "o_proj": Place("attention/out"),
     }
     if activation not in GATED:
         return attention | {"up_proj": Place("ffn/up"), "down_proj": Place("ffn/down")}
-    gated = {"gate_proj": Place("ffn/gate_up", slice(0, 1)), "up_proj": Place("ffn/gate_up", slice(1, 2))}
+    gated = {"gate_proj": Place("ffn/gate_up", (0, 1)), "up_proj": Place("ffn/gate_up", (1, 2))}
     return attention | gated | {"down_proj": Place("ffn/down")}
 
 
@@ -126,9 +126,9 @@ class Adapted(nnx.Module):
         return biased(summed(checkpoint_name(y.astype(self.out_dtype), PRODUCT)), self.bias)
 
 
-def _among(added: jax.Array, part: slice, size: int) -> jax.Array:
+def _among(added: jax.Array, part: tuple[int | None, int | None], size: int) -> jax.Array:
     """What is added to a part of the outputs, with zeros for the others."""
-    start, stop, _ = part.indices(size)
+    start, stop, _ = slice(*part).indices(size)
     return jnp.pad(added, [(0, 0)] * (added.ndim - 2) + [(start, size - stop), (0, 0)])
 
 

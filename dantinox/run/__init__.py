@@ -13,6 +13,7 @@ from dantinox.run.calibrations import (
     save_router_calibration,
 )
 from dantinox.run.directory import (
+    COMPANIONS,
     RunDirectory,
     chat_template_of,
     create_run,
@@ -22,6 +23,7 @@ from dantinox.run.directory import (
     open_run,
     save_config,
     save_tokenizer,
+    take_along,
 )
 from dantinox.run.manifest import Damage, answer_for, entry_while_unchanged, log_damage, put, step_damage, write_step_manifest
 from dantinox.run.verify import ASIDE, SAVING, Verified, accept_run, own_damage, saved_steps, verify_run
@@ -29,6 +31,7 @@ from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [
     "ASIDE",
+    "COMPANIONS",
     "Damage",
     "HeadFile",
     "KVCalibration",
@@ -61,6 +64,7 @@ __all__ = [
     "save_weights",
     "saved_steps",
     "step_damage",
+    "take_along",
     "verify_run",
     "weights_digest",
     "write_step_manifest",

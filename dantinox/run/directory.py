@@ -13,6 +13,7 @@ from dantinox.files import UserError
 from dantinox.run.manifest import MANIFEST, Damage, check_files, damage_if_named, put, read_manifest
 
 RUNS = Path("runs")
+COMPANIONS = ("chat_template.jinja", "origin.json")  # what goes along from a run to one that starts from it
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
 
 
@@ -28,9 +29,7 @@ class RunDirectory:
         self.origin = self.path / "origin.json"  # of an imported model: what its checkpoint said
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
-        self.adapter = (
-            self.path / "adapter" / "adapter_model.safetensors"
-        )  # in place of the weights, where only that is trained
+        self.adapter = self.path / "adapter" / "adapter_model.safetensors"  # in place of the weights
         self.data = self.path / "data"  # the tokens
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -197,6 +196,13 @@ def chat_template_of(run: RunDirectory) -> Path | None:
     if problem := damage_if_named(run.chat_template):
         raise UserError(f"{problem}: put the right file there, or if it is right, run `dantinox verify {run.path} --accept`")
     return run.chat_template if run.chat_template.is_file() else None
+
+
+def take_along(source: RunDirectory, run: RunDirectory) -> None:
+    """Copies the chat template and the origin of imported weights into a run that starts from another one."""
+    for name in COMPANIONS:
+        if (source.path / name).is_file():
+            put(run.path, name, (source.path / name).read_bytes())
 
 
 def load_run_config(run: RunDirectory) -> Config:

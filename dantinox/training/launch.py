@@ -15,6 +15,7 @@ from dantinox.distributed import Silent, from_first, is_first, join, make_layout
 from dantinox.files import UserError
 from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
+    COMPANIONS,
     RunDirectory,
     answer_for,
     create_run,
@@ -24,6 +25,7 @@ from dantinox.run import (
     put,
     save_config,
     save_tokenizer,
+    take_along,
 )
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
@@ -106,13 +108,15 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
         sample = make_sampler(config, tokenizer)
         answer_for(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
+        if config.training.init_from is not None:
+            take_along(RunDirectory(config.training.init_from), run)
         if config.training.objective != "next_token":
             template = config.data.chat_template or template
             put(run.path, run.chat_template.name, ChatTemplate.named(template, tokenizer).source)
         save_config(run, config)  # last: where it stands, the run can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
-        for path in (run.tokenizer, run.tokenizer_config, run.chat_template, run.manifest):
+        for path in (run.tokenizer, run.tokenizer_config, run.manifest, *(run.path / name for name in COMPANIONS)):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (run.path / ".lock").unlink()

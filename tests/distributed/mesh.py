@@ -48,7 +48,7 @@ def layout_of(config: Config, devices: int | None = None) -> Layout:
     """The layout on as many devices as the mesh of the settings has, or on so many."""
     d = config.distributed
     count = devices or d.data * d.fsdp * d.expert * d.tensor
-    return make_layout(config, config.architecture(V), jax.devices()[:count])
+    return make_layout(config, config.trained_architecture(V), jax.devices()[:count])
 
 
 def rows(layout: Layout, batch: Batch, parts: int = 1) -> Batch:

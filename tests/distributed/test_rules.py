@@ -11,6 +11,7 @@ from dantinox.model.parameters import blueprint
 
 from .mesh import KINDS, V, settings
 
+LORA = {"training__init_from": "x", "lora__rank": 2, "lora__base_weights": "int8"}
 ARCHITECTURES = [
     ("dense", {"attention__no_sink": True, "attention__sink_logits": True, "model__qk_norm": True}),
     (
@@ -24,13 +25,15 @@ ARCHITECTURES = [
     ("moe", {"model__activation": "gelu", "model__scan_layers": True}),
     ("mla", {"attention__no_sink": True, "attention__sink_logits": True}),
     ("mla", {"attention__q_lora_rank": None}),
+    ("dense", {**LORA, "attention__no_sink": True, "model__weight_tying": False}),
+    ("dense", {**LORA, "model__activation": "gelu", "model__scan_layers": True}),
 ]
 
 
 def parameters():
     """Name in its layer, shape there, and model of every parameter."""
     for kind, changes in ARCHITECTURES:
-        model = settings(kind, **changes).architecture(V)
+        model = settings(kind, **changes).trained_architecture(V)
         for name, leaf in blueprint(model)[1].items():
             inner, layers = in_layer(name)
             yield inner, leaf.shape[layers:], model

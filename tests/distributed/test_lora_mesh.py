@@ -1,0 +1,64 @@
+"""Adapters on meshes of eight simulated devices: the numbers of one device."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from dantinox.model.lora import frozen, held
+from dantinox.model.parameters import blueprint, rolled
+from dantinox.training.step import initial_state, make_eval_step, make_train_step
+
+from .mesh import V, layout_of, rows, settings, store_of
+
+DEVICES = 8
+LORA = {"training__init_from": "x", "lora__rank": 2}
+
+
+@cache
+def trained(mesh="", **changes):
+    """Three steps: losses, the adapters behind them, and the loss of an evaluation."""
+    config = settings("dense", mesh, **LORA | changes)
+    model, layout, t = config.trained_architecture(V), layout_of(config), config.training
+    random, one = np.random.default_rng(0), settings("dense", **LORA | changes | {"model__scan_layers": False})
+    shapes, base = blueprint(one.trained_architecture(V))[1], {}
+    for name, leaf in blueprint(one.architecture(V))[1].items():
+        wide = 0.2 * random.standard_normal(leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
+        base |= held(name, wide.astype(np.float32), shapes)
+    base = layout.put_parameters(rolled(base, model) if model.scan_layers else base)
+    assert base.keys() == frozen(layout.shapes, model).keys()
+    step, state = make_train_step(config, model, t.steps, layout=layout), initial_state(config, model, t.steps, layout=layout)
+    losses = []
+    for number in range(3):
+        state, metrics = step(state, rows(layout, store_of(config).batch(number), t.grad_accum), base)
+        losses.append([float(metrics.loss), float(metrics.grad_norm)])
+    batch = rows(layout, next(store_of(config).validation(8)))
+    counted = make_eval_step(model, layout)(state.weights, batch, base)
+    adapters = {name: np.asarray(array) for name, array in state.weights.items()}
+    return np.array(losses), adapters, float(counted.nats / counted.targets)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8"}),
+        pytest.param("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_adapters_as_one_device_does(mesh, changes):
+    got, expected = trained(mesh, **changes), trained(**changes)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(got[2], expected[2], atol=1e-5)
+    for name, array in expected[1].items():
+        np.testing.assert_allclose(got[1][name], array, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.exhaustive
+def test_dropout_runs_on_a_mesh():
+    """With the numbers of a device's own rows, the same every time."""
+    losses = [trained.__wrapped__("fsdp=4 tensor=2", lora__dropout=0.5)[0] for _ in range(2)]
+    np.testing.assert_array_equal(*losses)
+    assert np.all(np.isfinite(losses[0])) and jax.device_count() == 8

@@ -1,0 +1,157 @@
+"""Adapters as PEFT writes them (`make_adapters.py`), and what is said of those that cannot be read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.interop.peft import load_adapter, merge_adapter, merged, peft_config
+from dantinox.interop.safetensors_files import file_of, read_tensors
+from dantinox.interop.source import Tensor
+from dantinox.model.parameters import blueprint
+
+FOLDER = Path(__file__).parent / "peft"
+V = 17
+CONFIG = build_config({}, {
+    "model.dim": 16, "model.n_heads": 4, "model.kv_heads": 2, "model.head_size": 4, "model.num_blocks": 2,
+    "model.hidden_dim": 24, "model.max_context": 32, "model.norm_epsilon": 1e-5, "model.dtype": "float32",
+})  # fmt: skip
+MODEL = CONFIG.architecture(V)
+
+
+def base_weights():
+    """The Llama of `base.safetensors` by our names."""
+    theirs = {name.removeprefix("model."): array for name, array in read_tensors(FOLDER / "base.safetensors").items()}
+    ours = {"embed": theirs["embed_tokens.weight"], "norm_f/scale": theirs["norm.weight"]}
+    for i in range(MODEL.num_blocks):
+        at = {name.removeprefix(f"layers.{i}."): a for name, a in theirs.items() if name.startswith(f"layers.{i}.")}
+        q, k, v = (at[f"self_attn.{p}_proj.weight"].T.reshape(16, 2, -1, 4) for p in "qkv")
+        ours |= {
+            f"blocks/{i}/norm1/scale": at["input_layernorm.weight"],
+            f"blocks/{i}/norm2/scale": at["post_attention_layernorm.weight"],
+            f"blocks/{i}/attention/qkv/kernel": np.concatenate([q, k, v], axis=2),
+            f"blocks/{i}/attention/out/kernel": at["self_attn.o_proj.weight"].T.reshape(2, 2, 4, 16),
+            f"blocks/{i}/ffn/gate_up/kernel": np.stack([at[f"mlp.{p}_proj.weight"].T for p in ("gate", "up")], axis=1),
+            f"blocks/{i}/ffn/down/kernel": at["mlp.down_proj.weight"].T,
+        }
+    return ours
+
+
+@pytest.mark.parametrize("name", ["base", "all", "patterns"])
+def test_what_peft_wrote_gives_the_logits_that_peft_computes(name):
+    expected, changes = np.load(FOLDER / "expected.npz"), {} if name == "base" else load_adapter(FOLDER / name, MODEL)
+    weights = {path: merged(array, changes.get(path, [])) for path, array in base_weights().items()}
+    build, shapes = blueprint(MODEL)
+    assert {path: array.shape for path, array in weights.items()} == {path: leaf.shape for path, leaf in shapes.items()}
+    logits, _, _ = build(weights)(jnp.asarray(expected["tokens"]), jnp.arange(9)[None])
+    np.testing.assert_allclose(logits, expected[name], atol=2e-5)
+
+
+def test_rank_and_alpha_of_patterns_and_of_rslora():
+    changes = load_adapter(FOLDER / "patterns", MODEL)
+    found = {(path, c.a_IR.shape[1]): c.scale for path, cs in changes.items() for c in cs if "blocks/1" in path}
+    assert found == {
+        ("blocks/1/attention/qkv/kernel", 3): pytest.approx(6 / 3**0.5),
+        ("blocks/1/attention/out/kernel", 5): pytest.approx(6 / 5**0.5),
+        ("blocks/1/ffn/down/kernel", 3): pytest.approx(9 / 3**0.5),
+    }
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A copy to be changed: a function that changes keys of its settings, or its arrays."""
+    folder = Path(shutil.copytree(FOLDER / "all", tmp_path / "adapter"))
+
+    def change(arrays=None, **keys):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({key: v for key, v in (json.loads(path.read_text()) | keys).items() if v != "absent"}))
+        if arrays is not None:
+            tensors = dict(read_tensors(folder / "adapter_model.safetensors"))
+            arrays(tensors)
+            kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in tensors.items()}
+            content = b"".join(file_of(list(tensors), tensors, kinds))
+            (folder / "adapter_model.safetensors").write_bytes(content)
+        return folder
+
+    return change
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+REFUSED = [
+    ({"use_dora": True}, r"adapter_config.json has use_dora true, which is not read here"),
+    ({"bias": "all"}, r"has bias 'all': only 'none' can be read"),
+    ({"peft_type": "IA3"}, r"has peft_type 'IA3': only 'LORA' can be read"),
+    ({"peft_type": "absent"}, r"has no peft_type: not the settings of an adapter"),
+    ({"init_lora_weights": "pissa"}, r"has init_lora_weights 'pissa': only"),
+    ({"fan_in_fan_out": True}, r"has fan_in_fan_out true, which is not read here"),
+    ({"modules_to_save": ["lm_head"]}, r"has modules_to_save \['lm_head'\], which is not read here"),
+    ({"layer_replication": [[0, 2]]}, r"has layer_replication"),
+    ({"a_key_of_the_future": 1}, r"has a_key_of_the_future 1, which is not read here"),
+    ({"rank_pattern": {".*q_proj": 2}}, r"has the pattern '\.\*q_proj' in rank_pattern: names of modules alone are read"),
+    ({"rank_pattern": [1]}, r"must have a mapping as rank_pattern, got \[1\]"),
+    ({"rank_pattern": {"q_proj": 2}}, r"has lora_A of layers.0.self_attn.q_proj with shape \(4, 16\), \(2, 16\) is wanted"),
+    ({"r": "4"}, r"must have a rank that is an integer ≥ 1, got '4'"),
+    ({"lora_alpha": float("nan")}, r"must have a lora_alpha that is a number, got nan"),
+    ({"use_rslora": 1}, r"must have use_rslora true or false, got 1"),
+    ({"arrays": lambda t: t.pop(FIRST)}, r"lacks lora_A of layers.0.self_attn.q_proj"),
+    ({"arrays": lambda t: t.clear()}, r"holds no adapter"),
+    ({"arrays": lambda t: t.update({FIRST: t[FIRST].astype(np.float64)})}, r"as float64, expected one of float32"),
+    ({"arrays": lambda t: t.update({FIRST.replace("0", "9"): t[FIRST]})}, r"layers.9.*for nothing in this model of 2 layers"),
+    ({"arrays": lambda t: t.update({"base_model.model.lm_head.lora_A.weight": t[FIRST]})}, r"holds .*lm_head.*for nothing in"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
+def test_what_is_not_read_is_named(adapter, change, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_adapter(adapter(**change), MODEL)
+
+
+def test_damaged_files_are_a_sentence(adapter):
+    folder = adapter()
+    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    content = weights.read_bytes()
+    for broken in (b"", content[:100], content[:-4], (10**10).to_bytes(8, "little") + content[8:], b"\xff" * 64):
+        weights.write_bytes(broken)
+        with pytest.raises(UserError, match=r"adapter_model.safetensors is damaged"):
+            load_adapter(folder, MODEL)
+    for broken in ("{", "[]", "[" * 100_000):
+        settings.write_text(broken)
+        with pytest.raises(UserError, match=r"adapter_config.json (is not JSON|must hold a JSON object)"):
+            load_adapter(folder, MODEL)
+    settings.unlink()
+    with pytest.raises(UserError, match=r"cannot read .*adapter_config.json: No such file"):
+        load_adapter(folder, MODEL)
+
+
+def test_a_model_without_such_projections_says_so():
+    latent = build_config({}, {"attention.kv_lora_rank": 8}).architecture(V)
+    with pytest.raises(UserError, match=r"for nothing in this model of 6 layers with no projections that have adapters"):
+        load_adapter(FOLDER / "all", latent)
+
+
+def test_our_settings_are_a_file_of_peft():
+    lora = build_config({}, {"training.init_from": "x", "lora.rank": 4, "lora.alpha": 3.0}).trained_architecture(V).lora
+    theirs = json.loads((FOLDER / "all" / "adapter_config.json").read_text())
+    ours = peft_config(lora)
+    assert ours.keys() <= theirs.keys()
+    assert set(ours["target_modules"]) == {name.rpartition(".")[2] for name in theirs["target_modules"]}
+    assert {key: type(value) for key, value in ours.items() if key != "lora_alpha"} == {
+        key: type(theirs[key]) for key in ours if key != "lora_alpha"
+    }
+    assert ours["lora_alpha"] == 3.0
+
+
+def test_an_adapter_of_peft_becomes_a_run(tmp_path, run_dir):
+    """One that does not fit leaves nothing behind."""
+    from dantinox.run import RunDirectory
+
+    with pytest.raises(UserError, match=r"with shape .*is wanted"):
+        merge_adapter(tmp_path / "out", RunDirectory(run_dir), FOLDER / "all")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"is no run of adapters: with --adapter and --base"):
+        merge_adapter(tmp_path / "out", RunDirectory(run_dir))

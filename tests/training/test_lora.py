@@ -1,0 +1,324 @@
+"""Adapters: the layer against its formula, what is trained and what is not, runs that hold nothing else."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox import cli
+from dantinox.config import LoraConfig, UserError, build_config
+from dantinox.interop.peft import run_weights
+from dantinox.interop.safetensors_files import read_tensors
+from dantinox.model.layers import Linear
+from dantinox.model.lora import Adapted, Place, frozen, held, is_adapter, places
+from dantinox.model.parameters import blueprint
+from dantinox.report import read_csv, read_jsonl
+from dantinox.run import load_run_config, open_run, weights_digest
+from dantinox.training.samples import sampled_model
+from dantinox.training.step import Programs, initial_state
+
+from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
+from .test_resume import TIMES, Stumbles
+
+QKV = {name: place for name, place in places("swiglu").items() if place.module == "attention/qkv"}
+
+
+def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
+    """A layer, and its numbers in float64: kernel, and A, B of every target."""
+    rngs = nnx.Rngs(0)
+    linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
+    layer = Adapted(linear, targets, LoraConfig(2, 1.5, tuple(targets), held=held), rngs=rngs)
+    random = np.random.default_rng(0)
+    for name in targets:
+        adapter = getattr(layer, name)
+        adapter.lora_b = nnx.Param(jnp.asarray(random.standard_normal(adapter.lora_b.shape), jnp.float32))
+    state = {"/".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in nnx.to_flat_state(nnx.state(layer))}
+    return layer, state
+
+
+@pytest.mark.parametrize(
+    ("targets", "shape_in", "shape_out"),
+    [(QKV, (6,), (2, 5, 3)), ({"v_proj": QKV["v_proj"]}, (6,), (2, 5, 3)), ({"o_proj": Place("attention/out")}, (2, 3), (7,))],
+    ids=["qkv", "v", "out"],
+)
+def test_a_layer_and_its_derivatives_are_those_of_the_formula(targets, shape_in, shape_out):
+    """y = W x + 1.5 · B A x, its derivatives by A, B and x; none by W."""
+    layer, numbers = adapted(targets, shape_in, shape_out)
+    graph, state = nnx.split(layer)
+    x = np.random.default_rng(1).standard_normal((4, *shape_in))
+    d_y = np.random.default_rng(2).standard_normal((4, *shape_out))
+
+    def total(state, x):
+        return jnp.sum(nnx.merge(graph, state)(x) * jnp.asarray(d_y, jnp.float32))
+
+    y = nnx.merge(graph, state)(jnp.asarray(x, jnp.float32))
+    d_state, d_x = jax.grad(total, argnums=(0, 1))(state, jnp.asarray(x, jnp.float32))
+    found = {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(d_state)}
+    axes = len(shape_in)
+    w, expected_y = numbers["kernel"].copy(), np.tensordot(x, numbers["kernel"], axes)
+    for name, place in targets.items():
+        a, b = numbers[f"{name}/lora_a"], numbers[f"{name}/lora_b"]
+        part = (..., slice(*place.part), slice(None)) if place.part else (...,)
+        inner = np.tensordot(x, a, axes)
+        expected_y[part] += 1.5 * np.tensordot(inner, b, 1)
+        w[part] += 1.5 * np.tensordot(a, b, 1)
+        outs = list(range(1, d_y.ndim))
+        d_inner = 1.5 * np.tensordot(d_y[part], b, (outs, list(range(1, b.ndim))))
+        np.testing.assert_allclose(found[f"{name}/lora_b"], 1.5 * np.tensordot(inner, d_y[part], (0, 0)), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[f"{name}/lora_a"], np.tensordot(x, d_inner, (0, 0)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-5, atol=1e-5)
+    expected_x = np.tensordot(d_y, w, (list(range(1, d_y.ndim)), list(range(axes, w.ndim))))
+    np.testing.assert_allclose(d_x, expected_x, rtol=1e-5, atol=1e-5)
+    assert not np.any(found["kernel"])
+
+
+def test_weights_in_int8_are_rounded_by_output_and_multiply_as_that():
+    model = small_config(training__init_from="x", lora__rank=2, lora__base_weights="int8").trained_architecture(VOCABULARY)
+    shapes = blueprint(model)[1]
+    name = "blocks/0/attention/out/kernel"
+    w = np.random.default_rng(0).standard_normal(shapes[name].shape).astype(np.float32)
+    w[..., 3] = 0
+    parts = held(name, w, shapes)
+    scale = np.abs(w.reshape(-1, 16)).max(0) / 127
+    np.testing.assert_allclose(parts["blocks/0/attention/out/scale"], np.where(scale > 0, scale, 1 / 127), rtol=1e-6)
+    np.testing.assert_allclose(parts[name] * parts["blocks/0/attention/out/scale"], w, atol=float(scale.max()) / 1.99)
+    assert parts[name].dtype == np.int8 and held("embed", w, shapes)["embed"].dtype == jnp.bfloat16
+    layer, _ = adapted({"o_proj": Place("attention/out")}, w.shape[:-1], (16,), held="int8")
+    layer.kernel, layer.scale = (
+        nnx.Param(jnp.asarray(parts[name])),
+        nnx.Param(jnp.asarray(parts["blocks/0/attention/out/scale"])),
+    )
+    layer.o_proj.lora_b = nnx.Param(jnp.zeros_like(layer.o_proj.lora_b[...]))
+    x = np.random.default_rng(1).standard_normal((3, *w.shape[:-1])).astype(np.float32)
+    wide = (parts[name] * parts["blocks/0/attention/out/scale"]).astype(np.float64)
+    y, back = jax.vjp(layer, jnp.asarray(x))
+    np.testing.assert_allclose(y, np.tensordot(x, wide, 3), rtol=1e-4, atol=1e-4)
+    d_y = np.ones((3, 16), np.float32)
+    np.testing.assert_allclose(back(jnp.asarray(d_y))[0], np.tensordot(d_y, wide, (1, 3)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run to start from, and the folder it lies in."""
+    folder = tmp_path_factory.mktemp("lora")
+    return Workshop(folder).train("base", small_config(training__steps=6))
+
+
+def lora_config(base, **changes):
+    adamw = {"training__optimizer": "adamw", "lora__rank": 2, "lora__dropout": 0.1}
+    return small_config(training__init_from=str(base.path), **adamw | changes)
+
+
+@pytest.fixture(scope="module")
+def tuned(base):
+    """A run of adapters, its config, and what its last sample was given."""
+    config, seen = lora_config(base, training__sample_every=24), []
+    run = Workshop(base.path.parent).train("tuned", config, sample=lambda model: seen.append(model) or "text")
+    return run, config, seen[-1]
+
+
+def weights_of(run, config=None):
+    config = config or load_run_config(run)
+    shapes = blueprint(replace(config.architecture(VOCABULARY), scan_layers=False))[1]
+    return run_weights(run, config, shapes, VOCABULARY, lambda path, array: np.array(array))
+
+
+def logits(model):
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 8))
+    return np.asarray(model(jnp.asarray(tokens), jnp.arange(8)[None])[0])
+
+
+def test_a_run_of_adapters_learns_and_holds_nothing_else(base, tuned):
+    run, config, _ = tuned
+    before = weights_of(base)
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines() if '"evaluation"' in line]
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"]
+    assert not run.weights.exists() and sorted(p.name for p in run.adapter.parent.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    tensors = read_tensors(run.adapter)
+    assert len(tensors) == 14
+    assert tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (2, 16)
+    assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (16, 2)
+    summary = json.loads(run.summary(config).read_text())
+    assert summary["trained_parameters"] == sum(t.size for t in tensors.values()) == 736
+    assert summary["parameters"] == sum(a.size for a in before.values())
+    changed = {name for name, array in weights_of(run).items() if not np.array_equal(array, before[name])}
+    assert changed == {f"blocks/0/{name}/kernel" for name in ("attention/qkv", "attention/out", "ffn/gate_up", "ffn/down")}
+
+
+def test_merged_weights_give_the_logits_of_adapters_beside_the_base(tuned):
+    run, config, sampled = tuned
+    assert any(is_adapter("/".join(map(str, path))) for path, _ in nnx.to_flat_state(nnx.state(sampled)))
+    build, _ = blueprint(config.architecture(VOCABULARY))
+    np.testing.assert_allclose(logits(build(weights_of(run))), logits(sampled), atol=1e-5)
+
+
+def test_state_and_memory_are_of_the_adapters_alone(base):
+    config = lora_config(base)
+    model = config.trained_architecture(VOCABULARY)
+    programs, state = Programs(config, model, 24), initial_state(config, model, 24)
+    adapters = sum(p.nbytes for p in state.parameters.values())
+    assert all(is_adapter(name) for name in state.parameters)
+    moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))
+    assert 2 * adapters <= moments <= 2 * adapters + 16  # and two counts
+    assert (programs.memory.parameters, programs.memory.optimizer) == (adapters, moments)
+    held = sum(4 * np.prod(leaf.shape) for leaf in frozen(blueprint(model)[1], model).values())
+    assert programs.memory.frozen == held == 4 * programs.memory.frozen_count
+    line = programs.memory.line()
+    assert line.startswith("5.06k parameters, 736 of them trained: weights 17.3 kB, adapters 2.94 kB, optimizer 5.90 kB")
+
+
+def test_fresh_adapters_change_nothing(base):
+    """A is uniform in ±1/√in, B zero."""
+    config = lora_config(base)
+    model = config.trained_architecture(VOCABULARY)
+    adapters = initial_state(config, model, 24).parameters
+    for name, p in adapters.items():
+        bound = np.prod(p.shape[:-1]) ** -0.5
+        assert not np.any(p) if name.endswith("lora_b") else 0.5 * bound < np.max(np.abs(p)) <= bound
+    before = weights_of(base)
+    build, _ = blueprint(config.architecture(VOCABULARY))
+    np.testing.assert_array_equal(logits(sampled_model(model, adapters | before)), logits(build(before)))
+
+
+def outcome(run, config):
+    rows = [read_csv(run.log(config)), read_jsonl(run.metrics)]
+    return run.adapter.read_bytes(), [[{k: v for k, v in row.items() if k not in TIMES} for row in part] for part in rows]
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(base):
+    """With rolled layers, narrow weights and their average."""
+    workshop = Workshop(base.path.parent)
+    changes = {"model__scan_layers": True, "lora__base_weights": "int8", "training__ema": 0.9}
+    config = lora_config(base, **changes)
+    expected = outcome(workshop.train("whole", config), config)
+    store = small_store(config, Stumbles)
+    store.at = 13
+    with pytest.raises(KeyError):
+        workshop.train("cut", config, store=store)
+    assert outcome(workshop.train("cut", config, resume=True), config) == expected
+    assert "resumed from step 12" in workshop.notes.getvalue()
+
+
+def test_the_base_must_be_there_and_the_same(base, tuned, tmp_path):
+    run, config, _ = tuned
+    moved = Workshop(tmp_path)
+    for one in (base, run):
+        shutil.copytree(one.path, tmp_path / one.path.name)
+    copy = type(run)(tmp_path / "tuned")
+    gone = config.model_copy(update={"training": config.training.model_copy(update={"init_from": "/nowhere/base"})})
+    assert np.array_equal(weights_of(copy, gone)["embed"], weights_of(base)["embed"]), "found beside the run"
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(UserError, match=r"the base of .*tuned is gone: there is no run at /nowhere/base, nor at .*/base"):
+        weights_of(copy, gone)
+    moved.train("base", small_config(training__steps=1, training__warmup_steps=0, training__seed=3))
+    other = config.model_copy(update={"training": config.training.model_copy(update={"init_from": str(tmp_path / "base")})})
+    with pytest.raises(UserError, match=r"the adapters of .*tuned are for the weights [0-9a-f]{12}…, and its base .* has"):
+        weights_of(copy, other)
+    with pytest.raises(UserError, match=r"was trained on weights [0-9a-f]{12} .*training.init_from.*, and those are"):
+        moved.train(
+            "tuned", other.model_copy(update={"training": other.training.model_copy(update={"steps": 30})}), resume=True
+        )
+
+
+@pytest.mark.exhaustive
+def test_adapters_on_adapters_and_all_weights_from_them(base, tuned):
+    """Each training starts where the one before ended."""
+    run, config, _ = tuned
+    workshop = Workshop(base.path.parent)
+    again = lora_config(run, training__steps=1, training__warmup_steps=0, training__lr=1e-12)
+    second = workshop.train("second", again)
+    for name, array in weights_of(second).items():
+        np.testing.assert_allclose(array, weights_of(run)[name], atol=1e-6, err_msg=name)
+    assert weights_digest(second) != weights_digest(run)
+    whole = small_config(training__init_from=str(run.path), training__steps=1, training__warmup_steps=0, training__lr=1e-12,
+                         training__muon_lr=1e-12)  # fmt: skip
+    for name, array in weights_of(workshop.train("whole weights", whole)).items():
+        np.testing.assert_allclose(array, weights_of(run)[name], atol=1e-6, err_msg=name)
+
+
+def test_dropout_is_of_training_alone(base):
+    config = lora_config(base, lora__dropout=0.5, model__dropout_rate=0.0)
+    model = config.trained_architecture(VOCABULARY)
+    programs = Programs(config, model, 24)
+    base_parts = {name: jnp.asarray(a) for name, a in weights_of(base).items()}
+    batch, state = small_store(config).batch(0), initial_state(config, model, 24)
+    random = np.random.default_rng(0)
+    some = {name: 0.3 * random.standard_normal(p.shape) for name, p in state.parameters.items()}
+    state = state._replace(parameters={name: jnp.asarray(array, jnp.float32) for name, array in some.items()})
+    parameters = jax.tree.map(jnp.copy, state.parameters)
+    validation = next(small_store(config).validation(programs.eval_rows))
+    first, again = (float(programs.evaluate(parameters, validation, base_parts).nats) for _ in range(2))
+    assert first == again
+
+    def loss(step):
+        own = state._replace(step=jnp.asarray(step, jnp.int32))
+        return float(programs.train(jax.tree.map(jnp.copy, own), batch, base_parts)[1].loss)
+
+    assert loss(0) == loss(0) != loss(1)
+
+
+SENTENCES = [
+    ({"lora.rank": 2}, "lora.rank needs training.init_from, the run whose weights"),
+    ({"attention.kv_lora_rank": 8, "model.kv_heads": None}, "lora.rank must be null with attention.kv_lora_rank"),
+    ({"lora.targets": ["gate_proj"], "model.activation": "gelu"}, r"cannot have gate_proj: model.activation is gelu"),
+    ({"lora.targets": ["up_proj"], "moe.use_moe": True}, r"cannot have up_proj: experts have no adapters \(q_proj,"),
+    ({"lora.base_weights": "int8", "moe.use_moe": True}, "lora.base_weights must be float32 or bfloat16 with moe.use_moe"),
+    ({"lora.targets": []}, r"lora.targets must name at least one projection, got \[\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), SENTENCES, ids=[sentence for _, sentence in SENTENCES])
+def test_what_adapters_cannot_do_is_a_sentence(changes, sentence):
+    start = {} if "needs" in sentence else {"training.init_from": "x", "lora.rank": 2}
+    with pytest.raises(UserError, match=sentence):
+        build_config({}, SETTINGS | start | changes)
+
+
+def test_experts_stay_and_attention_learns(base):
+    """Without a base to read: the shapes say what is trained."""
+    config = lora_config(base, moe__use_moe=True, lora__base_weights="bfloat16", moe__shared_experts=1)
+    model = config.trained_architecture(VOCABULARY)
+    shapes = blueprint(model)[1]
+    assert {name.split("/")[4] for name in shapes if is_adapter(name)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert shapes["blocks/0/ffn/experts/down/kernel"].dtype == shapes["blocks/0/ffn/shared/down/kernel"].dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+def test_commands_take_over_the_base_write_text_and_merge(run_dir, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("nel mezzo del cammin di nostra vita " * 60)
+    train = ["train", "--config", tmp_path / "a.yaml", "--run_dir", "tuned", "--rank", "2"]
+    (tmp_path / "a.yaml").write_text(
+        f"training: {{init_from: {run_dir}, steps: 2, batch_size: 2, warmup_steps: 0, lr: 0.05, sample_every: 2}}\n"
+        "data: {path: text.txt}\nlogging: {plot: false}\ngeneration: {max_new_tokens: 4}\n"
+    )
+
+    def done(*argv):
+        code = cli.main([str(arg) for arg in argv])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    assert "30.7k parameters, 1.66k of them trained: weights 116 kB" in done(*train, "--dry_run")[1]
+    code, _, err = done(*train)
+    assert code == 0 and "no sample" not in err, err
+    assert open_run("tuned").adapter.is_file() and (tmp_path / "tuned" / "samples" / "step_2.txt").is_file()
+    assert done("verify", "tuned")[0] == 0
+    assert done("merge-lora", "tuned", "--run_dir", "merged")[0] == 0
+    say = ["--prompt", "nel", "--greedy", "--max_new_tokens", 8]
+    texts = [done("generate", "--run_dir", run, *say)[1] for run in ("tuned", "merged")]
+    assert texts[0] == texts[1] and len(texts[0]) > 3
+    assert done("merge-lora", "merged", "--run_dir", "again")[2].startswith("error: ") and not (tmp_path / "again").exists()
+    for wrong in ([], ["tuned", "--base", "x"], ["--adapter", "x"]):
+        assert "needs the run of the adapters, or --adapter and --base" in done("merge-lora", *wrong, "--run_dir", "o")[2]
+    _, _, err = done(*train[:4], "elsewhere", "--dim", "64")
+    assert (
+        err
+        == f"error: model.dim is 32 in {run_dir}, whose weights the training starts from, got 64: leave it out (command line)\n"
+    )
