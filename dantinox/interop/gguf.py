@@ -45,7 +45,12 @@ def open_source(path: str | Path) -> Source:
     Raises:
       UserError: the file is damaged, of an unknown architecture, or says something that is not known here.
     """
-    file = open_gguf(path)
+    return source_of(open_gguf(path))
+
+
+def source_of(file: GGUFFile) -> Source:
+    """An opened file as a checkpoint to import; see `open_source`."""
+    path = file.path
     if file.metadata.get("general.type", "model") != "model":
         raise UserError(f"{path} is no model but {shown(file.metadata['general.type'])}")
     family, config = config_of(file)
@@ -58,7 +63,7 @@ def open_source(path: str | Path) -> Source:
     config["vocab_size"] = rows
     change = partial(_theirs, family, config)
     return Source(
-        path=Path(path),
+        path=path,
         format="gguf",
         config=config,
         tensors={name: _described(file, name, part, family) for name, part in parts.items()},

@@ -22,6 +22,7 @@ NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7
 TEXT, ARRAY = 8, 9
 MOST_AXES = 4
 SMALLEST_ENTRY, SMALLEST_TENSOR = 13, 24  # bytes in the file: how many a header can at most announce
+MOST_THINGS, MOST_BYTES = 1 << 22, 1 << 26  # entries of a list and bytes of a text, however large the file is
 # Types that are numbers as they stand, which are mapped and not copied.
 PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 Shape = tuple[tuple[int, ...], str]  # NumPy's, and the name of the type
@@ -207,6 +208,8 @@ class _Reader:
         (count,) = struct.unpack_from("<Q", self.content, self.skip(8, what))
         if count * smallest > len(self.content) - self.at:
             raise self.damaged(f"it claims {count} {what}, more than fit into it")
+        if count > (MOST_BYTES if what.startswith("bytes of") else MOST_THINGS):
+            raise self.damaged(f"it claims {count} {what}")
         return int(count)
 
     def text(self, what: str) -> str:

@@ -56,6 +56,11 @@ RULES = {
     "tekken": Rule((_split(CASED.replace("{0}", "") + r"|\p{N}" + REST.replace(r"\n]*", r"\n/]*")), BYTES), True, True),
     "gpt-4o": Rule((_split(CASED.replace("{0}", ENDINGS + "?") + r"|\p{N}{1,3}" + REST.replace(r"\n]*", r"\n/]*")), BYTES)),
 }
+# Other names of the same.
+ALIASES = {
+    **{"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "dbrx", "deepseek-r1-qwen": "qwen2", "phi-2": "gpt-2"},
+    **{"olmo": "gpt-2", "starcoder": "smollm", "refact": "smollm"},
+}
 # What a file may say of a tokenizer; what else it says could matter.
 KNOWN = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count", "add_space_prefix", "add_bos_token"),
@@ -257,7 +262,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         raise UserError(f"{name} has {len(tokens)} tokens which its token types do not fit, or the same one twice")
     if kind == "gpt2":
         tree = _byte_level_tree(given, tokens, types, name)
-        add_bos = RULES[given["pre"]].add_bos
+        add_bos = RULES[ALIASES.get(given["pre"], given["pre"])].add_bos
     elif kind == "llama":
         given = SPM_IDS | given
         tree = _sentencepiece_tree(given, tokens, types, name)
@@ -315,7 +320,7 @@ def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **
 
 
 def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
-    pre = given.get("pre")
+    pre = ALIASES.get(str(given.get("pre")), given.get("pre"))
     if pre not in RULES:
         known = ", ".join(RULES)
         raise UserError(f"{name} splits text in the way that is called {shown(pre)}; those called {known} are known")

@@ -13,7 +13,7 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop import families
-from dantinox.interop.gguf import TYPES, export_gguf, open_source
+from dantinox.interop.gguf import TYPES, export_gguf, open_source, source_of
 from dantinox.interop.gguf_families import FAMILIES, llama3_factors
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
 from dantinox.interop.hf import _shapes, from_hf, to_hf
@@ -234,6 +234,64 @@ def test_a_file_that_says_more_or_less_is_refused(llama, change, sentence, tmp_p
     rewrite(llama, tmp_path / "x.gguf", **change)
     with pytest.raises(UserError, match=re.escape(sentence)):
         imported(tmp_path / "x.gguf")
+
+
+def differently(value):
+    """Another value of the same type, for any entry of a file."""
+    if isinstance(value, list):
+        return [*value[:-1], differently(value[-1])]
+    if isinstance(value, (bool, str)):
+        return not value if isinstance(value, bool) else value + "?"
+    return value * 2 + 1
+
+
+@each
+def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
+    export(tmp_path / "x.gguf", family)
+    file = open_gguf(tmp_path / "x.gguf")
+    arch = file.metadata["general.architecture"]
+    before = settings_of(source_of(file).config)
+    idle = {"vocab_size"} | ({"feed_forward_length"} if family == "qwen3_moe" else set())
+    for key, value in file.metadata.items():
+        if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in idle:
+            continue
+        for changed in (differently(value), {"x": 1} if isinstance(value, str) else "x", None):
+            metadata = {k: v for k, v in (file.metadata | {key: changed}).items() if v is not None}
+            try:
+                config = source_of(file._replace(metadata=metadata)).config
+                felt = settings_of(config) != before
+            except UserError as error:
+                assert "\n" not in str(error)
+                continue
+            # What is left out may have been what llama.cpp takes for granted.
+            assert felt or changed is None, (key, changed)
+
+
+@each
+def test_every_tensor_is_counted(family, tmp_path):
+    export(tmp_path / "x.gguf", family)
+    file = open_gguf(tmp_path / "x.gguf")
+    source = source_of(file)
+    model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
+    extra = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+    for name, stored in file.tensors.items():
+        rest = {other: entry for other, entry in file.tensors.items() if other != name}
+        for tensors in (
+            rest,
+            rest | {f"x{name}": stored},
+            rest | {name: stored._replace(shape=(*stored.shape[:-1], stored.shape[-1] // 2))},
+            file.tensors | {name.replace("blk.0", "blk.9") if "blk.0" in name else f"blk.9.{name}": stored},
+        ):
+            try:
+                source = source_of(file._replace(tensors=tensors))
+                settings = settings_of(source.config, max_context=64)
+            except (UserError, ValueError):
+                continue
+            another = build_config(settings).architecture(SYMBOLS) != model
+            if another and (name in extra or name == "output.weight"):  # without them it is another, whole model
+                continue
+            with pytest.raises(UserError):
+                from_hf(source.config, model, source.tensors, source.read)
 
 
 def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, from_metadata, to_metadata
+from dantinox.interop.gguf_vocabulary import ALIASES, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, from_metadata, to_metadata
 from dantinox.text import Tokenizer
 from dantinox.text.pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer
@@ -139,6 +139,12 @@ def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
         assert sentencepiece(again, text) == expected
         assert text == "▁mezzo" or tokenizer.decode(expected) == text
     assert back.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_a_rule_mean_the_same(name):
+    back = from_metadata(broken(pre=name), "it")
+    assert back.tokenizer == from_metadata(broken(pre=ALIASES[name]), "it").tokenizer
 
 
 def test_all_tokens_that_end_a_text_are_said():
