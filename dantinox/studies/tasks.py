@@ -6,7 +6,9 @@ before every text where `begin_ids` says so; an empty context is the begin or el
 for the model's context the beginning is left out.
 """
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,10 +216,11 @@ def evaluate_tasks(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        manager = TaskManager(include_path=None if include_path is None else str(include_path))
-        found = lm_eval.simple_evaluate(
-            Model(), tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # it says there how far it is
+            manager = TaskManager(include_path=None if include_path is None else str(include_path))
+            found = lm_eval.simple_evaluate(
+                Model(), tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+            )
     except UserError:
         raise
     except Exception as error:  # of a task, a data set, the network: whatever the library met
@@ -239,13 +242,18 @@ def scores_of(found: Mapping[str, Any]) -> Iterator[Score]:
             yield Score(task, metric, name, float(value), measured, shots if isinstance(shots, int) else None, samples)
 
 
+def _short(number: float | None) -> str | None:
+    """A perplexity may be astronomical."""
+    return None if number is None else f"{number:.4f}" if abs(number) < 1e4 else f"{number:.4g}"
+
+
 def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
     """The scores as a table."""
     columns = [
         Column("task", "task", lambda one: one.task),
         Column("metric", "metric", lambda one: one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"),
-        Column("value", "value", lambda one: one.value, ".4f"),
-        Column("error", "± standard error", lambda one: one.error, ".4f"),
+        Column("value", "value", lambda one: _short(one.value)),
+        Column("error", "± standard error", lambda one: _short(one.error)),
         Column("shots", "shots", lambda one: one.shots, "d"),
         Column("samples", "samples", lambda one: one.samples, "d"),
     ]
