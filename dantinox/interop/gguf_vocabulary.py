@@ -6,8 +6,9 @@ first, and what is left is spelled by byte tokens. llama.cpp's `src/llama-vocab.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Core
@@ -189,12 +190,10 @@ def _sentencepiece(tree: dict[str, Any], names: dict[int, str], kinds: dict[int,
     if not model["byte_fallback"] or model["ignore_merges"] or model["dropout"] or model["continuing_subword_prefix"]:
         raise UserError("GGUF cannot say this tokenizer: llama.cpp's BPE is of bytes, or falls back to bytes")
     pieces = {name for index, name in names.items() if index not in added and not BYTE_TOKEN.fullmatch(name)}
-    merged = [tuple(pair) for pair in model["merges"]]
-    if not merged_by_score(merged, pieces):
+    order = order_of_merges([tuple(pair) for pair in model["merges"]], pieces)
+    if order is None:
         raise UserError("GGUF cannot say this tokenizer: its merges do not follow from one score for each token")
-    rank: dict[str, int] = {}
-    for left, right in merged:
-        rank.setdefault(left + right, len(rank))
+    rank = {token: number for number, token in enumerate(order)}
     kinds |= {index: BYTE for index, name in names.items() if BYTE_TOKEN.fullmatch(name)}
     kinds |= {index: UNKNOWN for index, name in names.items() if name == model["unk_token"]}
     scores = [-float(rank.get(names.get(index, ""), 0)) for index in range(max(names) + 1)]
@@ -203,13 +202,21 @@ def _sentencepiece(tree: dict[str, Any], names: dict[int, str], kinds: dict[int,
     return found | ({"unknown_token_id": unknown[0]} if unknown else {})
 
 
-def merged_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> bool:
-    """Whether a reader that merges whatever has a token, best score first, merges as these merges say."""
-    results = [left + right for left, right in merges]
-    runs = sum(a != b for a, b in pairwise(results)) + bool(results)
-    if runs != len(set(results)) or not {char for piece in pieces for char in piece} <= pieces:
-        return False
-    return set(merges) == {pair for piece in pieces for pair in _halves(piece, pieces)}
+def order_of_merges(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str] | None:
+    """The tokens that merges make, best first, if a reader that merges whatever has a token does as these merges say.
+
+    Runs of one character, which Hugging Face sorts by their halves, grow from the left in any order that has longer ones first.
+    """
+    made = [token for token, _ in groupby(left + right for left, right in merges)]
+    runs = {token for token, count in Counter(made).items() if count > 1}
+    order: list[str] = []
+    for tied, block in groupby(made, key=runs.__contains__):
+        tokens = list(block)
+        order += sorted(set(tokens), key=len, reverse=True) if tied else tokens
+    several = len(order) != len(set(order)) or any(len(set(token)) > 1 for token in runs)
+    if several or not {character for piece in pieces for character in piece} <= pieces:
+        return None
+    return order if set(merges) == {pair for piece in pieces for pair in _halves(piece, pieces)} else None
 
 
 def _halves(piece: str, pieces: Any) -> list[tuple[str, str]]:
@@ -365,8 +372,9 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     if not prefix and all(len(token) == 1 for token in normal):
         plain = {" " if token == SPACE else token: index for token, index in vocab.items()}
         return _tree(plain, [], {"type": "Sequence", "decoders": fall_back}, byte_fallback=True)
-    merges = [(scores[vocab[token]], pair) for token in normal for pair in _halves(token, vocab)]
-    merges.sort(key=lambda scored: (-scored[0], vocab[scored[1][0]], vocab[scored[1][1]]))
+    # Of tokens with one score, which runs of spaces have, a longer one grows first, as it does for who begins at the left.
+    order = sorted(normal, key=lambda token: (-scores[vocab[token]], -len(token), vocab[token]))
+    merges = [pair for token in order for pair in _halves(token, vocab)]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -375,4 +383,4 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     unk = tokens[unknown] if type(unknown) is int and unknown < len(tokens) and tokens[unknown] in vocab else None
     decoder = {"type": "Sequence", "decoders": [spaces, *fall_back, *strip]}
     more = {"normalizer": normal_form, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
-    return _tree(vocab, [pair for _, pair in merges], decoder, **more)
+    return _tree(vocab, merges, decoder, **more)
