@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dantinox.config import Config, ModelConfig
 from dantinox.generation import Run, load, prepare
 from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
+from dantinox.model.flops import adapter_parameters
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv
 from dantinox.run import RunDirectory, open_run
@@ -54,12 +56,22 @@ def _model(run: Run) -> str:
     keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of {m.latent.rank} + {m.latent.rotated_size}"
     return table([
         ("parameters", human_count(weight_bytes(run.model) / 4)),
+        *_adapters(run),
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
         ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),
         ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size} symbols"),
     ])  # fmt: skip
+
+
+def _adapters(run: Run) -> list[tuple[str, str]]:
+    """What was trained, where that is not all; the model has it merged."""
+    lora = run.config.trained_architecture(run.tokenizer.vocab_size).lora
+    if lora is None:
+        return []
+    count = human_count(adapter_parameters(replace(run.model.config, lora=lora)))
+    return [("adapters", f"{count} of rank {lora.rank} were trained, on the weights of {run.config.training.init_from}")]
 
 
 def _experts(m: ModelConfig) -> str:

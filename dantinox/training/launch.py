@@ -191,10 +191,15 @@ def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
         text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and left out" * (store.left_out > 0)
         passes = steps * t.batch_size / store.windows_per_epoch
         rows = f"{t.batch_size} pairs of {m.max_context} tokens" if store.pairs else rows
+    adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
+    if lora is not None:
+        on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} stay, in {lora.held}"
+        adapters = [("adapters", f"rank {lora.rank}, times {lora.scale:g}, {on}")]
     return table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {wide}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
         ("text", text),
         ("training", f"{steps} steps of {rows}, {passes:.2f} passes"),
+        *adapters,
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip

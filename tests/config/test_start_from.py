@@ -1,0 +1,92 @@
+"""Settings of a training that starts from a run: what is not said is as there, what contradicts its weights is a sentence."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from dantinox.config import UserError, build_config, dump_config, load_config
+from dantinox.config.start import FREE, build_training, load_training
+
+BASE = {
+    "model.dim": 48, "model.n_heads": 6, "model.num_blocks": 3, "model.max_context": 64, "model.activation": "geglu",
+    "attention.rope_scaling": "linear", "attention.rope_factor": 2.0, "tokenizer.vocab_size": 300, "training.lr": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A run, as far as its settings."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.yaml").write_text(dump_config(build_config({}, BASE)))
+    return str(tmp_path / "base")
+
+
+def start(base, tree=None, **changes):
+    given = {key.replace("__", "."): value for key, value in changes.items()}
+    return build_training(tree or {}, {"training.init_from": base} | given)
+
+
+def test_model_and_tokenizer_are_those_of_the_run_and_all_else_is_not(base):
+    found, before = start(base), build_config({}, BASE)
+    assert (found.model, found.attention, found.moe) == (before.model, before.attention, before.moe)
+    assert found.tokenizer == before.tokenizer and found.training.lr == build_config({}).training.lr
+    tree = {"training": {"init_from": base, "lr": 0.25}, "model": None, "data": {"path": "a.txt"}}
+    found = build_training(tree)
+    assert found.model == before.model and (found.training.lr, found.data.path) == (0.25, "a.txt")
+
+
+def test_what_has_no_part_in_the_weights_may_be_another(base):
+    found = start(base, model__max_context=128, model__dropout_rate=0.1, model__scan_layers=True, training__steps=500)
+    assert (found.model.max_context, found.model.dropout_rate, found.model.dim) == (128, 0.1, 48)
+    assert start(base, model__kv_heads=6).model.kv_heads == 6, "the number that null stood for"
+    fields = set(vars(found.architecture(1)))
+    assert set(FREE) <= fields
+    same = replace(found.architecture(1), **FREE)
+    assert same == replace(build_config({}, BASE).architecture(1), **FREE)
+
+
+def test_what_a_change_leaves_without_effect_is_dropped_in_silence(base):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = start(base, attention__rope_scaling="none")
+    assert found.attention.rope_factor == 1.0
+    with pytest.raises(UserError, match=r"lora\.alpha has no effect while lora.rank is null"):
+        start(base, lora__alpha=2.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("model__dim", 96, "model.dim is 48 in .*base, whose weights the training starts from, got 96: leave it out"),
+        ("model__activation", "swiglu", "model.activation is 'geglu' in .* got 'swiglu'"),
+        ("model__qk_norm", True, "model.qk_norm is false in .* got true"),
+        ("moe__use_moe", True, "moe.use_moe is false in .* got true"),
+        ("tokenizer__vocab_size", 400, "tokenizer.vocab_size is 300 in .* got 400"),
+    ],
+)
+def test_what_contradicts_the_weights_is_a_sentence(base, key, value, sentence):
+    with pytest.raises(UserError, match=sentence + r".*\(command line\)"):
+        start(base, **{key: value})
+
+
+def test_the_sentence_has_the_line(base, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"training:\n  init_from: {base}\nmodel:\n  num_blocks: 4\n")
+    with pytest.raises(UserError, match=r"model.num_blocks is 3 in .*, got 4: leave it out \(.*a.yaml, line 4\)"):
+        load_training(path)
+
+
+def test_a_run_reads_its_own_settings_alone(base, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(start(base)))
+    (tmp_path / "base" / "config.yaml").unlink()
+    assert load_config(path).model.dim == 48
+    assert start(base).model.dim == build_config({}).model.dim, "who reads the weights says that they are gone"
+    assert build_training({}, {"training.init_from": None}) == build_config({})
+
+
+def test_a_tokenizer_file_may_be_given(base):
+    """Whether it is the run's is said when it is read."""
+    found = start(base, tokenizer__tokenizer_type="file", tokenizer__tokenizer_path="t.json")
+    assert found.tokenizer.tokenizer_path == "t.json"
