@@ -8,7 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ def command(line: str) -> tuple[str, str] | None:
     return name, rest.strip()
 
 
-def respond(talk: "Chat", line: str) -> "str | Iterator[Piece] | None":
+def respond(talk: "Chat", line: str) -> "str | Generator[Piece] | None":
     """What a line leads to: a sentence about a command, the pieces of an answer, or None where it ends the conversation.
 
     Raises:
@@ -224,6 +224,8 @@ def _at_terminal(talk: "Chat") -> int:
                 _show(found, talk.entropy, colours, lambda: bool(asked))
             if talk.ended in ENDINGS:
                 _note(ENDINGS[talk.ended].format(talk.config.generation.max_new_tokens))
+        except KeyboardInterrupt:
+            _note("(stopped at once)")
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
 
@@ -261,17 +263,18 @@ def _through_pipe(talk: "Chat") -> int:
     return code
 
 
-def _show(pieces: "Iterator[Piece]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
+def _show(pieces: "Generator[Piece]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
     """Prints an answer as it comes; without colours one that shows its entropies once it is complete."""
     waits = entropy and colours == "none"
     found = []
-    for piece in pieces:
-        if waits:
-            found.append((piece.text, piece.entropy))
-        else:
-            print(painted(piece.text, piece.entropy if entropy else None, colours), end="", flush=True)
-        if stopped():
-            break
+    with contextlib.closing(pieces):  # which keeps the answer of one that is stopped
+        for piece in pieces:
+            if waits:
+                found.append((piece.text, piece.entropy))
+            else:
+                print(painted(piece.text, piece.entropy if entropy else None, colours), end="", flush=True)
+            if stopped():
+                break
     for line in digits_below(found, shutil.get_terminal_size((100, 24)).columns):
         print(line)
     if not waits:
@@ -280,7 +283,7 @@ def _show(pieces: "Iterator[Piece]", entropy: bool, colours: Any, stopped: Calla
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """A list that Ctrl-C fills; a second one is a KeyboardInterrupt.
+    """A list that Ctrl-C fills, to be looked at between two pieces; a second one is a KeyboardInterrupt.
 
     An exception at any place could leave what is being compiled or decoded half done.
     """

@@ -6,7 +6,7 @@ needs a new program each time its length doubles and not with each turn.
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,7 +105,7 @@ class Chat:
 
     # --- turns
 
-    def answer(self, text: str) -> Iterator[Piece]:
+    def answer(self, text: str) -> Generator[Piece]:
         """Says `text` and yields the answer as it comes. What has come when the iterator is closed is kept as the answer.
 
         Raises:
@@ -127,7 +127,7 @@ class Chat:
         (batch,) = self.run.start([(ids, config)], logprobs=0 if self.entropy else None, pad=self._pad)
         return self._answered(turn, batch, "length" if generation.max_new_tokens <= room else "context")
 
-    def _answered(self, turn: list[Message], batch: Any, full: str) -> Iterator[Piece]:
+    def _answered(self, turn: list[Message], batch: Any, full: str) -> Generator[Piece]:
         said: list[str] = []
         self.ended = "interrupted"
         self._answers += 1
@@ -140,7 +140,7 @@ class Chat:
         finally:
             self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
 
-    def retry(self) -> Iterator[Piece]:
+    def retry(self) -> Generator[Piece]:
         """Answers the last turn anew, in the place of the answer that there is."""
         before = self.messages
         text = self.undo()

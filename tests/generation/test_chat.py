@@ -101,8 +101,9 @@ def test_entropies_come_token_by_token(run):
     chat.entropy = True
     pieces = list(chat.answer("a"))
     assert [piece.text for piece in pieces] == list(AROUND[:8]), "a character of several bytes is one piece"
-    (result,) = [run.generate("a", greedy=True, max_new_tokens=15, logprobs=0)]
-    bits = iter(result.info["entropy"])
+    (batch,) = run.start([("a", {"greedy": True, "max_new_tokens": 15})], logprobs=0, pad=chat._pad)
+    list(batch.pieces())
+    bits = iter(batch.results[0].info["entropy"])
     for piece in pieces:
         assert piece.entropy == pytest.approx(max(next(bits) for _ in piece.text.encode()), rel=1e-4)
 
