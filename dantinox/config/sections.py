@@ -122,7 +122,7 @@ class TrainingSection(Section):
     epochs: Annotated[Positive, Needs(("training.steps", None))] = field(
         1.0, "passes over the training text, when steps is null"
     )
-    batch_size: Count = field(32, "sequences per optimizer step, all accumulation steps together")
+    batch_size: Count = field(32, "sequences (dpo: pairs of them) per optimizer step, all accumulation steps together")
     grad_accum: Count = field(1, "parts a batch is split into to save memory; must divide batch_size")
     seed: Seed = field(42, "seeds weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(

@@ -19,7 +19,7 @@ from dantinox.model.flops import adapter_parameters
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv
 from dantinox.run import RunDirectory, open_run
-from dantinox.text import Batch, open_store
+from dantinox.text import Batch, Preferences, open_store
 
 TOKENS = 32768  # of the validation text, to compare weights on
 ROWS = 8
@@ -41,12 +41,16 @@ def describe(run_dir: str | Path) -> Iterator[str]:
         narrow = prepare(run.model, name, run.config.generation.products)
         line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
         if store is not None and name != "float32":
-            nats, narrow_nats, gap, targets = compare(run.model, narrow, store.validation(ROWS, TOKENS))
+            nats, narrow_nats, gap, targets = compare(run.model, narrow, map(_rows, store.validation(ROWS, TOKENS)))
             line += (
                 f"  logit error {math.sqrt(gap):.2g}, perplexity {math.exp(nats):.4g} → {math.exp(narrow_nats):.4g} "
                 f"({100 * math.expm1(narrow_nats - nats):+.3f} %) on {targets:.0f} tokens"
             )
         yield line
+
+
+def _rows(batch: Batch | Preferences) -> Batch:
+    return batch.rows() if isinstance(batch, Preferences) else batch
 
 
 def _model(run: Run) -> str:

@@ -164,7 +164,7 @@ def accept_run(run: RunDirectory) -> list[str]:
     """
     with run.lock():
         own = run.config, run.tokenizer, run.tokenizer_config, run.chat_template, run.origin, run.weights, run.router, run.kv
-        kept = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*")]
+        kept = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*"), run.data / "reference.json"]
         names = sorted(str(path.relative_to(run.path)) for path in kept if path.is_file())
         answer_for(run.path, names, afresh=True)
         return names

@@ -24,6 +24,10 @@ class Preferences(NamedTuple):
     mask_P2T: np.ndarray
     reference_P2: np.ndarray
 
+    def rows(self) -> Batch:
+        """The conversations as 2 P rows."""
+        return Batch(*(array.reshape(-1, array.shape[-1]) for array in self[:4]))
+
 
 class ConversationStore(TokenStore):
     """Training and validation conversations; a batch is a function of (seed, step), as that of a `TokenStore`.

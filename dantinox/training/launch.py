@@ -97,7 +97,9 @@ def dry_run(config: Config) -> Iterator[str]:
         yield programs.memory.line()
         check_memory(programs.memory, config)
         batch = store.batch(0)
-        yield f"first batch: tokens {list(batch.tokens_BT.shape)}, first row: {tokenizer.decode(batch.tokens_BT[0])!r}"
+        tokens = batch[0]
+        first = tokenizer.decode(tokens.reshape(-1, tokens.shape[-1])[0])
+        yield f"first batch: tokens {list(tokens.shape)}, first row: {first!r}"
 
 
 def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
@@ -105,14 +107,17 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
     try:
         template = base_template(config)
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
+        chat = None
+        if config.training.objective != "next_token":
+            chat = ChatTemplate.named(config.data.chat_template or template, tokenizer)
+            tokenizer = _ending(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
         answer_for(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         if config.training.init_from is not None:
             take_along(RunDirectory(config.training.init_from), run)
-        if config.training.objective != "next_token":
-            template = config.data.chat_template or template
-            put(run.path, run.chat_template.name, ChatTemplate.named(template, tokenizer).source)
+        if chat is not None:
+            put(run.path, run.chat_template.name, chat.source)
         save_config(run, config)  # last: where it stands, the run can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
@@ -129,6 +134,15 @@ def base_template(config: Config) -> str:
     """The chat template for a null `data.chat_template`: that of the run that training starts from, else `plain`."""
     base = RunDirectory(config.training.init_from).chat_template if config.training.init_from else None
     return str(base) if base is not None and base.is_file() else "plain"
+
+
+def _ending(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
+    """The same tokenizer, of which all that ends an answer ends a text."""
+    more = sorted(chat.end_ids - set(tokenizer.stop_ids))
+    if not more:
+        return tokenizer
+    names = [tokenizer.core.id_to_token(index) for index in (*tokenizer.stop_ids, *more)]
+    return Tokenizer(tokenizer.to_json(), roles=tokenizer.roles | {"stop_tokens": names})
 
 
 def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:

@@ -11,7 +11,7 @@ from flax import nnx
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
 from dantinox.platform import platform_of
-from dantinox.text import Batch, Preferences
+from dantinox.text import Preferences
 
 # Logits held at a time: 64 MiB in float32. More than that goes in chunks.
 CHUNK_LOGITS = 1 << 24
@@ -86,10 +86,8 @@ def log_probabilities(model: Transformer, pairs: Preferences) -> jax.Array:
 
 
 def _log_probabilities(model: Transformer, pairs: Preferences, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
-    P, _, T = pairs.tokens_P2T.shape
-    rows = Batch(*(array.reshape(2 * P, T) for array in pairs[:4]))
-    nats_N, _, _, aux = _losses(model, rows, rngs, CHUNK_LOGITS)
-    return -jnp.sum(nats_N.reshape(P, 2, T), axis=-1), aux
+    nats_N, _, _, aux = _losses(model, pairs.rows(), rngs, CHUNK_LOGITS)
+    return -jnp.sum(nats_N.reshape(pairs.tokens_P2T.shape), axis=-1), aux
 
 
 def _losses(

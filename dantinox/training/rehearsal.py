@@ -1,6 +1,7 @@
 """A training step again and again, to be measured: nothing of it is kept."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from dantinox.config import Config
 from dantinox.distributed import make_layout
 from dantinox.model.lora import frozen
 from dantinox.model.parameters import initial_parameters
-from dantinox.text import Batch
+from dantinox.text import Batch, Preferences
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.step import Metrics, Programs, initial_state
 
@@ -30,12 +31,14 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
     programs = Programs(config, model, steps, layout)
     note(programs.memory.line())
     check_memory(programs.memory, config)
-    shape = config.training.batch_size, config.model.max_context + 1
+    pairs = config.training.objective == "dpo"
+    shape = config.training.batch_size, *([2] if pairs else []), config.model.max_context + 1
     ids = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
-    rows = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
+    parts = ids[..., :-1], ids[..., 1:], np.zeros_like(ids[..., 1:]), np.ones(ids[..., 1:].shape, np.float32)
+    rows: Any = Preferences(*parts, np.zeros(shape[:2], np.float32)) if pairs else Batch(*parts)
 
-    def read(numbers: np.ndarray | slice = slice(None)) -> Batch:
-        return Batch(*(array[numbers] for array in rows))
+    def read(numbers: np.ndarray | slice = slice(None)) -> Any:
+        return type(rows)(*(array[numbers] for array in rows))
 
     batch = layout.put_rows(read, config.training.batch_size, config.training.grad_accum)
     state = initial_state(config, model, steps, layout=layout)

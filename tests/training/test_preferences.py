@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dantinox.config import UserError, build_config
+from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.model import Transformer
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
-from dantinox.text import Preferences, Tokenizer, prepare_data
+from dantinox.text import Preferences, Tokenizer, prepare_data, train_tokenizer
 from dantinox.training.launch import launch
-from dantinox.training.objective import log_probabilities, preferences
+from dantinox.training.objective import log_probabilities, preferences, sums
 
 from .small import VOCABULARY, small_config
 
@@ -68,8 +68,8 @@ def test_the_loss_equals_float64(model, pairs):
 def test_the_gradient_equals_that_of_float64(model, pairs):
     """By the chain rule: the gradient of the weights is what theirs of the logits gives with the float64 one of the loss."""
     graph, state = nnx.split(model)
-    of_loss = jax.grad(lambda state: preferences(nnx.merge(graph, state), pairs, BETA).nats)(state)
-    seen, back = jax.vjp(lambda state: logits_of(nnx.merge(graph, state), pairs), state)
+    of_loss = jax.jit(jax.grad(lambda state: preferences(nnx.merge(graph, state), pairs, BETA).nats))(state)
+    seen, back = jax.vjp(jax.jit(lambda state: logits_of(nnx.merge(graph, state), pairs)), state)
     gradient = reference(seen, pairs)[3].reshape(seen.shape).astype(np.float32)
     (expected,) = back(gradient)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
@@ -133,3 +133,51 @@ def test_preferences_are_learnt_and_resume_is_exact(base):
     (cut.data / "reference.json").unlink()
     with pytest.raises(UserError, match=r"put reference.json back"):
         launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
+
+
+def test_packed_conversations_have_the_losses_that_they_have_alone(base):
+    """The answers of the first batch, each conversation by itself, from its logits in float64; and the gradient of them."""
+    config = config_of(base, objective="sft", steps=8, **{"model.max_context": 64, "model.dtype": "float32"})
+    tokenizer, store = prepare_data(config, base / "packed")
+    batch = store.batch(0)
+    assert batch.segments_BT.max() == 1
+    model = Transformer(config.architecture(tokenizer.vocab_size), rngs=nnx.Rngs(1))
+    graph, state = nnx.split(model)
+    (nats, targets), gradient = jax.jit(jax.value_and_grad(lambda s: _summed(nnx.merge(graph, s), batch), has_aux=True))(state)
+    alone = [  # from its beginning on, and padding behind it
+        [
+            np.pad(part[row][segments == segment], (0, int((segments != segment).sum())))
+            for part in (batch[0], batch[1], batch[3])
+        ]
+        for row, segments in enumerate(batch.segments_BT)
+        for segment in range(segments.max() + 1)
+    ]
+    tokens, following, counts = (np.stack(parts) for parts in zip(*alone, strict=True))
+    logits, back = jax.vjp(jax.jit(lambda s: nnx.merge(graph, s)(tokens, np.arange(64)[None])[0]), state)
+    p = np.exp(np.asarray(logits, np.float64))
+    p /= p.sum(-1, keepdims=True)
+    of_target = np.take_along_axis(p, following[..., None], -1)[..., 0]
+    np.testing.assert_allclose(float(nats), -(counts * np.log(of_target)).sum(), rtol=1e-5)
+    assert int(targets) == counts.sum() == len("yes$") * len(alone)
+    (expected,) = back(((p - np.eye(p.shape[-1])[following]) * counts[..., None]).astype(np.float32))
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * largest)
+
+
+def _summed(model, batch):
+    total = sums(model, batch)
+    return total.nats, total.targets
+
+
+def test_what_ends_an_answer_ends_a_text(base, tmp_path):
+    """A vocabulary of whose special tokens none is an end token by its name; the template's own is, from then on."""
+    content = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json()
+    (tmp_path / "t.json").write_text(content.replace("<eos>", "<turn>"))
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<turn>{% else %}:{% endif %}{% endfor %}"
+    )
+    given = {"tokenizer.tokenizer_type": "file", "tokenizer.tokenizer_path": str(tmp_path / "t.json")}
+    config = config_of(base, objective="sft", steps=1, **given, **{"data.chat_template": str(tmp_path / "t.jinja")})
+    assert Tokenizer.load(tmp_path / "t.json").stop_ids == ()
+    assert Tokenizer.load(launch(config, run_dir=tmp_path / "run").tokenizer).stop_ids == (258,)
