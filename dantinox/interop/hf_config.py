@@ -25,7 +25,8 @@ SCALINGS = {"default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "lo
 ORIGINAL = "original_max_position_embeddings"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
-REQUIRED = ("model.dim", "model.num_blocks", "model.n_heads")
+REQUIRED = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
+DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 # What of a `ModelConfig` is no architecture, and where others of its fields come from.
 NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora", "padded_vocab_size")
 SETTING_OF = {
@@ -60,7 +61,7 @@ class _Keys:
         """The value of a key, or of one of several with the same meaning; transformers' own where it is absent."""
         first, *others = names.split("|")
         found = [self.left.pop(name) for name in (first, *others) if name in self.left]
-        return found[0] if found else self.family.defaults.get(first, default)
+        return found[0] if found else (DEFAULTS | dict(self.family.defaults)).get(first, default)
 
     def finish(self) -> None:
         """Raises where a key is left that may matter."""
@@ -89,7 +90,7 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     for names, paths in family.keys.items():
         value = keys.take(names)
         for path in (paths,) if isinstance(paths, str) else paths:
-            if value is None and (path in REQUIRED or FIELDS[path].default is not None):
+            if value is None and (names in REQUIRED or FIELDS[path].default is not None):
                 raise UserError(f"config.json lacks {names.partition('|')[0]}")
             settings[path] = value
     key, activations = family.activation

@@ -12,7 +12,10 @@ import pytest
 
 import dantinox
 from dantinox.cli import main
-from dantinox.config import TokenizerSection, UserError
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.interop.families import FAMILIES as TABLES
+from dantinox.interop.families import UNUSED
+from dantinox.interop.hf_config import REQUIRED, settings_of
 from dantinox.interop.hf_folder import open_folder
 from dantinox.interop.runs import export_hf, import_run
 from dantinox.interop.safetensors_files import ONE_FILE, TensorFiles, write_tensors
@@ -176,11 +179,6 @@ SAID_ELSEWHERE = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path, family):
-    from dantinox.config import build_config
-    from dantinox.interop.families import FAMILIES as TABLES
-    from dantinox.interop.families import UNUSED
-    from dantinox.interop.hf_config import settings_of
-
     given = json.loads((CHECKPOINTS / family / "config.json").read_text())
     before = build_config(settings_of(given)).architecture(60)
     unused = UNUSED.union(TABLES[family].unused) - {"vocab_size", "model_type", "architectures"}
@@ -195,6 +193,21 @@ def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path
             assert "\n" not in str(error) and ("config.json has" in str(error) or "model." in str(error))
         else:
             assert after != before, (key, value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(family):
+    given = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    needed = set()
+    for key in given:
+        try:
+            settings_of({name: value for name, value in given.items() if name != key})
+        except UserError as error:
+            if key == "use_sliding_window":  # its layer_types need it
+                continue
+            assert f"lacks {key}" in str(error) or "model_type" in str(error)
+            needed.add(key)
+    assert needed - {"model_type"} == given.keys() & set(REQUIRED) - ({"intermediate_size"} if family == "qwen3_moe" else set())
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows_and_a_smaller_one_is_refused(folder_of, tmp_path):

@@ -1,0 +1,101 @@
+"""How much memory an import takes: a random Llama of about 2 GB in bfloat16 shards, and the peak of it.
+
+    python benchmarks/import_memory.py [--gigabytes 2] [--folder DIR]
+
+What is mapped from a file is no memory that is needed: the kernel drops it at will. So what counts is RssAnon of
+/proc/<pid>/status, looked at every 2 ms in a process of its own; from it goes what the process has before it begins.
+"""
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dantinox.config import TokenizerSection
+from dantinox.interop import safetensors_files
+from dantinox.interop.source import Arrays, Tensor
+from dantinox.text import train_tokenizer
+
+SHARD = 256 << 20
+
+
+def anonymous() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def make(folder: Path, gigabytes: float) -> None:
+    """A Llama with random bits of small numbers, in several files."""
+    D, F, V = 2048, 5632, 32000
+    layer = 2 * (4 * D * D + 3 * D * F)
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": D, "intermediate_size": F, "vocab_size": V,
+        "num_hidden_layers": max(1, round((gigabytes * 1e9 - 4 * V * D) / layer)), "num_attention_heads": 16,
+        "num_key_value_heads": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    shapes = {"model.embed_tokens": (V, D), "lm_head": (V, D), "model.norm": (D,)}
+    for layer in range(config["num_hidden_layers"]):
+        inside = {f"self_attn.{name}_proj": (D, D) for name in "qkvo"} | {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D)}
+        inside |= {"mlp.down_proj": (D, F), "input_layernorm": (D,), "post_attention_layernorm": (D,)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    kinds = {f"{name}.weight": Tensor(shape, "bfloat16") for name, shape in shapes.items()}
+    noise = (0.02 * np.random.default_rng(0).standard_normal(1 << 20)).astype(ml_dtypes.bfloat16)
+    safetensors_files.SHARD_BYTES = SHARD
+    safetensors_files.write_tensors(folder, Arrays(kinds, lambda name: np.resize(noise, kinds[name].shape)), kinds)
+
+
+def measured(source: Path, run_dir: Path, found) -> None:
+    """Imports, and tells the anonymous memory before and at its peak, and the seconds."""
+    from dantinox.interop.hf_folder import open_folder
+    from dantinox.interop.runs import import_run
+
+    base = peak = anonymous()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    import_run(open_folder(source), run_dir)
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    found.put((base, peak, seconds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        source, run_dir = Path(temporary) / "llama", Path(temporary) / "run"
+        source.mkdir()
+        make(source, options.gigabytes)
+        sizes = [path.stat().st_size for path in source.glob("*.safetensors")]
+        context = multiprocessing.get_context("spawn")
+        found = context.Queue()
+        process = context.Process(target=measured, args=(source, run_dir, found))
+        process.start()
+        base, peak, seconds = found.get(timeout=600)
+        process.join()
+    print(f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} files of at most {max(sizes) / 1e6:.0f} MB")
+    print(f"anonymous memory: {base / 1e6:.0f} MB before, {peak / 1e6:.0f} MB at the peak, {(peak - base) / 1e6:.0f} MB more")
+    print(f"{(peak - base) / max(sizes):.2f} of the largest file; {seconds:.1f} s, {sum(sizes) / 1e9 / seconds:.2f} GB/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Live parity: fresh random models of every family, in transformers and here, with every option that changes numbers.
+
+    make parity        (or, where torch and transformers are installed: python -m tests.interop.parity [--seeds N] [FAMILY …])
+
+A row is a model: the largest difference of logits in float32, how many of the likeliest tokens differ, and in bfloat16 the mean
+difference of either side from its float32.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from dantinox.config import build_config
+from dantinox.interop.hf import from_hf, to_hf
+from dantinox.interop.hf_config import config_of, settings_of
+from dantinox.interop.safetensors_files import TensorFiles
+from dantinox.model.parameters import blueprint
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, LLAMA3, LOCAL, LONGROPE, SWITCHED, YARN
+from make_checkpoints import random_model
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+YARN_ALL = YARN | {"attention_factor": 1.2, "beta_fast": 8.0, "beta_slow": 2.0}
+ALL_YARN = {"max_position_embeddings": 64, "rope_parameters": YARN_ALL}
+SOME = {"layer_types": ["full_attention", "sliding_attention"]}
+BIASES = {"attention_bias": True}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TANH = {"hidden_act": "gelu_pytorch_tanh"}
+# What is changed in the family's own example.
+OPTIONS: dict[str, list[dict]] = {
+    "llama": [{}, UNTIED, BIASES, {"mlp_bias": True}, {"head_dim": 12}, TANH, {"num_key_value_heads": 1},
+              {"num_key_value_heads": 4}, {"rms_norm_eps": 1e-2}, {"rope_parameters": LINEAR}, {"rope_parameters": YARN_ALL},
+              {"rope_parameters": DEFAULT}, {"rope_parameters": LLAMA3 | {"low_freq_factor": 0.5, "high_freq_factor": 3.0}},
+              {"num_hidden_layers": 5, "vocab_size": 71}],
+    "mistral": [{}, {"sliding_window": None}, TIED, {"rope_parameters": YARN}, TANH],
+    "qwen2": [{}, {"use_sliding_window": False}, TIED, {"layer_types": ["sliding_attention", "full_attention"]},
+              {"rope_parameters": YARN_ALL}],
+    "qwen3": [{}, SWITCHED | {"max_window_layers": 1}, BIASES, UNTIED, {"rope_parameters": YARN_ALL}],
+    "smollm3": [{}, SWITCHED, BIASES, {"mlp_bias": True}, UNTIED, {"no_rope_layers": [0, 1]}, {"no_rope_layers": [1, 1]},
+                {"rope_parameters": LINEAR}],
+    "phi3": [{}, {"rope_parameters": DEFAULT}, {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
+             {"sliding_window": 6}, TIED, {"rope_parameters": LONGROPE | {"attention_factor": 1.3}}],
+    "olmo2": [{}, BIASES, {"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"rope_parameters": LINEAR}, TIED],
+    "gemma2": [{}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"final_logit_softcapping": 2.0}, SOME,
+               BIASES, {"query_pre_attn_scalar": 3}, UNTIED],
+    "gemma3_text": [{}, SOME, {"num_hidden_layers": 7, "layer_types": None}, {"final_logit_softcapping": 2.0},
+                    {"attn_logit_softcapping": 2.0}, BIASES,
+                    {"rope_parameters": LOCAL | {"full_attention": YARN_ALL}}],
+    "gpt2": [{}, {"n_inner": 48}, {"activation_function": "gelu_pytorch_tanh"}, {"layer_norm_epsilon": 1e-2}, UNTIED],
+    "mixtral": [{}, {"sliding_window": 6}, {"num_local_experts": 3, "num_experts_per_tok": 3}, TIED, {"head_dim": 12}],
+    "qwen3_moe": [{}, {"norm_topk_prob": False}, SWITCHED, BIASES, {"num_experts_per_tok": 1, "norm_topk_prob": False}],
+}  # fmt: skip
+ROWS, LENGTH = 2, 40
+
+
+def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
+    config = json.loads((folder / "config.json").read_text())
+    settings = settings_of(config, max_context=64)
+    settings["model"]["dtype"] = dtype
+    made = build_config(settings)
+    model, files = made.architecture(config["vocab_size"], "cpu"), TensorFiles(folder)
+    arrays = from_hf(config, model, files.tensors, files.read)
+    if dtype == "float32":
+        _, back = to_hf(made, config["vocab_size"], arrays, config)
+        assert all(back[name].tobytes() == files.read(name).tobytes() for name in files.tensors), "the way back differs"
+        family = config["model_type"]
+        assert config_of(made, config["vocab_size"], family)["model_type"] == family
+    built = blueprint(model)[0]({name: jnp.asarray(arrays[name]) for name in arrays})
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+    return np.asarray(built(jnp.asarray(tokens_BT), positions_BT)[0], np.float32)
+
+
+def theirs(model, tokens_BT: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens_BT, dtype=torch.long), use_cache=False).logits.float().numpy()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="some of them (default: all)")
+    parser.add_argument("--seeds", type=int, default=1, help="fresh models of each kind (default: 1)")
+    options = parser.parse_args()
+    fresh = int.from_bytes(np.random.default_rng().bytes(3), "little")
+    print(f"seeds from {fresh}\n{'family':12} {'float32':>8} {'tokens':>8} {'bfloat16':>9} {'theirs':>8}  changed")
+    worst = mismatches = rows = 0
+    for family in options.families or FAMILIES:
+        for changes in OPTIONS[family]:
+            for seed in range(fresh, fresh + options.seeds):
+                tokens_BT = np.random.default_rng(seed).integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
+                model = random_model(family, seed, **changes)
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save_pretrained(folder)
+                    expected = theirs(model, tokens_BT)
+                    found = ours(Path(folder), tokens_BT, "float32")
+                    model = model.to(torch.bfloat16)
+                    model.save_pretrained(folder)
+                    narrow, their_narrow = ours(Path(folder), tokens_BT, "bfloat16"), theirs(model, tokens_BT)
+                    exact = theirs(model.float(), tokens_BT)
+                apart = np.abs(found - expected).max()
+                wrong = int((found.argmax(-1) != expected.argmax(-1)).sum())
+                errors = np.abs(narrow - exact).mean(), np.abs(their_narrow - exact).mean()
+                what = ", ".join(f"{key}={value}" for key, value in changes.items())[:90]
+                numbers = f"{apart:8.1e} {wrong:5}/{tokens_BT.size} {errors[0]:9.1e} {errors[1]:8.1e}"
+                print(f"{family:12} {numbers}  {what}", flush=True)
+                worst, mismatches, rows = max(worst, apart), mismatches + (wrong > 0 or apart > 2e-4), rows + 1
+    print(f"{rows} models: largest difference {worst:.1e} in float32, {mismatches} mismatches")
+    return int(mismatches > 0)
+
+
+if __name__ == "__main__":
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    sys.exit(main())
