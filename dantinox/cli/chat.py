@@ -18,7 +18,6 @@ from dantinox.config.flags import add_config_flags, value_of
 from dantinox.config.overlay import KEYS
 from dantinox.config.sections import FIELDS
 from dantinox.files import on_one_line, shown
-from dantinox.report.entropy_view import digits_below, painted, terminal_colours
 
 if TYPE_CHECKING:
     from dantinox.generation.batch import Piece
@@ -121,6 +120,8 @@ def _system(talk: "Chat", rest: str) -> str:
 
 
 def _entropy(talk: "Chat", rest: str) -> str:
+    from dantinox.report.entropy_view import terminal_colours
+
     if rest not in ("", "on", "off"):
         raise UserError(f"/entropy is on or off, got {shown(rest)}")
     talk.entropy = rest == "on" if rest else not talk.entropy
@@ -201,6 +202,8 @@ def _spelt(value: Any) -> str:
 
 
 def _at_terminal(talk: "Chat") -> int:
+    from dantinox.report.entropy_view import terminal_colours
+
     session = _session()
     colours = terminal_colours(sys.stdout)
     _note(f"{KEYS_HELP} /help lists the commands.")
@@ -265,6 +268,8 @@ def _through_pipe(talk: "Chat") -> int:
 
 def _show(pieces: "Generator[Piece]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
     """Prints an answer as it comes; without colours one that shows its entropies once it is complete."""
+    from dantinox.report.entropy_view import digits_below, painted
+
     waits = entropy and colours == "none"
     found = []
     with contextlib.closing(pieces):  # which keeps the answer of one that is stopped
