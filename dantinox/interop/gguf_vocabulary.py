@@ -131,7 +131,8 @@ def to_metadata(tokenizer: Tokenizer, size: int, chat_template: str | None = Non
 def _byte_level(tree: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     """Byte-level BPE; the merges of one without any name special tokens, which no text holds."""
     model, steps = tree["model"], _steps(tree["pre_tokenizer"], "pretokenizers")
-    if any(model[key] for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
+    idle = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())  # nothing is unknown then
+    if not idle or any(model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
         raise UserError("GGUF cannot say this tokenizer: it is BPE of bytes with an option that llama.cpp has not")
     rules = [name for name, rule in RULES.items() if _same(rule, steps, tree["normalizer"], model["ignore_merges"])]
     if not model["merges"] and [step["type"] for step in steps] == ["ByteLevel"] and tree["normalizer"] is None:
@@ -144,10 +145,15 @@ def _byte_level(tree: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any
 
 
 def _same(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whole_words: bool) -> bool:
-    """Whether a tokenizer splits text by this rule. `trim_offsets` changes no token."""
+    """Whether a tokenizer splits text by this rule.
+
+    `trim_offsets` changes no token, and all text matches the rules: to remove what does not is to keep what does.
+    """
+    isolated: dict[str, Any] = {"behavior": "Isolated", "invert": False}
 
     def plain(all_steps: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in all_steps]
+        whole = [dict(step) | isolated if step.get("behavior") == "Removed" and step["invert"] else step for step in all_steps]
+        return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in whole]
 
     return plain(rule.steps) == plain(steps) and rule.normalizer == normalizer and rule.whole_words == whole_words
 
@@ -186,10 +192,11 @@ def _characters(names: dict[int, str], kinds: dict[int, int]) -> dict[str, Any]:
 
 
 def _sentencepiece(tree: dict[str, Any], names: dict[int, str], kinds: dict[int, int]) -> dict[str, Any]:
-    model, added = tree["model"], set(kinds)
+    model = tree["model"]
     if not model["byte_fallback"] or model["ignore_merges"] or model["dropout"] or model["continuing_subword_prefix"]:
         raise UserError("GGUF cannot say this tokenizer: llama.cpp's BPE is of bytes, or falls back to bytes")
-    pieces = {name for index, name in names.items() if index not in added and not BYTE_TOKEN.fullmatch(name)}
+    special = {names[index] for index, kind in kinds.items() if kind == CONTROL}
+    pieces = {name for name in model["vocab"] if name not in special and not BYTE_TOKEN.fullmatch(name)}
     order = order_of_merges([tuple(pair) for pair in model["merges"]], pieces)
     if order is None:
         raise UserError("GGUF cannot say this tokenizer: its merges do not follow from one score for each token")
@@ -213,10 +220,11 @@ def order_of_merges(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str
     for tied, block in groupby(made, key=runs.__contains__):
         tokens = list(block)
         order += sorted(set(tokens), key=len, reverse=True) if tied else tokens
-    several = len(order) != len(set(order)) or any(len(set(token)) > 1 for token in runs)
-    if several or not {character for piece in pieces for character in piece} <= pieces:
+    if len(order) != len(set(order)) or any(len(set(token)) > 1 for token in runs):
         return None
-    return order if set(merges) == {pair for piece in pieces for pair in _halves(piece, pieces)} else None
+    # A reader begins with characters, whether or not they are tokens.
+    symbols = pieces.union(*pieces)
+    return order if set(merges) == {pair for piece in pieces for pair in _halves(piece, symbols)} else None
 
 
 def _halves(piece: str, pieces: Any) -> list[tuple[str, str]]:
@@ -367,14 +375,14 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise UserError(f"{name} must have a score for each of its {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
-    normal = [token for token, index in vocab.items() if types[index] == NORMAL]
+    normal = {token: index for token, index in vocab.items() if types[index] in (NORMAL, USER_DEFINED)}
     fall_back = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if not prefix and all(len(token) == 1 for token in normal):
         plain = {" " if token == SPACE else token: index for token, index in vocab.items()}
         return _tree(plain, [], {"type": "Sequence", "decoders": fall_back}, byte_fallback=True)
     # Of tokens with one score, which runs of spaces have, a longer one grows first, as it does for who begins at the left.
     order = sorted(normal, key=lambda token: (-scores[vocab[token]], -len(token), vocab[token]))
-    merges = [pair for token in order for pair in _halves(token, vocab)]
+    merges = [pair for token in order for pair in _halves(token, normal)]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []

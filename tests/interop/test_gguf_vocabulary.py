@@ -9,7 +9,18 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.interop.gguf_vocabulary import ALIASES, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, from_metadata, to_metadata
+from dantinox.interop.gguf_vocabulary import (
+    ALIASES,
+    BYTE,
+    CONTROL,
+    NORMAL,
+    RULES,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    from_metadata,
+    to_metadata,
+)
 from dantinox.text import Tokenizer
 from dantinox.text.pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer
@@ -111,6 +122,17 @@ def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
     assert from_metadata(metadata, "it").tokenizer_config["add_bos_token"] == RULES[name].add_bos
 
 
+def test_other_spellings_of_a_rule_mean_the_same():
+    tree = json.loads(trained(RULES["dbrx"]).to_json())
+    split = tree["pre_tokenizer"]["pretokenizers"][0]
+    split |= {"behavior": "Removed", "invert": True}
+    tree["pre_tokenizer"]["pretokenizers"][1]["trim_offsets"] = False
+    tree["model"]["unk_token"] = "</s>"
+    again = Tokenizer(json.dumps(tree))
+    assert again.encode(TEXT) == trained(RULES["dbrx"]).encode(TEXT)
+    assert to_metadata(again, again.vocab_size)[KEY + "pre"] == "dbrx"
+
+
 def spm(prefix=True):
     """The metadata of a SentencePiece vocabulary: pieces of words, with scores as its trainer gives them."""
     rng = np.random.default_rng(2)
@@ -147,6 +169,19 @@ def test_sentencepiece_reads_as_readers_of_gguf_do_in_both_directions(prefix):
         assert sentencepiece(again, text) == expected
         assert text == "▁mezzo" or tokenizer.decode(expected) == text
     assert back.tokenizer_config == {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+
+
+def test_tokens_of_a_user_are_found_before_anything_is_merged():
+    metadata = spm()
+    index = metadata[KEY + "tokens"].index("▁▁▁▁")
+    metadata[KEY + "token_type"][index] = USER_DEFINED
+    metadata[KEY + "tokens"][index] = "<think>"
+    tokenizer = Tokenizer(from_metadata(metadata, "it").tokenizer)
+    assert index in tokenizer.encode("via <think> nostra")
+    assert index not in tokenizer.special_ids
+    again = to_metadata(tokenizer, tokenizer.vocab_size)
+    assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
+    assert again[KEY + "tokens"] == metadata[KEY + "tokens"]
 
 
 @pytest.mark.parametrize("name", ALIASES)
