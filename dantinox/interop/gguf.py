@@ -92,6 +92,8 @@ def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[str, int | None]]:
         layer = re.match(r"blk\.(\d+)\.", module)
         theirs = f"{theirs}.{suffix}".replace("{}", layer[1] if layer else "")
         if "{e}" in theirs:
+            if stored.shape[0] != file.metadata.get(f"{family.arch}.expert_count"):
+                raise UserError(f"{file.path} has {stored.shape[0]} experts in {on_one_line(name)}, and says otherwise")
             parts |= {theirs.replace("{e}", str(e)): (name, e) for e in range(stored.shape[0])}
         else:
             parts[theirs] = (name, None)

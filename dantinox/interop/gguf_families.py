@@ -11,7 +11,7 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import on_one_line, shown
-from dantinox.interop.gguf_file import GGUFFile, read_tensor
+from dantinox.interop.gguf_file import GGUFFile, Stored, read_tensor
 
 LAYER, EXPERT = "model.layers.{}.", "experts.{e}."
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -115,8 +115,14 @@ GPT2_SIZES = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
+# Those that are an axis of a tensor, or a part of one.
+AXES = (
+    *("embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_count", "expert_used_count"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count"),
+)
 # Metadata that changes no number here.
 IDLE = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_weights_norm"}
+LARGEST = 1e30
 LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 
 
@@ -137,7 +143,7 @@ class Metadata:
         absent = value is None or (kind is not bool and value == 0)  # llama.cpp takes a zero for nothing, too
         if absent and default is not None:
             return default
-        if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
+        if type(value) is not kind or (kind in (int, float) and not 0 < value < LARGEST):
             given = "nothing" if value is None else shown(value)
             raise UserError(f"{self.name} must give {self.arch}.{key} as a {WORDS[kind]}, and gives {given}")
         # A float32 of the file is meant as the shortest number that rounds to it.
@@ -145,6 +151,15 @@ class Metadata:
 
     def has(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self.all
+
+    def check_sizes(self, tensors: Mapping[str, Stored]) -> None:
+        """Raises where a size is larger than the tensors, so that nothing is made as large as it says."""
+        largest = max((max(stored.shape) for stored in tensors.values()), default=0)
+        for key, most in ({"block_count": len(tensors)} | dict.fromkeys(AXES, largest)).items():
+            values = self.all.get(f"{self.arch}.{key}")
+            for value in values if isinstance(values, list) else [values]:
+                if isinstance(value, int) and value > most:
+                    raise UserError(f"{self.name} says {self.arch}.{key}: {shown(value)}, more than its tensors have")
 
     def refuse_rest(self) -> None:
         """Raises on the first entry of the architecture that nobody asked for."""
@@ -169,6 +184,7 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if not known:
         names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
         raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
+    meta.check_sizes(file.tensors)
     family = known[-1] if experts else known[0]
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     if family.model_type == "gpt2":
@@ -238,9 +254,11 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
     meta.asked.add("attention.sliding_window_pattern")
     pattern = meta.all.get(f"{meta.arch}.attention.sliding_window_pattern", family.windows)
     window = meta("attention.sliding_window", 4096 if family.arch == "gemma2" else 0)
+    if not isinstance(pattern, (int, list)) or (isinstance(pattern, list) and len(pattern) != layers):
+        raise UserError(f"{meta.name} must say for each layer whether it slides, and gives {shown(pattern)}")
     if isinstance(pattern, int):
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
-    kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern[:layers]]
+    kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern]
     found: dict[str, Any] = {"sliding_window": window or 4096, "layer_types": kinds}
     caps = ("attn", "final") if family.arch == "gemma2" else ("final",)
     for cap in caps:

@@ -76,7 +76,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
                 metadata, tensors = _header(_Reader(content, path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{path} is one part of a model in several files: join them with `llama-gguf-split --merge`")
     return GGUFFile(path, metadata, tensors, np.memmap(path, np.uint8, mode="r"))
 

@@ -270,10 +270,10 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         if key not in KNOWN or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
             raise UserError(f"{name} says {KEY}{on_one_line(key)} of its tokenizer, which is not known here: {shown(value)}")
     tokens, kind = given.get("tokens"), given.get("model")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+    if not tokens or not _list_of(str, tokens):
         raise UserError(f"{name} holds no vocabulary: {KEY}tokens is missing")
     types = given.get("token_type", [NORMAL] * len(tokens))
-    if not isinstance(types, list) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+    if not _list_of(int, types) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(f"{name} has {len(tokens)} tokens which its token types do not fit, or the same one twice")
     if kind == "gpt2":
         tree = _byte_level_tree(given, tokens, types, name)
@@ -287,7 +287,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     ids = {
         key: index
         for key, index in given.items()
-        if key.endswith("_token_id") and type(index) is int and index < len(tokens) and types[index] != UNUSED
+        if key.endswith("_token_id") and type(index) is int and 0 <= index < len(tokens) and types[index] != UNUSED
     }
     # Begin and end are special even in files that do not say so.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
@@ -319,6 +319,10 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     )
 
 
+def _list_of(kind: type | tuple[type, ...], values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
 def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **more: Any) -> dict[str, Any]:
     """A tokenizer.json but for its added tokens; `more` are its parts, or options of its model."""
     options: dict[str, Any] = {
@@ -336,9 +340,11 @@ def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **
 
 def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
     pre = ALIASES.get(str(given.get("pre")), given.get("pre"))
-    if pre not in RULES:
+    if not isinstance(pre, str) or pre not in RULES:
         known = ", ".join(RULES)
         raise UserError(f"{name} splits text in the way that is called {shown(pre)}; those called {known} are known")
+    if not _list_of(str, given.get("merges", [])):
+        raise UserError(f"{name} has merges that are no texts")
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
     special = {token for index, token in enumerate(tokens) if types[index] != NORMAL}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in given.get("merges", []))]
@@ -372,7 +378,7 @@ def _as_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
 
 def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
     scores, prefix = given.get("scores"), given.get("add_space_prefix", True)
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or not _list_of((int, float), scores) or len(scores) != len(tokens):
         raise UserError(f"{name} must have a score for each of its {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
     normal = {token: index for token, index in vocab.items() if types[index] in (NORMAL, USER_DEFINED)}
@@ -388,7 +394,7 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     normal_form = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]} if prefix else replace
     unknown = given.get("unknown_token_id")
-    unk = tokens[unknown] if type(unknown) is int and unknown < len(tokens) and tokens[unknown] in vocab else None
+    unk = tokens[unknown] if type(unknown) is int and 0 <= unknown < len(tokens) and tokens[unknown] in vocab else None
     decoder = {"type": "Sequence", "decoders": [spaces, *fall_back, *strip]}
     more = {"normalizer": normal_form, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
     return _tree(vocab, merges, decoder, **more)

@@ -220,6 +220,8 @@ ODD = np.zeros((3, 3), np.float32)
         ({"metadata": {"llama.attention.head_count": [4, 2]}}, "llama.attention.head_count as a positive integer"),
         ({"metadata": {"llama.attention.value_length": 4}}, "keys and values different lengths"),
         ({"metadata": {"llama.rope.dimension_count": 4}}, "rotates 4 of 8 numbers of a head, which llama cannot"),
+        ({"metadata": {"llama.block_count": 1 << 31}}, "llama.block_count: 2147483648, more than its tensors have"),
+        ({"metadata": {"llama.embedding_length": 68}}, "llama.embedding_length: 68, more than its tensors have"),
         ({"metadata": {"llama.attention.causal": False}}, "a model that is not causal"),
         ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, "a tokenizer of the kind 'rwkv'"),
         ({"arrays": {"blk.0.attn_sinks.weight": ODD}}, "the tensor blk.0.attn_sinks.weight, which llama is not known to have"),
@@ -265,6 +267,19 @@ def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
                 continue
             # What is left out may have been what llama.cpp takes for granted.
             assert felt or changed is None, (key, changed)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "gpt2"])
+def test_whatever_an_entry_holds_is_read_or_one_sentence(family, tmp_path):
+    export(tmp_path / "x.gguf", family)
+    file = open_gguf(tmp_path / "x.gguf")
+    for key in [*file.metadata, "split.count", "tokenizer.ggml.scores", "general.alignment"]:
+        for value in ("x", "", 0, 3, -1, 1 << 40, 1.5, float("nan"), 1e300, True, [], ["x"], [7], [[1]], [True] * 99):
+            try:
+                source = source_of(file._replace(metadata=file.metadata | {key: value}))
+                build_config(settings_of(source.config))
+            except UserError as error:
+                assert "\n" not in str(error)
 
 
 @each

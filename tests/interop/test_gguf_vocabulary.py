@@ -253,3 +253,13 @@ def test_what_gguf_cannot_say_is_refused():
     core.add_special_tokens(["</s>"])
     with pytest.raises(UserError, match=r"llama\.cpp's BPE is of bytes, or falls back to bytes"):
         to_metadata(Tokenizer(core.to_str()), 4)
+
+
+@pytest.mark.parametrize("metadata", [broken(), spm()], ids=["gpt2", "llama"])
+def test_whatever_an_entry_holds_is_read_or_one_sentence(metadata):
+    for key in [*metadata, "tokenizer.chat_template", KEY + "merges", KEY + "eos_token_id", KEY + "unknown_token_id"]:
+        for value in ("x", "", 0, 3, -1, 1 << 40, 1.5, True, [], ["x"], [7], [[1]], [1.5] * 300, [9] * 300, ["▁"] * 300):
+            try:
+                from_metadata(metadata | {key: value}, "it")
+            except UserError as error:
+                assert "\n" not in str(error)
