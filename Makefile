@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser aot faults lint schema clean
+.PHONY: help demo test test-all test-browser aot faults parity lint schema clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-browser  the trace page in chromium"
 	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
 	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"
+	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make clean         remove caches and build products, not runs"
@@ -33,6 +34,9 @@ test-browser: $(VENV)/.browser
 
 aot: $(VENV)/.dev $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/measure
+
+parity: $(VENV)/.dev $(VENV)/.parity
+	$(PY) -m tests.interop.parity $(PARITY)
 
 faults: $(VENV)/.dev
 	$(PY) -m pytest -s -m faults tests/faults

@@ -283,7 +283,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         DENSE + NORMS_BOTH + HEAD_NORMS,
-        GEMMA_KEYS,
+        {key: path for key, path in GEMMA_KEYS.items() if key != "attn_logit_softcapping"},  # which transformers never uses
         GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4, "max_position_embeddings": 131072},
         GEMMA_SETTINGS | {"model.qk_norm": True},
         ("hidden_activation", GATED),

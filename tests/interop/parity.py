@@ -52,7 +52,7 @@ OPTIONS: dict[str, list[dict]] = {
     "gemma2": [{}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"final_logit_softcapping": 2.0}, SOME,
                BIASES, {"query_pre_attn_scalar": 3}, UNTIED],
     "gemma3_text": [{}, SOME, {"num_hidden_layers": 7, "layer_types": None}, {"final_logit_softcapping": 2.0},
-                    {"attn_logit_softcapping": 2.0}, BIASES,
+                    BIASES,
                     {"rope_parameters": LOCAL | {"full_attention": YARN_ALL}}],
     "gpt2": [{}, {"n_inner": 48}, {"activation_function": "gelu_pytorch_tanh"}, {"layer_norm_epsilon": 1e-2}, UNTIED],
     "mixtral": [{}, {"sliding_window": 6}, {"num_local_experts": 3, "num_experts_per_tok": 3}, TIED, {"head_dim": 12}],
