@@ -1,4 +1,4 @@
-"""What llama.cpp makes of a GGUF file: the other half of benchmarks/gguf.py, which starts it with the peer's Python.
+"""What llama.cpp makes of a GGUF file: the other half of benchmarks/gguf_export.py, which starts it with the peer's Python.
 
     python benchmarks/gguf_peer.py FOLDER      (needs llama-cpp-python; reads FOLDER/job.json, writes FOLDER/answer.npz)
 

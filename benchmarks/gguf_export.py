@@ -4,7 +4,11 @@ For every type one JSON line: `logits`, the largest difference over `prompts` li
 `same_choice`, the share of those tokens that the peer chooses too where it is given ours before them; `same_tokens`, the share
 that it writes by itself, counted place by place; `same_lines`, the share of lines that become the same tokens.
 
-    python benchmarks/gguf.py runs/quickstart --text file.py --peer /path/to/python-with-llama-cpp
+    python benchmarks/gguf_export.py runs/quickstart --text file.py --peer /path/to/python-with-llama-cpp
+    python benchmarks/gguf_export.py --families --peer /path/to/python-with-llama-cpp
+
+With `--families` small random models of every family are compared by their logits; the options that llama.cpp has no words for
+are as in the tests.
 """
 
 import argparse
@@ -20,19 +24,71 @@ import numpy as np
 
 def parse() -> argparse.Namespace:
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    a.add_argument("run")
-    a.add_argument("--text", required=True, help="a file whose lines are prompts, and are cut up")
+    a.add_argument("run", nargs="?")
+    a.add_argument("--families", action="store_true", help="small random models in place of a run")
+    a.add_argument("--text", help="a file whose lines are prompts, and are cut up")
     a.add_argument("--peer", required=True, help="a Python that has llama-cpp-python")
     a.add_argument("--types", nargs="+", default=["f32", "q8_0"], choices=("f32", "f16", "bf16", "q8_0"))
     a.add_argument("--prompts", type=int, default=20)
     a.add_argument("--new", type=int, default=64, help="tokens that each prompt is continued by")
     a.add_argument("--lines", type=int, default=10_000)
     a.add_argument("--threads", type=int, default=2)
-    return a.parse_args()
+    o = a.parse_args()
+    if not o.families and (o.run is None or o.text is None):
+        a.error("give a run and --text, or --families")
+    return o
+
+
+def ask(peer: str, folder: Path, job: dict) -> dict[str, np.ndarray]:
+    """What llama.cpp answers to a job."""
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    subprocess.run([peer, Path(__file__).with_name("gguf_peer.py"), folder], check=True, stderr=subprocess.DEVNULL)
+    return dict(np.load(folder / "answer.npz"))
+
+
+def families(o: argparse.Namespace) -> None:
+    """A line for each family: the largest difference of logits of 80 random tokens."""
+    import jax.numpy as jnp
+
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from dantinox.interop.gguf import export_gguf
+    from dantinox.interop.gguf_families import FAMILIES
+    from dantinox.interop.hf import to_hf
+    from dantinox.model.parameters import blueprint
+    from tests.interop.test_gguf import SYMBOLS, TOKENIZER, config_of, model_of
+
+    rng = np.random.default_rng(4)
+    for family in FAMILIES:
+        config = config_of(family.model_type)
+        settings, weights = model_of(config)
+        for name, array in weights.items():
+            wide = array.shape[1 if "experts" in name else 0]
+            array *= 0.2 if array.ndim == 1 else 0.35 if name == "embed" else 1.3 / wide**0.5
+            array += float(name.endswith("scale") and not family.shifted)
+        model = blueprint(settings.architecture(SYMBOLS))[0]({name: jnp.asarray(array) for name, array in weights.items()})
+        tokens_BT = rng.integers(0, 64, (2, 40))
+        logits_BTV = np.asarray(model(jnp.asarray(tokens_BT), jnp.broadcast_to(jnp.arange(40), (2, 40)))[0])
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.gguf"
+            export_gguf(file, settings, *to_hf(settings, SYMBOLS, weights, config), TOKENIZER)
+            job = {
+                "file": str(file),
+                "sequences": tokens_BT.tolist(),
+                "prompts": [],
+                "new": 16,
+                "lines": [],
+                "threads": o.threads,
+            }
+            theirs = ask(o.peer, Path(folder), job)["logits"].reshape(logits_BTV.shape)
+        worst, largest = (float(np.abs(values).max()) for values in (theirs - logits_BTV, logits_BTV))
+        print(json.dumps({"family": family.model_type, "logits": worst, "largest_logit": largest}), flush=True)
 
 
 def main() -> None:
     o = parse()
+    if o.families:
+        families(o)
+        return
     if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
     import jax
@@ -64,10 +120,7 @@ def main() -> None:
             subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
             job = {"file": str(file), "sequences": sequences, "prompts": ids, "new": o.new, "lines": lines}
             job["threads"] = o.threads
-            Path(folder, "job.json").write_text(json.dumps(job), encoding="utf-8")
-            peer = Path(__file__).with_name("gguf_peer.py")
-            subprocess.run([o.peer, peer, folder], check=True, stderr=subprocess.DEVNULL)
-            answer, size = dict(np.load(Path(folder) / "answer.npz")), file.stat().st_size
+            answer, size = ask(o.peer, Path(folder), job), file.stat().st_size
         theirs = answer["logits"]
         ends = np.cumsum(answer["lengths"])[:-1]
         same = [a == b.tolist() for a, b in zip(cut, np.split(answer["tokens"], ends), strict=True)]
