@@ -27,7 +27,7 @@ class ModelSection(Section):
     hidden_dim: Count | None = field(None, "feed-forward width (null: 8/3 dim rounded up to 32 when gated, else 4 dim)")
     max_context: Count = field(256, "longest sequence in tokens; training windows have this length")
     padded_vocab_size: Count | None = field(
-        None, "rows of the embedding table and the output layer where they are more than tokens (null: as many)"
+        None, "logits of a token where they are more than the tokenizer's tokens, as in some checkpoints (null: as many)"
     )
     weight_tying: bool = field(True, "the output layer is the embedding table")
     head_bias: bool = field(False, "a bias of the logits")
@@ -272,17 +272,11 @@ class ModelConfig:
     lora: LoraConfig | None = None
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     weight_tying: bool = True
-    padded_vocab_size: int | None = None
     dropout_rate: float = 0.0
     remat: Literal["none", "full", "dots"] = "none"
     scan_layers: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-
-    @property
-    def embedding_rows(self) -> int:
-        """Rows of the embedding table: those behind the vocabulary are of no token."""
-        return self.padded_vocab_size or self.vocab_size
 
     @property
     def rotated_size(self) -> int:
@@ -408,7 +402,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
     )
     return ModelConfig(
-        vocab_size=vocab_size,
+        vocab_size=m.padded_vocab_size or vocab_size,
         dim=m.dim,
         n_heads=m.n_heads,
         kv_heads=m.kv_heads or m.n_heads,
@@ -445,7 +439,6 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         latent=latent,
         kernel=a.kernel,
         weight_tying=m.weight_tying,
-        padded_vocab_size=m.padded_vocab_size,
         dropout_rate=m.dropout_rate,
         remat=m.remat_policy if m.gradient_checkpointing else "none",
         scan_layers=m.scan_layers,

@@ -112,7 +112,8 @@ class Run:
           more: `score_fn` and `show_candidates`, as of `generate`.
         """
         asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
-        return sampling_params(self.tokenizer, configs, sample_index, self.calibration() if asked else None, **more)
+        measured, size = self.calibration() if asked else None, self.model.config.vocab_size
+        return sampling_params(self.tokenizer, configs, sample_index, measured, vocab_size=size, **more)
 
     def start(
         self,

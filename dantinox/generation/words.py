@@ -19,11 +19,13 @@ def sampling_params(
     measured: Mapping[str, float] | None = None,
     score_fn: ScoreFn | None = None,
     show_candidates: bool = False,
+    vocab_size: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
 
     Args:
       measured, score_fn, show_candidates: as of `SamplingParams.build`.
+      vocab_size: logits of a token, where a model has more than the tokenizer has tokens.
 
     Raises:
       UserError: a text is not one token, or an id is none of the vocabulary.
@@ -35,7 +37,7 @@ def sampling_params(
         stop_ids=eos,
         protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in steps_on(row.generation) for row in rows) else [])],
         sample_index=sample_index,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=vocab_size or tokenizer.vocab_size,
         measured=measured,
         score_fn=score_fn,
         show_candidates=show_candidates,

@@ -239,7 +239,6 @@ def _shape(family: Family, tensors: Arrays, names: list[str], kind: str) -> Shap
 
 # Of a model's settings, those that training or a machine has, and not the model.
 NOT_OF_THE_MODEL = {"kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "vocab_size", "weight_tying"}
-NOT_OF_THE_MODEL |= {"padded_vocab_size"}  # both are the size of a tensor
 
 
 def _check_said(

@@ -362,7 +362,7 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
     """
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
-        "vocab_size": model.embedding_rows,
+        "vocab_size": model.vocab_size,
         "context_length": context,
         "embedding_length": model.dim,
         "block_count": model.num_blocks,

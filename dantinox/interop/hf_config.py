@@ -28,7 +28,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 REQUIRED = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
 DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 # What of a `ModelConfig` is no architecture, and where others of its fields come from.
-NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora", "padded_vocab_size")
+NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora")
 SETTING_OF = {
     "windows": "attention.sliding_window", "position": "attention.absolute_pos", "softcap": "attention.attn_logit_softcapping",
     "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
@@ -240,8 +240,8 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
         written = _written(config, model, FAMILIES[name])
         differing = [key for key, value in written.items() if value is _UNSAID]
         if not differing:
-            written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.embedding_rows}
-            differing = _differing(written, model, vocab_size)
+            written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.vocab_size}
+            differing = _differing(written, model)
         if not differing:
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
@@ -309,10 +309,10 @@ def _window_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     return written
 
 
-def _differing(written: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> list[str]:
+def _differing(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """The settings in which what a written `config.json` says is another model."""
     try:
-        again = build_config(settings_of(written, model.max_context)).architecture(vocab_size)
+        again = build_config(settings_of(written, model.max_context)).architecture(model.vocab_size)
     except UserError:
         return [*(path for path in FIELDS if path.startswith(("model.", "attention.")))]
     names = [f.name for f in fields(ModelConfig) if f.name not in NOT_ARCHITECTURE]

@@ -109,7 +109,7 @@ class Transformer(nnx.Module):
     sharing: Sharing = ALONE
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        D, V = config.dim, config.embedding_rows
+        D, V = config.dim, config.vocab_size
         self.config, self.dtype = config, compute_dtype(config)
         self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
         learned = config.position == "learned"
@@ -226,7 +226,7 @@ class Transformer(nnx.Module):
             logits = self.head(x_BTD)
         else:
             logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
-        logits = biased(self.sharing.together(logits), self.head_bias)[..., : self.config.vocab_size]
+        logits = biased(self.sharing.together(logits), self.head_bias)
         return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
