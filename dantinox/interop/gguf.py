@@ -7,7 +7,7 @@ Gemma as 1 + w, and GPT-2's matrices transposed.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
+from dantinox.config.sections import FIELDS
 from dantinox.files import on_one_line, shown
 from dantinox.interop.gguf_families import (
     FAMILIES,
@@ -28,7 +29,7 @@ from dantinox.interop.gguf_families import (
 )
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, open_gguf, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import SETTING_OF, settings_of
 from dantinox.interop.source import Arrays, Source, Tensor
 from dantinox.text import Tokenizer
 
@@ -188,13 +189,19 @@ def export_gguf(
     made_of = _made_of(family, [name for name in tensors if name not in tied])
     shapes = {stored: _shape(family, tensors, names, TYPES[kind][0]) for stored, names in made_of.items()}
     rows = shapes["token_embd.weight"][0][0]
-    model = config.architecture(tokenizer.vocab_size)
+    model, context = (
+        config.architecture(tokenizer.vocab_size),
+        hf_config.get("max_position_embeddings", config.model.max_context),
+    )
+    if not family.windows and all(window is None or window >= model.max_context for window in model.windows):
+        # Windows as long as the context change nothing, and the file says that it is no longer.
+        context = context if model.windows.count(None) == model.num_blocks else model.max_context
+        model = replace(model, windows=(None,) * model.num_blocks)
     extra = frequency_tensors(config, model)
     shapes |= {stored: (array.shape, "F32") for stored, array in extra.items()}
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}
     metadata |= {"general.file_type": TYPES[kind][1], "general.quantization_version": 2}
-    context = hf_config.get("max_position_embeddings", model.max_context)
     said = metadata_of(model, family, context)
     metadata |= {f"{family.arch}.{key}": value for key, value in said.items()}
     _check_said(model, family, metadata, shapes, extra)
@@ -262,7 +269,8 @@ def _check_said(
     for name in (field.name for field in fields(ModelConfig) if field.name not in NOT_OF_THE_MODEL):
         ours, theirs = getattr(model, name), getattr(back, name)
         if not _close(ours, theirs):
-            raise UserError(f"GGUF's {family.arch} cannot say {name}: {shown(ours)}; readers would take it for {shown(theirs)}")
+            path = SETTING_OF.get(name) or next((path for path in FIELDS if path.endswith(f".{name}")), name)
+            raise UserError(f"GGUF's {family.arch} cannot say {path}: of {name} {shown(ours)} it makes {shown(theirs)}")
 
 
 def _close(one: Any, other: Any) -> bool:

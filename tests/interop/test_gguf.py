@@ -184,11 +184,19 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
 @pytest.mark.parametrize(
     ("family", "changes", "sentence"),
     [
-        ("mistral", {"sliding_window": 6}, "GGUF's llama cannot say windows: (6, 6)"),
-        ("gemma2", {"query_pre_attn_scalar": 20}, "GGUF's gemma2 cannot say query_pre_attn_scalar: 20"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "GGUF's qwen3moe cannot say experts"),
-        ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "GGUF's smollm3 cannot say unrotated: (0,)"),
-        ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot say windows"),
+        (
+            "mistral",
+            {"sliding_window": 6},
+            "GGUF's llama cannot say attention.sliding_window: of windows (6, 6) it makes (None, None)",
+        ),
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 20},
+            "GGUF's gemma2 cannot say attention.query_pre_attn_scalar: of query_pre_attn_scalar 20",
+        ),
+        ("qwen3_moe", {"norm_topk_prob": False}, "GGUF's qwen3moe cannot say moe.use_moe: of experts"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "GGUF's smollm3 cannot say attention.rope_layers: of unrotated (0,)"),
+        ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot say attention.sliding_window"),
         ("gemma2", {"tie_word_embeddings": False}, "GGUF has no name for the tensor lm_head.weight"),
     ],
 )
@@ -196,6 +204,13 @@ def test_what_llama_cpp_takes_for_another_model_is_refused(family, changes, sent
     with pytest.raises(UserError, match=re.escape(sentence)):
         export(tmp_path / "x.gguf", family, **changes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path):
+    export(tmp_path / "x.gguf", "mistral", sliding_window=64, max_position_embeddings=4096)
+    file = open_gguf(tmp_path / "x.gguf")
+    assert file.metadata["llama.context_length"] == 64
+    assert settings_of(open_source(tmp_path / "x.gguf").config)["model"]["max_context"] == 64
 
 
 @pytest.fixture(scope="module")
