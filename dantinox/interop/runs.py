@@ -224,7 +224,8 @@ def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, 
     run.check(run.origin)
     origin: dict[str, Any] = json.loads(run.origin.read_bytes())
     said = settings_of(origin["config"], config.model.max_context)
-    one, other = (settings.architecture(vocab_size) for settings in (build_config(said), config))
+    other = config.architecture(vocab_size)
+    one = build_config(said).architecture(other.vocab_size)
     names = [field.name for field in fields(one) if field.name not in NOT_ARCHITECTURE]
     return origin if all(getattr(one, name) == getattr(other, name) for name in names) else None
 
