@@ -166,7 +166,7 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         "float32": lambda linear: _in_dtype(linear, jnp.float32),
         "compute": lambda linear: _in_dtype(linear, linear.dtype),
         "bfloat16": lambda linear: NARROW[type(linear)](linear, "bfloat16", together),
-        "int8": lambda linear: NARROW[type(linear)](linear, "int8", together),
+        "int8": lambda linear: NARROW[type(linear)](_in_dtype(linear, jnp.float32), "int8", together),
     }[weights]
     return _replace(model, (Linear, ExpertLinear), change)
 

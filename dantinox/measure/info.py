@@ -59,7 +59,7 @@ def _model(run: Run) -> str:
     windows = sorted({window for window in m.windows if window is not None})
     keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of {m.latent.rank} + {m.latent.rotated_size}"
     return table([
-        ("parameters", human_count(weight_bytes(run.model) / 4)),
+        ("parameters", human_count(sum(leaf.size for leaf in jax.tree.leaves(nnx.state(run.model))))),
         *_adapters(run),
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),

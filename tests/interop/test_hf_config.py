@@ -1,0 +1,156 @@
+"""config.json as checkpoints in the wild spell it, against the architecture that it means."""
+
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.interop.hf_config import config_of, settings_of
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
+GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 60}
+# What transformers before version 5 wrote, shortened to what is not said elsewhere → what it means.
+WILD = {
+    "llama 2": (
+        {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_scaling": None, "torch_dtype": "float16",
+         "max_position_embeddings": 4096, "pretraining_tp": 1, "hidden_act": "silu", "tie_word_embeddings": False},
+        {"max_context": 4096, "norm_epsilon": 1e-5, "rope_theta": 10000.0, "qkv_bias": False, "weight_tying": False},
+    ),
+    "llama 3.2": (
+        {"model_type": "llama", "rope_theta": 500000.0, "num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 64,
+         "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                          "original_max_position_embeddings": 8192}, "eos_token_id": [1, 2], "mlp_bias": False},
+        {"kv_heads": 2, "head_size": 64, "rope_theta": 500000.0, "weight_tying": True},
+    ),
+    "smollm2": (
+        {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"},
+         "rope_theta": 100000, "initializer_range": 0.041},
+        {"rope_theta": 100000.0, "kv_heads": 4},
+    ),
+    "mistral": (
+        {"model_type": "mistral", "rope_theta": 1e4, "sliding_window": 4096, "num_key_value_heads": 2, "hidden_act": "silu"},
+        {"windows": (4096,) * 4, "max_context": 131072},
+    ),
+    "qwen2.5": (
+        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 70,
+         "use_mrope": False,
+         "num_key_value_heads": 2, "rope_theta": 1000000.0},
+        {"windows": (None,) * 4, "qkv_bias": True, "out_bias": False, "norm_epsilon": 1e-6},
+    ),
+    "qwen2, sliding": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3,
+         "num_key_value_heads": 2},
+        {"windows": (None, None, None, 8)},
+    ),
+    "gemma 2": (
+        {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16,
+         "cache_implementation": "hybrid", "num_key_value_heads": 4, "sliding_window": 8, "query_pre_attn_scalar": 144},
+        {"windows": (8, None, 8, None), "softcap": 50.0, "final_softcap": 30.0, "query_pre_attn_scalar": 144,
+         "activation": "geglu", "norm_zero_centered": True, "scale_embeddings": True, "weight_tying": True},
+    ),
+    "gemma 3": (
+        {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 3,
+         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "head_dim": 16, "num_key_value_heads": 4, "sliding_window": 8},
+        {"windows": (8, 8, None, 8), "rope_local_theta": 1e4, "rope_theta": 1e6, "qk_norm": True},
+    ),
+    "phi 3": (
+        {"model_type": "phi3", "auto_map": {"AutoConfig": "c.C"}, "rope_theta": 1e4, "sliding_window": 2047, "embd_pdrop": 0.0,
+         "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "num_key_value_heads": 4,
+         "rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
+        {"max_context": 4096, "windows": (2047,) * 4},
+    ),
+    "olmo 2": (
+        {"model_type": "olmo2", "rope_theta": 500000, "rms_norm_eps": 1e-6, "attention_bias": False},
+        {"norm_placement": "after", "qk_norm_scope": "layer", "kv_heads": 4},
+    ),
+    "gpt2": (
+        {"model_type": "gpt2", "n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}},
+         "resid_pdrop": 0.1},
+        {"position": "learned", "max_context": 1024, "hidden_dim": 256, "norm": "layernorm", "mlp_bias": True},
+    ),
+    "mixtral": (
+        {"model_type": "mixtral", "num_local_experts": 8, "rope_theta": 1e6, "router_aux_loss_coef": 0.02,
+         "sliding_window": None,
+         "num_key_value_heads": 2},
+        {"windows": (None,) * 4, "norm_epsilon": 1e-5},
+    ),
+    "qwen3 moe": (
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16,
+         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 4,
+         "sliding_window": None},
+        {"hidden_dim": 48, "qk_norm": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_older_spellings_mean_the_same(name):
+    config, means = WILD[name]
+    config = (GPT2_SIZES if config["model_type"] == "gpt2" else SIZES) | config
+    settings = build_config(settings_of(config))
+    model = settings.architecture(60)
+    assert {key: getattr(model, key) for key in means} == means
+    again = config_of(settings, 60, config["model_type"])
+    assert build_config(settings_of(again, model.max_context)).architecture(60) == model
+
+
+def test_scaling_is_read_with_its_numbers():
+    llama = build_config(settings_of(SIZES | WILD["llama 3.2"][0])).attention
+    assert (llama.rope_scaling, llama.rope_factor, llama.rope_original_context) == ("llama3", 32.0, 8192)
+    phi = build_config(settings_of(SIZES | WILD["phi 3"][0], 131072))
+    assert phi.attention.rope_factor == 32 and phi.architecture(60).rope_scaling.factors == (2.0,) * 8
+    assert build_config(settings_of(SIZES | WILD["phi 3"][0])).architecture(60).rope_scaling.factors == (1.0,) * 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic', which is none of default, linear"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "more": 1}}, "more: 1 for rope_type linear"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}, where only null is the same model here"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu', which is none of silu"),
+        ({"sliding_window": 9}, "sliding_window: 9, of which nothing is known here"),
+        ({"model_type": "bert"}, "model_type: 'bert', which is none of llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "of llama only LlamaForCausalLM writes text"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": -3}, "model.dim must be"),
+        ({"rope_parameters": [1]}, "rope_parameters that are no object"),
+        ({"new\nkey": 1}, "config.json has new"),
+    ],
+)
+def test_what_cannot_be_had_is_named(changes, says):
+    with pytest.raises(UserError) as caught:
+        build_config(settings_of({"model_type": "llama"} | SIZES | changes))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"attention": {"no_sink": True}}, "attention.no_sink: true"),
+        ({"model": {"activation": "relu2"}}, "model.activation: 'relu2'"),
+        ({"attention": {"use_rotary_pos": False, "absolute_pos": True}}, "attention.absolute_pos: true"),
+        ({"attention": {"kv_lora_rank": 8}}, "attention.kv_lora_rank: 8"),
+        ({"attention": {"sink_logits": True}}, "attention.sink_logits: true"),
+        ({"model": {"norm": "layernorm"}}, "model.norm: 'layernorm'"),
+    ],
+)
+def test_what_no_family_has_is_named(settings, names):
+    with pytest.raises(UserError, match="no family of transformers can say this model") as caught:
+        config_of(build_config(settings), 60)
+    assert names in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "family"),
+    [
+        ({}, "llama"),
+        ({"model": {"qk_norm": True}}, "qwen3"),
+        ({"attention": {"qkv_bias": True}}, "qwen2"),
+        ({"attention": {"sliding_window": True, "context_window": 7}}, "mistral"),
+        ({"moe": {"use_moe": True}}, "mixtral"),
+        ({"moe": {"use_moe": True, "norm_topk_prob": False}, "model": {"qk_norm": True}}, "qwen3_moe"),
+        ({"model": {"norm": "layernorm", "activation": "gelu", "mlp_bias": True},
+          "attention": {"use_rotary_pos": False, "trainable_pos": True, "qkv_bias": True, "out_bias": True}}, "gpt2"),
+    ],
+)  # fmt: skip
+def test_a_model_leaves_as_the_first_family_that_says_it(settings, family):
+    assert config_of(build_config(settings), 60)["model_type"] == family
