@@ -15,7 +15,7 @@ from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import cut_up
 from dantinox.text.tokenizer import UnknownCharacter
 
-CHARACTERS = 1 << 16  # encoded at a time
+CHARACTERS, AT_MOST = 1 << 16, 4 << 20  # encoded at a time; of other vocabularies, which may tell the beginning of a text
 
 
 def batches(count: int, most: int) -> Iterator[np.ndarray]:
@@ -116,9 +116,9 @@ def spelled_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
 
 def _parts(run: Run, path: str) -> Iterator[tuple[int, str, np.ndarray]]:
     """(number of the document, a part of its text, the tokens of that)."""
-    characters = 0
+    characters, size = 0, AT_MOST if run.tokenizer.kind == "other" else CHARACTERS
     for number, text in Corpus.open(path, run.config.data.text_field).pieces():
-        for part in cut_up(text, CHARACTERS):
+        for part in cut_up(text, size):
             try:
                 yield number, part, run.tokenizer.encode_array(part)
             except UnknownCharacter as error:
