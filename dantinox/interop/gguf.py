@@ -189,10 +189,8 @@ def export_gguf(
     made_of = _made_of(family, [name for name in tensors if name not in tied])
     shapes = {stored: _shape(family, tensors, names, TYPES[kind][0]) for stored, names in made_of.items()}
     rows = shapes["token_embd.weight"][0][0]
-    model, context = (
-        config.architecture(tokenizer.vocab_size),
-        hf_config.get("max_position_embeddings", config.model.max_context),
-    )
+    model = config.architecture(tokenizer.vocab_size)
+    context = hf_config.get("max_position_embeddings", model.max_context)
     if not family.windows and all(window is None or window >= model.max_context for window in model.windows):
         # Windows as long as the context change nothing, and the file says that it is no longer.
         context = context if model.windows.count(None) == model.num_blocks else model.max_context

@@ -377,26 +377,38 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
     if model.experts is not None:
         found |= {"expert_count": model.experts.count, "expert_used_count": model.experts.top_k}
         found |= {"expert_feed_forward_length": model.hidden_dim} if family.model_type == "qwen3_moe" else {}
-    if family.windows:
-        window = next((window for window in model.windows if window is not None), None)
-        found |= {
-            "attention.sliding_window": window,
-            "attention.sliding_window_pattern": [w is not None for w in model.windows],
-        }
-        if family.model_type == "gemma3_text":
-            found["rope.freq_base_swa"] = model.rope_local_theta or model.rope_theta
-        caps = {"attn_logit_softcapping": model.softcap, "final_logit_softcapping": model.final_softcap}
-        found |= {key: cap for key, cap in caps.items() if cap is not None}
+    found |= _windows_said(model, family) | _scaling_said(model, context)
+    numbers = ("base", "base_swa", "factor", "capping")
+    return {key: float(value) if key.endswith(numbers) else value for key, value in found.items() if value is not None}
+
+
+def _windows_said(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Which layers slide, and caps, of the architectures that have them: the opposite of `_windows`."""
+    if not family.windows:
+        return {}
+    found: dict[str, Any] = {
+        "attention.sliding_window": next((window for window in model.windows if window is not None), None),
+        "attention.sliding_window_pattern": [window is not None for window in model.windows],
+        "attn_logit_softcapping": model.softcap,
+        "final_logit_softcapping": model.final_softcap,
+    }
+    if family.model_type == "gemma3_text":
+        found["rope.freq_base_swa"] = model.rope_local_theta or model.rope_theta
+    return found
+
+
+def _scaling_said(model: ModelConfig, context: int) -> dict[str, Any]:
+    """How rotary frequencies are scaled, where that is no tensor."""
     scaling = model.rope_scaling
-    if scaling is not None and scaling.kind in ("linear", "yarn"):
-        found |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
-    if scaling is not None and scaling.kind == "yarn":
-        found |= {"rope.scaling.yarn_beta_fast": scaling.beta_fast, "rope.scaling.yarn_beta_slow": scaling.beta_slow}
-    if scaling is not None and scaling.kind in ("yarn", "longrope"):
-        found["rope.scaling.original_context_length"] = scaling.original_context
-    if scaling is not None and scaling.kind == "longrope":
-        found["context_length"] = max(context, round(scaling.factor * scaling.original_context))
-        gain = _longrope_gain(found["context_length"], scaling.original_context)
-        found["rope.scaling.attn_factor"] = scaling.attention_factor or gain
-    whole = {key: float(v) if key.endswith(("base", "base_swa", "factor", "capping")) else v for key, v in found.items()}
-    return {key: value for key, value in whole.items() if value is not None}
+    if scaling is None or scaling.kind == "llama3":
+        return {}
+    original = {"rope.scaling.original_context_length": scaling.original_context}
+    if scaling.kind == "longrope":
+        longest = max(context, round(scaling.factor * scaling.original_context))
+        gain = scaling.attention_factor or _longrope_gain(longest, scaling.original_context)
+        return original | {"context_length": longest, "rope.scaling.attn_factor": gain}
+    found = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
+    if scaling.kind == "linear":
+        return found
+    betas = {"rope.scaling.yarn_beta_fast": scaling.beta_fast, "rope.scaling.yarn_beta_slow": scaling.beta_slow}
+    return found | original | betas

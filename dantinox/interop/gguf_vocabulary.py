@@ -295,7 +295,21 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     added = sorted(special | {index for index, code in enumerate(types) if code == USER_DEFINED})
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tree["added_tokens"] = [{"id": i, "content": tokens[i], **flags, "special": i in special} for i in added]
-    vocab = tree["model"]["vocab"]
+    core = _built(tree, tokens, types, name)
+    config = {key: tokens[ids[stored]] for key, stored in IDS.items() if stored in ids}
+    stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
+    template = metadata.get("tokenizer.chat_template")
+    return Vocabulary(
+        core.to_str(pretty=True),
+        config | {"add_bos_token": bool(given.get("add_bos_token", add_bos))},
+        template if isinstance(template, str) else None,
+        {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
+    )
+
+
+def _built(tree: dict[str, Any], tokens: list[str], types: list[int], name: str) -> Core:
+    """The tokenizer, in which every token has the id that the file gives it."""
+    vocab, added = tree["model"]["vocab"], [token["id"] for token in tree["added_tokens"]]
     outside = [index for index in added if tokens[index] not in vocab]
     if outside != list(range(len(vocab), len(vocab) + len(outside))):  # the library numbers them so, whatever the file says
         vocab |= {tokens[index]: index for index in outside}
@@ -308,15 +322,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     ]
     if wrong:
         raise UserError(f"{name} has a tokenizer that contradicts itself: {on_one_line(wrong[0])} stands for several tokens")
-    config = {key: tokens[ids[stored]] for key, stored in IDS.items() if stored in ids}
-    stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
-    template = metadata.get("tokenizer.chat_template")
-    return Vocabulary(
-        core.to_str(pretty=True),
-        config | {"add_bos_token": bool(given.get("add_bos_token", add_bos))},
-        template if isinstance(template, str) else None,
-        {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
-    )
+    return core
 
 
 def _list_of(kind: type | tuple[type, ...], values: Any) -> bool:

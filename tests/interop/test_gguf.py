@@ -33,6 +33,7 @@ SAID = {
     "gemma3_text": {"query_pre_attn_scalar": 12},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None},
 }
+PADDED = {"padded_vocab_size": 70, "max_context": 64}
 each = pytest.mark.parametrize("family", [family.model_type for family in FAMILIES])
 
 
@@ -204,6 +205,20 @@ def test_what_llama_cpp_takes_for_another_model_is_refused(family, changes, sent
     with pytest.raises(UserError, match=re.escape(sentence)):
         export(tmp_path / "x.gguf", family, **changes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_are_of_no_token_have_names_that_are_not_used(tmp_path):
+    config = config_of("qwen3", vocab_size=70)
+    settings = build_config(settings_of(config, max_context=64) | {"model": settings_of(config)["model"] | PADDED})
+    shapes = _shapes(settings.architecture(SYMBOLS))
+    weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    export_gguf(tmp_path / "x.gguf", settings, *to_hf(settings, SYMBOLS, weights, config), TOKENIZER)
+    metadata = open_gguf(tmp_path / "x.gguf").metadata
+    assert metadata["tokenizer.ggml.tokens"][67:] == ["[PAD67]", "[PAD68]", "[PAD69]"]
+    assert metadata["tokenizer.ggml.token_type"][67:] == [5, 5, 5]
+    source = open_source(tmp_path / "x.gguf")
+    assert source.config["vocab_size"] == metadata["qwen3.vocab_size"] == 70
+    assert source.tokenizer == TOKENIZER.to_json()
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path):
