@@ -7,6 +7,7 @@ controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTM
 nothing.
 """
 
+import contextlib
 import json
 import resource
 import sys
@@ -101,17 +102,22 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
 def limit(seconds: int) -> None:
     """Ends this process when it has computed for so many seconds more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
+    lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
+
+
+def lower(what: int, most: int, hard: int) -> None:
+    """Sets a limit, and the one that it can be raised to, where the system knows it and does not set a lower one."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def contain() -> None:
     """Takes from this process what a template has no use for: memory without end, files, other processes."""
     time.localtime()  # which reads a file
     surroundings().from_string("{{ '\\n' }}").render()  # loads a codec
-    for what, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 3)):
-        hard = resource.getrlimit(what)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+    limits = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_NPROC": 0}
+    for name, most in limits.items():
+        lower(getattr(resource, name), most, most)
 
 
 def said(error: BaseException) -> dict[str, str]:

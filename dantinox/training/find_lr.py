@@ -13,8 +13,9 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.distributed import make_layout
-from dantinox.text import prepare_data
+from dantinox.text import ConversationStore, prepare_data
 from dantinox.training.launch import base_template
+from dantinox.training.reference import reference_of
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import initial_state, make_train_step
 
@@ -67,6 +68,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         given = starting_weights(config, model, tokenizer.fingerprint)
         state = initial_state(config, model, steps, given, layout)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
+        if isinstance(store, ConversationStore) and store.pairs:
+            store.reference = reference_of(store, model, layout, t.batch_size, state.parameters, base)
         losses: list[float] = []
         for step in range(steps):
             state, metrics = train(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum), base)

@@ -42,10 +42,10 @@ from dantinox.run import RunDirectory, open_base, put, save_weights, weights_dig
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.memory import check_memory, give_back_freed_memory, keep_freed_memory, out_of_memory, used_gb
-from dantinox.training.reference import save_reference, saved_reference
+from dantinox.training.reference import reference_of, save_reference, saved_reference
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler, sampled_model
-from dantinox.training.step import Metrics, Programs, State, abstract_state, initial_state, make_reference_step
+from dantinox.training.step import Metrics, Programs, State, abstract_state, chosen, initial_state
 from dantinox.training.stopping import StopRequest, stop_request
 
 AHEAD = 4  # batches
@@ -253,11 +253,8 @@ class _Trainer:
                 f"{self.run.data} has no log-probabilities of the starting weights for its tokens: put reference.json back"
             )
         self.console.note("computing the log-probabilities of all answers by the starting weights")
-        found, rows = np.zeros_like(store.reference), self.programs.eval_rows
-        program = make_reference_step(self.model, self.layout)
-        for numbers, pairs in store.all_pairs(rows):
-            placed = self.layout.put_rows(partial(_chosen, pairs), rows)
-            found[numbers] = on_host(program(self.state.parameters, placed, self.frozen))[: len(numbers)]
+        rows = self.programs.eval_rows
+        found = reference_of(store, self.model, self.layout, rows, self.state.parameters, self.frozen)
         if is_first():
             save_reference(self.run, store, weights, found)
         meet()
@@ -404,7 +401,7 @@ class _Trainer:
         """Nats per token, or the loss of preferences, summed in float64 over batches; None when a signal came in between."""
         nats, count, rewards = 0.0, 0.0, np.zeros(2)
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
-            rows = self.layout.put_rows(partial(_chosen, batch), self.programs.eval_rows)
+            rows = self.layout.put_rows(partial(chosen, batch), self.programs.eval_rows)
             part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
             nats, count = nats + float(part.nats), count + float(part.targets)
             if part.rewards is not None:
@@ -513,11 +510,6 @@ class _Trainer:
         self.state, self.progress = restored.state, restored.progress
         self.step = self.saved_step = restored.step
         return True
-
-
-def _chosen(batch: Any, rows: np.ndarray | None = None) -> Any:
-    """Some rows of a batch, or all."""
-    return batch if rows is None else type(batch)(*(array[rows] for array in batch))
 
 
 def _named(rewards: Any, prefix: str = "") -> dict[str, float]:

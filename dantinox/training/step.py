@@ -70,6 +70,11 @@ def abstract_batch(rows: int, length: int, objective: str = "next_token") -> Any
     return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
 
 
+def chosen(batch: Any, rows: np.ndarray | None = None) -> Any:
+    """Some rows of a batch, or all."""
+    return batch if rows is None else type(batch)(*(array[rows] for array in batch))
+
+
 def initial_state(
     config: Config, model: ModelConfig, steps: int, given: Mapping[str, np.ndarray] | None = None, layout: Layout | None = None
 ) -> State:

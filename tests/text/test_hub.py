@@ -39,6 +39,24 @@ def test_its_tokens_are_those_of_its_texts(folder, tmp_path, monkeypatch, stream
     assert not has_changed(config, tmp_path / "a") and open_store(config, tmp_path / "a", tokenizer) is not None
 
 
+def test_conversations_come_with_all_their_fields(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    messages = [[{"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": "b"}] for i in range(4)]
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_dict({"messages": messages, "id": list(range(4))}).to_parquet(tmp_path / "set" / "train.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for said in messages))
+    changes = {
+        "tokenizer.tokenizer_type": "byte",
+        "training.objective": "sft",
+        "model.max_context": 40,
+        "data.text_field": "text",
+    }
+    _, store = prepare_data(settings(tmp_path / "set", **changes | {"data.dataset_source": "huggingface"}), tmp_path / "x")
+    _, expected = prepare_data(settings(tmp_path / "a.jsonl", **changes), tmp_path / "y")
+    assert store.name == expected.name
+
+
 def test_what_is_wrong_is_one_sentence(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub = {"data.dataset_source": "huggingface"}
