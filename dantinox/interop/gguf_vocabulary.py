@@ -108,7 +108,9 @@ def to_metadata(tokenizer: Tokenizer, size: int, chat_template: str | None = Non
         found = _byte_level(tree, names)
     else:
         found = _sentencepiece(tree, names, kinds)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "padding_token_id": tokenizer.pad_id}
+    # Where a file names no begin token, readers have one of their own.
+    bos_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    ids = {"bos_token_id": bos_id, "eos_token_id": tokenizer.eos_id, "padding_token_id": tokenizer.pad_id}
     # Readers stop at three tokens, and at others by their names.
     others = [index for index in tokenizer.stop_ids if index != tokenizer.eos_id]
     ids |= dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
@@ -238,8 +240,7 @@ def _prefixed(tree: dict[str, Any]) -> bool:
     Raises:
       UserError: it changes text in another way than SentencePiece.
     """
-    normal = [step | {"type": step["type"]} for step in _steps(tree["normalizer"], "normalizers")]
-    split = _steps(tree["pre_tokenizer"], "pretokenizers")
+    normal, split = _steps(tree["normalizer"], "normalizers"), _steps(tree["pre_tokenizer"], "pretokenizers")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
     # No space is left for it to split at.

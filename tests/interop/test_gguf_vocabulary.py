@@ -199,6 +199,19 @@ def test_all_tokens_that_end_a_text_are_said():
     assert back.tokenizer_config["add_bos_token"] is True
 
 
+def test_without_a_begin_token_readers_take_the_end_token_and_no_other():
+    tree = json.loads(train_tokenizer(OURS[1], lambda: iter([TEXT])).to_json())
+    tree["added_tokens"] = [token for token in tree["added_tokens"] if token["content"] != "<bos>"]
+    for token in tree["added_tokens"]:
+        token["id"] -= token["content"] == "<eos>"
+    tokenizer = Tokenizer(json.dumps(tree))
+    metadata = to_metadata(tokenizer, tokenizer.vocab_size)
+    assert metadata[KEY + "bos_token_id"] == metadata[KEY + "eos_token_id"] == tokenizer.eos_id
+    back = Tokenizer(from_metadata(metadata, "it").tokenizer)
+    assert back.special_ids == tokenizer.special_ids
+    assert back.encode(TEXT) == tokenizer.encode(TEXT)
+
+
 def broken(**changes):
     metadata = to_metadata(train_tokenizer(OURS[3], lambda: iter([TEXT])), 300)
     changed = metadata | {KEY + key: value for key, value in changes.items()}
