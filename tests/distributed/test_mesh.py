@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,8 @@ from dantinox.measure.plan import Collectives, make_plan
 from dantinox.measure.plan_view import plan_lines
 from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import blueprint
-from dantinox.training.step import traced_programs
+from dantinox.text import Preferences
+from dantinox.training.step import chosen, initial_state, make_reference_step, make_train_step, traced_programs
 
 from .mesh import KINDS, V, layout_of, program, same, settings, trained
 
@@ -48,6 +50,25 @@ def test_parts_chunks_rolled_layers_and_the_average_together():
     mesh = "data=2 fsdp=2 tensor=2"
     same(trained("dense", mesh, **TOGETHER), trained("dense", **TOGETHER))
     assert program("dense", mesh, **TOGETHER).work.flops <= 1.1 / 8 * program("dense", **TOGETHER).work.flops
+
+
+@pytest.mark.slow
+def test_preferences_train_as_on_one_device():
+    rng, found = np.random.default_rng(0), []
+    tokens, targets = rng.integers(0, V, (2, 8, 2, 16)).astype(np.int32)
+    mask, reference = (rng.random(tokens.shape) < 0.5).astype(np.float32), rng.normal(-40, 2, (8, 2)).astype(np.float32)
+    pairs = Preferences(tokens, targets, np.zeros_like(tokens), mask, reference)
+    for mesh in ("", "data=2 fsdp=4"):
+        config = settings("dense", mesh, training__objective="dpo", training__init_from="x", training__batch_size=8)
+        model, layout = config.architecture(V), layout_of(config)
+        step, state = make_train_step(config, model, 10, layout=layout), initial_state(config, model, 10, layout=layout)
+        for _ in range(2):
+            state, metrics = step(state, layout.put_rows(partial(chosen, pairs), 8))
+        logp = make_reference_step(model, layout)(state.parameters, layout.put_rows(partial(chosen, pairs), 8), {})
+        found.append([float(metrics.loss), *np.asarray(metrics.rewards), *np.asarray(logp).ravel()])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    with pytest.raises(UserError, match=r"distributed.tensor must be 1 with training.objective: dpo, got 2"):
+        layout_of(settings("dense", "tensor=2", training__objective="dpo", training__init_from="x"))
 
 
 @pytest.mark.exhaustive
