@@ -261,6 +261,8 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
     values |= {"model.hidden_dim": model.hidden_dim}
     if values["attention.query_pre_attn_scalar"] is None:
         values["attention.query_pre_attn_scalar"] = model.head_size
+    elif (scalar := values["attention.query_pre_attn_scalar"]) == int(scalar):
+        values["attention.query_pre_attn_scalar"] = int(scalar)  # transformers takes no other
     written: dict[str, Any] = {}
     for names, paths in family.keys.items():
         written[names.partition("|")[0]] = values[paths if isinstance(paths, str) else paths[0]]
