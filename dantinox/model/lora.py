@@ -65,16 +65,24 @@ def frozen_product(x: jax.Array, w: jax.Array, scale: jax.Array | None, axes: in
       w: float32, bfloat16 or int8; widened for the product alone.
       scale: of int8, for each output.
     """
-    y = jnp.tensordot(x.astype(dtype), w.astype(dtype), axes, preferred_element_type=jnp.float32)
+    x, w = _widened(x, w, dtype)
+    y = jnp.tensordot(x, w, axes, preferred_element_type=jnp.float32)
     return y if scale is None else y * scale
+
+
+def _widened(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Both in `dtype`, w not before x is there: else a compiler widens all weights at once, and keeps them so."""
+    if w.dtype != dtype:
+        x, w = jax.lax.optimization_barrier((x, w))
+    return x.astype(dtype), w.astype(dtype)
 
 
 def _frozen_backward(axes: int, dtype: DTypeLike, kept: tuple[Any, ...], d_y: jax.Array):
     w, scale, like = kept
-    d_y = (d_y if scale is None else d_y * scale).astype(dtype)
+    d_y, w = _widened(d_y if scale is None else d_y * scale, w, dtype)
     outs = w.ndim - axes
     behind = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    return jnp.tensordot(d_y, w.astype(dtype), behind, preferred_element_type=jnp.float32).astype(like.dtype), None, None
+    return jnp.tensordot(d_y, w, behind, preferred_element_type=jnp.float32).astype(like.dtype), None, None
 
 
 frozen_product.defvjp(

@@ -250,7 +250,7 @@ def traced_programs(config: Config, model: ModelConfig, steps: int, layout: Layo
     train = make_train_step(config, model, steps, layout=layout).trace(state, batch, base)
     evaluation = make_eval_step(model, layout, t.dpo_beta).trace(state.parameters, eval_batch, base)
     platform = platform_of(model.platform)
-    options = platform.compiler_options(compute_dtype(model) == jnp.float32, size((state.parameters, base)))
+    options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(blueprint(replace(model, lora=None))[1]))
     if config.training.deterministic and platform.name == "gpu":
         options |= {"xla_gpu_deterministic_ops": "true"}
     return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
