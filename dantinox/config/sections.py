@@ -272,8 +272,8 @@ class Config(Section):
             yield "data.path must name at least one file, got []"
         if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:
             yield (
-                "logging.log_file and logging.summary_file must differ from each other and from "
-                f"{', '.join(RUN_FILES)}, got {log.log_file} and {log.summary_file}"
+                "logging.log_file and logging.summary_file must differ from each other and from the run's own files "
+                f"({', '.join(RUN_FILES[:3])} and so on), got {log.log_file} and {log.summary_file}"
             )
         if self.kv.compresses and self.attention.kv_lora_rank is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
