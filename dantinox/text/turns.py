@@ -68,7 +68,7 @@ class ConversationStore(TokenStore):
         self.name, (self.train, self.val) = name, counts
         self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
         self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
-        self.packing, self.pairs, self.left_out = True, pairs, 0
+        self.pairs, self.left_out = pairs, 0
         self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
         self._chosen = np.flatnonzero(self._marks & FIRST)[::2]  # of all pairs, the place of the first token
         self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
