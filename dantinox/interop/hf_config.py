@@ -102,6 +102,10 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     if not settings.get("attention.sliding_window"):
         settings.pop("attention.rope_local_theta", None)
     keys.finish()
+    if family.rope is None and max_context not in (None, settings["model.max_context"]):
+        raise UserError(
+            f"the checkpoint has learned positions for {settings['model.max_context']} tokens: leave max_context out"
+        )
     longrope = settings.get("attention.rope_scaling") == "longrope"
     original = settings.get("attention.rope_original_context") if longrope else None
     settings["model.max_context"] = max_context or original or settings["model.max_context"]

@@ -92,6 +92,11 @@ def test_older_spellings_mean_the_same(name):
     assert build_config(settings_of(again, model.max_context)).architecture(60) == model
 
 
+def test_learned_positions_are_as_many_as_there_are():
+    with pytest.raises(UserError, match="has learned positions for 1024 tokens: leave max_context out"):
+        settings_of(GPT2_SIZES | WILD["gpt2"][0], 512)
+
+
 def test_scaling_is_read_with_its_numbers():
     llama = build_config(settings_of(SIZES | WILD["llama 3.2"][0])).attention
     assert (llama.rope_scaling, llama.rope_factor, llama.rope_original_context) == ("llama3", 32.0, 8192)
