@@ -19,6 +19,7 @@ __all__ = ["from_hf", "settings_of", "to_hf"]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
 TABLE, HEAD = "embed", "head/kernel"
+ROWS = 256  # that are copied at once
 
 
 class Place(NamedTuple):
@@ -103,10 +104,12 @@ def to_hf(
     }
 
     def make(name: str) -> np.ndarray:
-        place, (shape, _) = places[name], kinds[name]
-        pieces = [np.ascontiguousarray(_bits(view)) for view in place.views(np.asarray(parameters[place.parameter]))]
-        whole = pieces[0].reshape(-1) if len(pieces) == 1 else np.concatenate([piece.reshape(-1) for piece in pieces])
-        return whole.view(np.asarray(parameters[place.parameter]).dtype).reshape(shape)
+        parameter = np.asarray(parameters[places[name].parameter])
+        whole, start = np.empty(kinds[name].shape, parameter.dtype), 0
+        for view in places[name].views(parameter):
+            _copy(whole.reshape(-1)[start : start + view.size].reshape(view.shape), view)
+            start += view.size
+        return whole
 
     return written, Arrays(kinds, make)
 
@@ -182,11 +185,20 @@ def _fill(views: list[np.ndarray], tensor: np.ndarray) -> None:
     for view in views:
         size = tensor.shape[0] if len(views) == 1 else view.size // (tensor.size // tensor.shape[0])
         piece = tensor[start : start + size].reshape(view.shape)
-        if piece.dtype == view.dtype:
-            _bits(view)[...] = _bits(piece)  # NumPy moves integers faster than what it does not know
-        else:
-            view[...] = piece
+        _copy(view, piece)
         start += size
+
+
+def _copy(to: np.ndarray, of: np.ndarray) -> None:
+    """Writes an array into another one some rows at a time, which stay in the caches of a CPU."""
+    if to.dtype == of.dtype:
+        to, of = _bits(to), _bits(of)  # NumPy moves integers faster than what it does not know
+    if to.ndim < 2 or not to.size:
+        to[...] = of
+        return
+    step = max(1, ROWS * len(to) * to.shape[-1] // to.size)
+    for start in range(0, len(to), step):
+        to[start : start + step] = of[start : start + step]
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
