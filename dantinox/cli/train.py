@@ -9,7 +9,7 @@ from pathlib import Path
 from dantinox.cli.common import check_plot, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
 from dantinox.config.flags import add_config_flags, overrides
-from dantinox.config.start import DEFAULT, find_config, load_training, starting_config
+from dantinox.config.start import DEFAULT, build_training, find_config, load_training, starting_config
 from dantinox.files import atomic_write
 
 
@@ -30,9 +30,13 @@ def train(options: argparse.Namespace) -> int:
         hint = f": the newest is {newest}" if newest else ", and there is none in runs/"
         raise UserError(f"--resume needs --run_dir to say which run to go on with{hint}")
     saved = options.run_dir / "config.yaml" if options.resume else None
+    given = overrides(options)
     path = options.config or (saved if saved and saved.is_file() else DEFAULT)
-    load = load_config if path == saved else load_training  # a run has all its settings
-    config = load(find_config(path), overrides(options))
+    if options.config is None and path != saved and given.get("training.init_from"):
+        config = build_training({}, given)  # which has a model already
+    else:
+        load = load_config if path == saved else load_training  # a run has all its settings
+        config = load(find_config(path), given)
     if options.print_config:
         print(dump_config(config), end="")
         return 0

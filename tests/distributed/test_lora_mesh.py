@@ -42,7 +42,7 @@ def trained(mesh="", **changes):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8"}),
+        ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1}),
         pytest.param("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}, marks=pytest.mark.exhaustive),
         pytest.param("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}, marks=pytest.mark.exhaustive),
     ],

@@ -15,7 +15,8 @@ from dantinox.config import LoraConfig, UserError, build_config
 from dantinox.interop.peft import run_weights
 from dantinox.interop.safetensors_files import read_tensors
 from dantinox.model.layers import Linear
-from dantinox.model.lora import Adapted, Place, frozen, held, is_adapter, places
+from dantinox.model.lora import Adapted, Place, drop_out, frozen, held, is_adapter, places
+from dantinox.model.lora import adapted as parts_of
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
@@ -192,17 +193,19 @@ def outcome(run, config):
     return run.adapter.read_bytes(), [[{k: v for k, v in row.items() if k not in TIMES} for row in part] for part in rows]
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(base):
-    """With rolled layers, narrow weights and their average."""
-    workshop = Workshop(base.path.parent)
-    changes = {"model__scan_layers": True, "lora__base_weights": "int8", "training__ema": 0.9}
-    config = lora_config(base, **changes)
-    expected = outcome(workshop.train("whole", config), config)
+NARROW = {"model__scan_layers": True, "lora__base_weights": "int8", "training__ema": 0.9, "training__optimizer": "muon"}
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param(NARROW, marks=pytest.mark.exhaustive)], ids=str)
+def test_an_interrupted_run_ends_with_the_same_bits(base, tuned, changes):
+    workshop, text = Workshop(base.path.parent), {"sample": lambda model: "text"}
+    config = lora_config(base, training__sample_every=24, **changes)
+    whole = workshop.train("whole", config, **text) if changes else tuned[0]
     store = small_store(config, Stumbles)
     store.at = 13
     with pytest.raises(KeyError):
-        workshop.train("cut", config, store=store)
-    assert outcome(workshop.train("cut", config, resume=True), config) == expected
+        workshop.train(f"cut{len(changes)}", config, store=store, **text)
+    assert outcome(workshop.train(f"cut{len(changes)}", config, resume=True, **text), config) == outcome(whole, config)
     assert "resumed from step 12" in workshop.notes.getvalue()
 
 
@@ -243,25 +246,24 @@ def test_adapters_on_adapters_and_all_weights_from_them(base, tuned):
         np.testing.assert_allclose(array, weights_of(run)[name], atol=1e-6, err_msg=name)
 
 
-def test_dropout_is_of_training_alone(base):
-    config = lora_config(base, lora__dropout=0.5, model__dropout_rate=0.0)
-    model = config.trained_architecture(VOCABULARY)
-    programs = Programs(config, model, 24)
-    base_parts = {name: jnp.asarray(a) for name, a in weights_of(base).items()}
-    batch, state = small_store(config).batch(0), initial_state(config, model, 24)
-    random = np.random.default_rng(0)
-    some = {name: 0.3 * random.standard_normal(p.shape) for name, p in state.parameters.items()}
-    state = state._replace(parameters={name: jnp.asarray(array, jnp.float32) for name, array in some.items()})
-    parameters = jax.tree.map(jnp.copy, state.parameters)
-    validation = next(small_store(config).validation(programs.eval_rows))
-    first, again = (float(programs.evaluate(parameters, validation, base_parts).nats) for _ in range(2))
-    assert first == again
-
-    def loss(step):
-        own = state._replace(step=jnp.asarray(step, jnp.int32))
-        return float(programs.train(jax.tree.map(jnp.copy, own), batch, base_parts)[1].loss)
-
-    assert loss(0) == loss(0) != loss(1)
+def test_dropout_is_of_what_adapters_read_and_of_training_alone(base):
+    layer, numbers = adapted({"o_proj": Place("attention/out")}, (6,), (4,))
+    layer.rate, x = 0.5, np.random.default_rng(0).standard_normal((5, 6))
+    still = np.asarray(layer(jnp.asarray(x, jnp.float32)))
+    layer.key = nnx.Variable(jax.random.key(3))
+    kept = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.5, x.shape))
+    a, b = numbers["o_proj/lora_a"], numbers["o_proj/lora_b"]
+    np.testing.assert_allclose(still, x @ numbers["kernel"] + 1.5 * x @ a @ b, atol=1e-5)
+    expected = x @ numbers["kernel"] + 1.5 * (kept * x / 0.5) @ a @ b
+    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
+    for scanned in (False, True):
+        config = lora_config(base, lora__dropout=0.5, model__num_blocks=2, model__scan_layers=scanned)
+        build, shapes = blueprint(config.trained_architecture(VOCABULARY))
+        model = build({name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()})
+        assert {part.key for part in parts_of(model)} == {None}
+        drop_out(model, jax.random.key(0))
+        keys = np.concatenate([jax.random.key_data(part.key[...]).reshape(-1, 2) for part in parts_of(model)])
+        assert len(np.unique(keys, axis=0)) == len(keys) == 8, "one for each of four modules in each of two layers"
 
 
 SENTENCES = [
@@ -317,6 +319,8 @@ def test_commands_take_over_the_base_write_text_and_merge(run_dir, tmp_path, cap
     assert done("merge-lora", "merged", "--run_dir", "again")[2].startswith("error: ") and not (tmp_path / "again").exists()
     for wrong in ([], ["tuned", "--base", "x"], ["--adapter", "x"]):
         assert "needs the run of the adapters, or --adapter and --base" in done("merge-lora", *wrong, "--run_dir", "o")[2]
+    shown = done("train", "--init_from", run_dir, "--print_config")[1]
+    assert "dim: 32" in shown and "optimizer: adamw" in shown, "the model of the run, and not that of the default config"
     _, _, err = done(*train[:4], "elsewhere", "--dim", "64")
     assert (
         err
