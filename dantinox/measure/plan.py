@@ -102,6 +102,7 @@ class Plan:
       chips: of the whole machine.
       memory: bytes of a chip, of the machine at hand those that are free.
       chip: its published figures.
+      trained: all of its parameters, or those of adapters beside them.
       matrix_parameters: N of the formulas: all that are multiplied by, the output layer too, norms and look-ups not.
       batch, prompt, new: of the texts that are generated: prompts at once, their tokens, and tokens behind them.
     """
@@ -113,6 +114,7 @@ class Plan:
     chip: Chip | None
     dtype: str
     parameters: int
+    trained: int
     matrix_parameters: int
     vocab_size: int
     batch: int
@@ -194,6 +196,7 @@ def make_plan(
         chip=topology.chip,
         dtype=np.dtype(compute_dtype(model)).name,
         parameters=size(blueprint(model)[1]) // 4,
+        trained=adapter_parameters(trained) or size(blueprint(model)[1]) // 4,
         matrix_parameters=matrix_parameters(model),
         vocab_size=vocab_size,
         batch=batch,

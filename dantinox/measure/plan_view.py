@@ -74,7 +74,8 @@ def _machine(found: Plan) -> Iterator[str]:
     if found.chips > 1:
         link = f", whose links send {human_bytes(found.chip.link)}/s" if found.chip else ""
         yield f"{found.chips} chips{link}: all figures are of one of them, a collective's bytes those that it sends"
-    yield f"{human_count(found.parameters)} parameters, computing in {found.dtype}, {found.vocab_size} symbols"
+    adapters = f" and {human_count(found.trained)} of adapters, which alone are trained" * (found.trained != found.parameters)
+    yield f"{human_count(found.parameters)} parameters{adapters}, computing in {found.dtype}, {found.vocab_size} symbols"
 
 
 def _fits(program: Program, memory: int | None) -> str:

@@ -14,6 +14,7 @@ from dantinox import cli
 from dantinox.config import LoraConfig, UserError, build_config
 from dantinox.interop.peft import run_weights
 from dantinox.interop.safetensors_files import read_tensors
+from dantinox.model.flops import adapter_parameters, attention_flops, training_flops
 from dantinox.model.layers import Linear
 from dantinox.model.lora import Adapted, Place, drop_out, frozen, held, is_adapter, places
 from dantinox.model.lora import adapted as parts_of
@@ -173,6 +174,18 @@ def test_state_and_memory_are_of_the_adapters_alone(base):
     assert programs.memory.frozen == held == 4 * programs.memory.frozen_count
     line = programs.memory.line()
     assert line.startswith("5.06k parameters, 736 of them trained: weights 17.3 kB, adapters 2.94 kB, optimizer 5.90 kB")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model__activation": "gelu", "model__kv_heads": 1}, {"lora__targets": ["v_proj"]}], ids=str
+)
+def test_parameters_and_flops_are_those_of_the_shapes(base, changes):
+    model = lora_config(base, **changes).trained_architecture(VOCABULARY)
+    shapes = blueprint(model)[1]
+    n = sum(np.prod(leaf.shape) for name, leaf in shapes.items() if is_adapter(name))
+    N = sum(np.prod(leaf.shape) for name, leaf in shapes.items() if not is_adapter(name) and leaf.ndim > 1)
+    assert adapter_parameters(model) == n
+    assert training_flops(model, 8) == 4 * N + 6 * n + 3 * attention_flops(model, 8)
 
 
 def test_fresh_adapters_change_nothing(base):
