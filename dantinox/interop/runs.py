@@ -213,7 +213,9 @@ def leaving(run_dir: str | Path) -> Leaving:
         made = tensors
         tensors = Arrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
     dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
-    files = origin["generation_config"], origin["tokenizer_config"]
+    # Without one of its own, transformers takes the vocabulary for one of the family's usual kind.
+    own = origin["tokenizer_config"] if origin["format"] == "hf" else {}
+    files = origin["generation_config"], own or _tokenizer_config(tokenizer, config)
     return Leaving(config, hf_config, *files, tensors, dtypes, tokenizer, template)
 
 
