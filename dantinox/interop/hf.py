@@ -53,7 +53,11 @@ def from_hf(
     Raises:
       UserError: a tensor is missing, is not used, has another shape, or numbers that are no floats; the sentence names it.
     """
-    family, shapes = family_of(config), _shapes(model)
+    family = family_of(config)
+    expected = model.num_blocks * (model.experts.count if model.experts else 1)
+    if expected > len(tensors):  # before anything is made of so large a number
+        raise UserError(f"the checkpoint has {len(tensors)} tensors, its config.json says {expected} layers or experts")
+    shapes = _shapes(model)
     places = _places(family, shapes)
     given = _named(tensors, family, places)
     _account(given, tensors, places, shapes)

@@ -25,6 +25,7 @@ SCALINGS = {"default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "lo
 ORIGINAL = "original_max_position_embeddings"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
+MOST_LAYERS = 10_000
 REQUIRED = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
 DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 # What of a `ModelConfig` is no architecture, and where others of its fields come from.
@@ -92,9 +93,10 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
         for path in (paths,) if isinstance(paths, str) else paths:
             if value is None and (names in REQUIRED or FIELDS[path].default is not None):
                 raise UserError(f"config.json lacks {names.partition('|')[0]}")
-            settings[path] = value
+            settings[path] = _whole(value, names, most=MOST_LAYERS) if path == "model.num_blocks" else value
     key, activations = family.activation
-    if (name := keys.take(key)) not in activations:
+    name = keys.take(key)
+    if not isinstance(name, str) or name not in activations:
         raise UserError(f"config.json has {key}: {shown(name)}, which is none of {', '.join(activations)}")
     settings["model.activation"] = activations[name]
     settings |= _rope_settings(keys, settings)
@@ -117,10 +119,17 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     return nested
 
 
-def _whole(value: Any, key: str) -> int:
-    if type(value) is not int or value < 1:
-        raise UserError(f"config.json has {key}: {shown(value)}, expected a number of at least 1")
+def _whole(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise UserError(f"config.json has {key}: {shown(value)}, expected a number from {least} to {most}")
     return value
+
+
+def _object(value: Any, key: str) -> dict[str, Any]:
+    """A copy of what a key holds, which may be nothing."""
+    if not isinstance(value or {}, dict):
+        raise UserError(f"config.json has {key}: {shown(value)}, expected an object")
+    return dict(value or {})
 
 
 def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,13 +137,11 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     family = keys.family
     if family.rope is None:
         return {}
-    scaling, parameters = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
+    scaling, parameters = (_object(keys.take(key), key) for key in ("rope_scaling", "rope_parameters"))
     theta, share = keys.take("rope_theta", 10000.0), keys.take("partial_rotary_factor", 1.0)
     found: dict[str, Any] = {}
-    if not isinstance(scaling, dict) or not isinstance(parameters, dict):
-        raise UserError("config.json has rope_parameters that are no object")
     if family.rope == "local":
-        layers = {kind: parameters.pop(kind, None) or {} for kind in (SLIDING, FULL)} if parameters else {SLIDING: {}, FULL: {}}
+        layers = {kind: _object(parameters.pop(kind, None), kind) for kind in (SLIDING, FULL)}
         local = dict(layers[SLIDING])
         found["attention.rope_local_theta"] = local.pop("rope_theta", keys.take("rope_local_base_freq"))
         if local.pop("rope_type", "default") != "default" or local or parameters:
@@ -148,11 +155,11 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json has partial_rotary_factor: {shown(share)}, where only 1 is the same model here")
     found["attention.partial_rotary_factor"] = share
     if family.rope == "some layers":
-        L = _whole(settings["model.num_blocks"], "num_hidden_layers")
+        L: int = settings["model.num_blocks"]
         every = _whole(keys.take("no_rope_layer_interval"), "no_rope_layer_interval")
         rotated = keys.take("no_rope_layers")
-        rotated = [(i + 1) % every != 0 for i in range(L)] if rotated is None else [bool(turns) for turns in rotated]
-        found["attention.rope_layers"] = _period(_per_layer(rotated, L, "no_rope_layers"))
+        given = _per_layer(rotated, L, "no_rope_layers") if rotated is not None else [(i + 1) % every for i in range(L)]
+        found["attention.rope_layers"] = _period([bool(turns) for turns in given])
     return found | _scaling_settings(keys, settings, scaling)
 
 
@@ -163,14 +170,15 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
     if partial and kind in ("su", "yarn"):  # names that older files of this family have
         kind = "longrope"
     own = keys.take(ORIGINAL) if partial else None
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(f"config.json has rope_type: {shown(kind)}, which is none of {', '.join(SCALINGS)}")
     found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
     original = scaling.pop(ORIGINAL, None)
     if kind in WITH_ORIGINAL:
-        found["attention.rope_original_context"] = own or original or settings["model.max_context"]
+        found["attention.rope_original_context"] = _whole(own or original or settings["model.max_context"], ORIGINAL)
     if kind in ("yarn", "longrope") and not found["attention.rope_factor"]:
-        found["attention.rope_factor"] = settings["model.max_context"] / found["attention.rope_original_context"]
+        context = _whole(settings["model.max_context"], "max_position_embeddings")
+        found["attention.rope_factor"] = context / found["attention.rope_original_context"]
     for key, value in scaling.items():
         if value is not None and (key, value) != ("truncate", True):
             raise UserError(f"config.json has {on_one_line(key)}: {shown(value)} for rope_type {kind}, which it has not here")
@@ -184,14 +192,16 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
     family = keys.family
     if family.window is None:
         return {}
-    L = _whole(settings["model.num_blocks"], "num_hidden_layers")
+    L: int = settings["model.num_blocks"]
     window = keys.take("sliding_window")
     if "switched" in family.window and not keys.take("use_sliding_window"):
         window = None
     kinds = [FULL if window is None else SLIDING] * L
     if "layers" in family.window:
         given, first = keys.take("layer_types"), keys.take("max_window_layers", 0)
-        every = keys.take("_sliding_window_pattern|sliding_window_pattern", family.pattern)
+        every = family.pattern
+        if family.rope == "local":
+            every = keys.take("_sliding_window_pattern|sliding_window_pattern", every)
         if given is not None:
             kinds = _per_layer(given, L, "layer_types")
         elif family.pattern:
@@ -200,6 +210,7 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             rotated = settings["attention.rope_layers"]
             kinds = [SLIDING if window and not rotated[i % len(rotated)] else FULL for i in range(L)]
         else:
+            first = _whole(first, "max_window_layers", least=0)
             kinds = [SLIDING if window and i >= first else FULL for i in range(L)]
     if other := set(kinds) - {SLIDING, FULL}:
         raise UserError(f"config.json has layer_types: {shown(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.config import build_config
+from dantinox.config import UserError, build_config
 from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import config_of, settings_of
 from dantinox.interop.safetensors_files import TensorFiles
@@ -71,3 +71,11 @@ def test_a_model_made_here_finds_its_family(family):
     assert written["model_type"] == family
     again = build_config(settings_of(written, 64)).architecture(SYMBOLS)
     assert again == replace(settings.architecture(SYMBOLS), dtype=again.dtype)
+
+
+def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
+    for family, key, says in (("gpt2", "n_layer", "28 tensors, .* says 9000"), ("mixtral", "num_local_experts", "200000000")):
+        config, _, files = read(family)
+        settings = build_config(settings_of(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64))
+        with pytest.raises(UserError, match=says):
+            from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)

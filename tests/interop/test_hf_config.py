@@ -117,7 +117,22 @@ def test_scaling_is_read_with_its_numbers():
         ({"architectures": ["LlamaForSequenceClassification"]}, "of llama only LlamaForCausalLM writes text"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": -3}, "model.dim must be"),
-        ({"rope_parameters": [1]}, "rope_parameters that are no object"),
+        ({"rope_parameters": [1]}, "rope_parameters: [1], expected an object"),
+        ({"hidden_act": ["silu"]}, "hidden_act: ['silu'], which is none of silu"),
+        ({"model_type": "gemma2", "sliding_window_pattern": 3}, "sliding_window_pattern: 3, of which nothing is known here"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None}, "max_window_layers: null, expected a"),
+        ({"rope_scaling": {"rope_type": {}, "type": [1], "factor": 2.0}}, "rope_type: [1], which is none of default"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000, expected a number from 1 to 10000"),
+        ({"model_type": "smollm3", "no_rope_layers": 3}, "no_rope_layers: 3, expected a list of 4"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "full_attention: 3, expected an object"),
+        (
+            {"model_type": "phi3", "max_position_embeddings": "long", "rope_scaling": {"type": "su"}},
+            "max_position_embeddings: 'long', expected a number",
+        ),
+        (
+            {"model_type": "phi3", "original_max_position_embeddings": "long", "rope_scaling": {"type": "su"}},
+            "original_max_position_embeddings: 'long', expected a number",
+        ),
         ({"new\nkey": 1}, "config.json has new"),
     ],
 )
