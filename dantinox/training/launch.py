@@ -107,6 +107,7 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
     try:
         template = base_template(config)
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
+        total_steps(config, store.windows_per_epoch)  # what is wrong with them is said here
         chat = None
         if config.training.objective != "next_token":
             chat = ChatTemplate.named(config.data.chat_template or template, tokenizer)

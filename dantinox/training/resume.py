@@ -49,9 +49,21 @@ def resumed_config(saved: Config, given: Config) -> Config:
 
 
 def total_steps(config: Config, windows_per_epoch: int) -> int:
-    """`training.steps`, or as many as `training.epochs` passes over the training windows need."""
+    """`training.steps`, or as many as `training.epochs` passes over the training windows need.
+
+    Raises:
+      UserError: the warm-up is longer than those passes, so that the learning rate would never reach its peak.
+    """
     t = config.training
-    return t.steps if t.steps is not None else max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
+    if t.steps is not None:
+        return t.steps
+    steps = max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
+    if t.warmup_steps > steps:
+        raise UserError(
+            f"training.warmup_steps must be at most {steps}, the steps of training.epochs: {t.epochs} with this corpus, "
+            f"got {t.warmup_steps}: lower it, or give training.steps or more epochs"
+        )
+    return steps
 
 
 def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
