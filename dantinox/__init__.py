@@ -1,4 +1,4 @@
-"""DantinoX: train transformers from one YAML file and generate text with them.
+"""DantinoX: train transformers from one YAML file, or import them, fine-tune them and generate text.
 
     import dantinox
 

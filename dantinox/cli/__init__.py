@@ -66,7 +66,7 @@ def _discard_output() -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="dantinox", description="Train transformers from one YAML file and generate text with them.")
+    parser = Parser(prog="dantinox", description="Train transformers, or import them, fine-tune them and generate text.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, (run, add_flags, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -78,7 +78,7 @@ def _parser() -> Parser:
 
 # Name → what it runs, what adds its flags, and what it is for.
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
-    "train": (train.train, train.train_flags, "Train a model from a YAML file into a run directory."),
+    "train": (train.train, train.train_flags, "Train a model, or fine-tune one, from a YAML file into a run directory."),
     "find-lr": (train.find_lr, train.find_lr_flags, "Let the learning rate climb in a short training, and say which to try."),
     "sweep": (
         sweep.sweep,
@@ -87,9 +87,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     ),
     "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
     "merge-lora": (lora.merge, lora.merge_flags, "Make an ordinary run of low-rank adapters and the weights they are for."),
-    "generate": (generate.generate, generate.generate_flags, "Continue a prompt with a trained model."),
+    "generate": (generate.generate, generate.generate_flags, "Continue a prompt with the model of a run."),
     "chat": (chat.chat, chat.chat_flags, "Hold a conversation with a model at the terminal."),
-    "import": (interop.import_, interop.import_flags, "Make a run directory of a checkpoint of another program."),
+    "import": (interop.import_, interop.import_flags, "Make a run of a checkpoint of another program: Hugging Face, GGUF."),
     "export": (interop.export, interop.export_flags, "Write a run as a folder of transformers or a GGUF file."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),
     "calibrate": (
@@ -97,7 +97,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
         measure.calibrate_flags,
         "Measure what a model's presets need, and save it in its run.",
     ),
-    "eval": (measure.evaluate, measure.evaluate_flags, "Compare samplers, or compressed caches, on a run's validation text."),
+    "eval": (measure.evaluate, measure.evaluate_flags, "Measure perplexity or tasks; compare samplers, or compressed caches."),
     "info": (measure.info, measure.info_flags, "Describe a run: settings, size, training, and what narrow weights cost."),
     "verify": (verify.verify, verify.verify_flags, "Compare every file of a run with what was written."),
     "plan": (
