@@ -23,7 +23,14 @@ from dantinox.platform import WORTHWHILE, bfloat16_gain, platform_of
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
 PRODUCTS = ("auto", "float32", "bfloat16")
+LONG_ROW = 4096  # inputs: of 16 KiB on XLA fuses no conversion into a product any more, and makes wide weights for each row
 NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over weights widened to float32
+
+
+def _weighed(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
+    """weights · row in float32, of weights that are widened as they are read."""
+    wide_OI = weights_OI.astype(jnp.float32)
+    return row_I @ wide_OI.T if len(row_I) < LONG_ROW else jnp.sum(row_I * wide_OI, axis=1)
 
 
 class NarrowLinear(nnx.Module):
@@ -60,7 +67,7 @@ class NarrowLinear(nnx.Module):
     def _row_by_row(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
         weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
-        return jnp.stack([row_I @ weights_OI.astype(jnp.float32).T for row_I in rows_RI])
+        return jnp.stack([_weighed(row_I, weights_OI) for row_I in rows_RI])
 
     def _together(self, rows_RI: jax.Array) -> jax.Array:
         weights_OI = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16)
@@ -96,7 +103,7 @@ class NarrowExperts(nnx.Module):
     def _row_by_row(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
         x_MI = jax.lax.optimization_barrier(x_MI.astype(jnp.float32)) / self.one[...]
         weights_EOI, x_MI = jax.lax.optimization_barrier((self.kernel[...], x_MI))
-        return jnp.stack([x_I @ weights_EOI[e].astype(jnp.float32).T for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
+        return jnp.stack([_weighed(x_I, weights_EOI[e]) for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
 
     def _together(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
         weights_EIO = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16).swapaxes(1, 2)

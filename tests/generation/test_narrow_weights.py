@@ -188,6 +188,18 @@ def test_another_precision_is_named():
         prepare(builder.model(), "int4")
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_long_rows_make_no_wide_weights(weights):
+    """Of 4096 inputs and more XLA does not fuse the conversion into a product, which then costs ten times as much."""
+    linear = Linear((4096,), (64,), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    narrow, x = NarrowLinear(linear, weights), np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32)
+    graph, state = nnx.split(narrow)
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile()
+    expected = x.astype(np.float64) @ rounded(np.asarray(linear.kernel[...]), (4096,), weights)
+    np.testing.assert_allclose(run(state, x), expected, rtol=1e-4, atol=1e-4)
+    assert run.memory_analysis().temp_size_in_bytes < 4096 * 64
+
+
 def test_a_row_of_zeros_stays_zero():
     model = builder.model(UNTIED, seed=1)
     model.head.kernel = nnx.Param(model.head.kernel[...].at[:, 3].set(0.0))
