@@ -1,7 +1,7 @@
 """What decoding reported, as documents that a person or a program can read: a column per quantity, or a record per token."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[s
     """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
 
     def spelled(some: Sequence[int]) -> list[str]:
-        return [_spelt(tokenizer, token) for token in some]
+        return [tokenizer.spelt(token) for token in some]
 
     top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
     found = {
@@ -100,7 +100,7 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
-    spelt = lru_cache(None)(partial(_spelt, tokenizer))
+    spelt = lru_cache(None)(tokenizer.spelt)
 
     def listed(kind: str, n: int) -> list[dict[str, Any]]:
         return [dict(zip(LISTS[kind], (i, spelt(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
@@ -123,12 +123,6 @@ def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[floa
         (ids[own].tolist(), logprobs[own].tolist(), _finite(scores[own]))
         for ids, logprobs, scores, own in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
     ]
-
-
-def _spelt(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token inside of a text: some vocabularies drop a space at the beginning of one."""
-    pieces = tokenizer.pieces
-    return tokenizer.decode([token]) if pieces is None else pieces.inner[token].decode("utf-8", "replace")
 
 
 def router_numbers(params: SamplingParams, row: int) -> dict[str, float | None] | None:

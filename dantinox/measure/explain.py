@@ -198,9 +198,7 @@ def visible(tokenizer: Tokenizer, token: int) -> str:
     """
     if token in tokenizer.special_ids:
         return "".join(map(_escaped, str(tokenizer.core.id_to_token(token))))
-    pieces = tokenizer.pieces
-    text = tokenizer.decode([token]) if pieces is None else pieces.inner[token].decode("utf-8", "surrogateescape")
-    return '"' + "".join(map(_escaped, text)) + '"'
+    return '"' + "".join(map(_escaped, tokenizer.spelt(token, "surrogateescape"))) + '"'
 
 
 def _escaped(character: str) -> str:

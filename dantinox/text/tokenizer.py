@@ -216,6 +216,13 @@ class Tokenizer:
         stream = self.detokenizer()
         return stream.push(ids) + stream.flush()
 
+    def spelt(self, token: int, errors: str = "replace") -> str:
+        """The text of one token inside of a text, where some vocabularies keep a space that they drop at its beginning; `errors`
+        as of `bytes.decode`. Ids outside the vocabulary spell nothing."""
+        if not 0 <= token < self.vocab_size:
+            return ""
+        return self.decode([token]) if self.pieces is None else self.pieces.inner[token].decode("utf-8", errors)
+
     def detokenizer(self) -> Detokenizer:
         """Decodes the ids of a text as they come."""
         return Joined(self.core, self.special_ids) if self.pieces is None else Spelled(self.pieces)

@@ -123,3 +123,14 @@ def test_pre_tokenizer_metaspace_round_trip() -> None:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = Tokenizer(core.to_str())
     assert tokenizer.decode(tokenizer.encode("ab b a")) == "ab b a" and tokenizer.eos_id is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_alone_is_spelt_as_inside_of_a_text_and_rows_of_no_token_are_nothing(kind):
+    tokenizer = KINDS[kind]
+    size = tokenizer.vocab_size
+    assert [tokenizer.spelt(token) for token in (size, size + 9, -1)] == [""] * 3
+    ascii_only = [token for token in range(size) if tokenizer.spelt(token).isascii()]
+    if tokenizer.pieces is not None:
+        a = next(token for token in ascii_only if tokenizer.spelt(token) == "a")
+        assert all(tokenizer.decode([a, token]) == "a" + tokenizer.spelt(token) for token in ascii_only)
