@@ -1,5 +1,6 @@
 """Models of Hugging Face's transformers as ours, and ours as theirs, by the tables of their families."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ __all__ = ["from_hf", "settings_of", "to_hf"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
+MOST_NUMBERS = 1 << 48
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # that are copied at once
 
@@ -58,6 +60,8 @@ def from_hf(
     if expected > len(tensors):  # before anything is made of so large a number
         raise UserError(f"the checkpoint has {len(tensors)} tensors, its config.json says {expected} layers or experts")
     shapes = _shapes(model)
+    if large := next((name for name, shape in shapes.items() if math.prod(shape) > MOST_NUMBERS), None):
+        raise UserError(f"config.json asks for a parameter {large} of shape {list(shapes[large])}, which no file can hold")
     places = _places(family, shapes)
     given = _named(tensors, family, places)
     _account(given, tensors, places, shapes)

@@ -124,7 +124,7 @@ def _roles(source: Source) -> dict[str, Any]:
     given, told = source.tokenizer_config, {**source.config, **source.generation_config}
 
     def name(index: Any) -> str | None:
-        return tokenizer.core.id_to_token(index) if type(index) is int and index >= 0 else None
+        return tokenizer.core.id_to_token(index) if type(index) is int and 0 <= index < tokenizer.vocab_size else None
 
     roles: dict[str, Any] = {}
     for role in ROLES:

@@ -217,8 +217,10 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def spelt(self, token: int, errors: str = "replace") -> str:
-        """The text of one token inside of a text, where some vocabularies keep a space that they drop at its beginning; `errors`
-        as of `bytes.decode`. Ids outside the vocabulary spell nothing."""
+        """The text of one token inside of a text, where some vocabularies keep a space that they drop at its beginning.
+
+        `errors` is that of `bytes.decode`. Ids outside the vocabulary spell nothing.
+        """
         if not 0 <= token < self.vocab_size:
             return ""
         return self.decode([token]) if self.pieces is None else self.pieces.inner[token].decode("utf-8", errors)

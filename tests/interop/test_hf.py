@@ -79,3 +79,11 @@ def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
         settings = build_config(settings_of(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64))
         with pytest.raises(UserError, match=says):
             from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)
+
+
+def test_sizes_that_no_file_can_hold_are_named():
+    config, _, files = read("llama")
+    huge = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**30)
+    settings = build_config(settings_of(config | huge, max_context=64))
+    with pytest.raises(UserError, match="which no file can hold"):
+        from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)

@@ -322,7 +322,7 @@ def test_special_tokens_come_from_the_checkpoints_files(folder_of, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     ids = [tokenizer.core.token_to_id(token) for token in "CD"]
-    edit(folder / "generation_config.json", eos_token_id=ids, do_sample=True, temperature=0.6, top_p=0.9)
+    edit(folder / "generation_config.json", eos_token_id=[*ids, 10**30], do_sample=True, temperature=0.6, top_p=0.9)
     run = import_run(open_folder(folder), tmp_path / "run")
     loaded = dantinox.load(run.path)
     assert loaded.tokenizer.stop_ids == tuple(ids)
