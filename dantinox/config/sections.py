@@ -133,7 +133,9 @@ class TrainingSection(Section):
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = field(
         0.1, "last learning rate as a share of the peak"
     )
-    warmup_steps: CountOrZero = field(100, "steps of linear warm-up from zero")
+    warmup_steps: CountOrZero | None = field(
+        None, "steps of linear warm-up from zero (null: a tenth of the steps, at most 100)"
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning rate after warm-up")
     decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(
         0.2, "wsd: share of the steps spent in the final decay"
@@ -259,7 +261,7 @@ class Config(Section):
         t, d, k, log = self.training, self.data, self.tokenizer, self.logging
         if t.batch_size % t.grad_accum:
             yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
-        if t.steps is not None and t.warmup_steps > t.steps:
+        if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
             yield f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
         if t.objective == "dpo" and t.init_from is None:

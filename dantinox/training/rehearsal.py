@@ -25,7 +25,7 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
     """
     if jax.default_backend() == "cpu":
         keep_freed_memory()
-    steps = config.training.steps or max(STEPS, config.training.warmup_steps)
+    steps = config.training.steps or max(STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)
     programs = Programs(config, model, steps, layout)

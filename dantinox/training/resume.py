@@ -58,7 +58,7 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
     if t.steps is not None:
         return t.steps
     steps = max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
-    if t.warmup_steps > steps:
+    if (t.warmup_steps or 0) > steps:
         raise UserError(
             f"training.warmup_steps must be at most {steps}, the steps of training.epochs: {t.epochs} with this corpus, "
             f"got {t.warmup_steps}: lower it, or give training.steps or more epochs"

@@ -89,7 +89,11 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "two positions": ("attention:\n  trainable_pos: true\n", ("exclude each other",), 2),
     "window without width": ("attention:\n  sliding_window: true\n", ("attention.context_window must be an integer",), None),
     "accumulation": ("training:\n  batch_size: 8\n  grad_accum: 3\n", ("must divide training.batch_size, got 3 and 8",), 3),
-    "warm-up past the end": ("training:\n  steps: 10\n", ("at most training.steps, got 100 and 10",), None),
+    "warm-up past the end": (
+        "training:\n  steps: 10\n  warmup_steps: 100\n",
+        ("at most training.steps, got 100 and 10",),
+        None,
+    ),
     "tokenizer without file": ("tokenizer:\n  tokenizer_type: file\n", ("tokenizer.tokenizer_path must be given",), None),
     "two names of the corpus": (
         "data:\n  path: a\n  dataset_name: b\n",

@@ -28,6 +28,11 @@ def test_warm_up_climbs_in_equal_steps_and_never_rests_at_zero():
     np.testing.assert_allclose(factors("constant")[:12], [*(np.arange(1, 12) / 11), 1], rtol=1e-6)
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (101, 10), (5000, 100)])
+def test_a_warm_up_that_nobody_gave_is_a_tenth_of_the_steps_and_at_most_100(steps, warmup):
+    np.testing.assert_array_equal(factors("linear", steps, warmup=None), factors("linear", steps, warmup=warmup))
+
+
 def test_cosine_has_its_closed_form():
     done = (np.arange(10, 101) - 10) / 90
     np.testing.assert_allclose(factors("cosine")[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * done)) / 2, atol=1e-6)
