@@ -18,6 +18,8 @@ PUBLIC = {
     "load_config": "dantinox.config",
     "Tokenizer": "dantinox.text",
     "Transformer": "dantinox.model",
+    "export_checkpoint": "dantinox.interop.checkpoints",
+    "import_checkpoint": "dantinox.interop.checkpoints",
     "generate": "dantinox.generation",
     "load": "dantinox.generation",
     "prepare": "dantinox.generation",

@@ -3,8 +3,6 @@
 import argparse
 from pathlib import Path
 
-from dantinox.config import UserError
-
 
 def import_flags(command: argparse.ArgumentParser) -> None:
     source = "a folder of transformers, a .gguf file, a run directory of DantinoX 0, or owner/model of Hugging Face's hub"
@@ -17,33 +15,10 @@ def import_flags(command: argparse.ArgumentParser) -> None:
 
 
 def import_(options: argparse.Namespace) -> int:
-    if options.max_context is not None and options.max_context < 1:
-        raise UserError(f"--max_context must be at least 1, got {options.max_context}")
-    from dantinox.interop.hf_folder import fetch, open_folder
-    from dantinox.interop.runs import import_run
+    from dantinox.interop.checkpoints import import_checkpoint
 
-    path = Path(options.source)
-    if (path / "config.yaml").is_file() and not (path / "config.json").exists():
-        return _import_v0(path, options)
-    if path.suffix == ".gguf":
-        from dantinox.interop.gguf import open_source
-
-        source = open_source(path)
-    else:
-        source = open_folder(path if path.exists() else fetch(options.source))
-    run = import_run(source, options.run_dir, options.dtype, options.max_context)
-    print(f"{source.config['model_type']}: {len(source.tensors)} tensors, all of them, in {run.path}")
-    return 0
-
-
-def _import_v0(path: Path, options: argparse.Namespace) -> int:
-    from dantinox.interop.runs import import_v0
-    from dantinox.run import RunDirectory
-
-    if RunDirectory(path).manifest.is_file():
-        raise UserError(f"{path} is a run directory of this version already: use it as it is")
-    run = import_v0(path, options.run_dir, options.dtype, options.max_context)
-    print(f"DantinoX 0: all arrays of {path} in {run.path}")
+    run, family, tensors = import_checkpoint(options.source, options.run_dir, options.dtype, options.max_context)
+    print(f"{family}: {tensors} tensors, all of them, in {run.path}")
     return 0
 
 
@@ -56,20 +31,7 @@ def export_flags(command: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    if options.format == "hf":
-        if options.type == "q8_0":
-            raise UserError("--type q8_0 belongs to --format gguf: give f32, f16 or bf16")
-        from dantinox.interop.runs import export_hf
+    from dantinox.interop.checkpoints import export_checkpoint
 
-        print(f"{options.dest}: {export_hf(options.run_dir, options.dest, options.type)['model_type']}")
-        return 0
-    from dantinox.interop.gguf import export_gguf
-    from dantinox.interop.runs import leaving
-
-    left = leaving(options.run_dir)
-    export_gguf(
-        options.dest, left.config, left.hf_config, left.tensors, left.tokenizer, kind=options.type or "f32",
-        chat_template=left.chat_template, name=options.run_dir.absolute().name,
-    )  # fmt: skip
-    print(f"{options.dest}: {left.hf_config['model_type']}")
+    print(f"{options.dest}: {export_checkpoint(options.run_dir, options.dest, options.format, options.type)}")
     return 0

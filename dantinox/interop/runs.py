@@ -60,8 +60,13 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
     return RunDirectory(path)
 
 
-def import_v0(folder: str | Path, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
+def import_v0(
+    folder: str | Path, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None
+) -> tuple[RunDirectory, int]:
     """Makes a run directory of one of DantinoX 0; the arguments are those of `import_run`.
+
+    Returns:
+      The run, and how many arrays it was made of.
 
     Raises:
       UserError: the run cannot be read exactly, or something is in the way; the sentence names it.
@@ -79,7 +84,7 @@ def import_v0(folder: str | Path, run_dir: str | Path, dtype: str = "auto", max_
         save_weights(run.weights, arrays)
         save_tokenizer(run, found.tokenizer)
         save_config(run, config)
-    return RunDirectory(run_dir)
+    return RunDirectory(run_dir), len(arrays)
 
 
 def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:

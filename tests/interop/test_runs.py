@@ -342,3 +342,16 @@ def test_the_commands(folder_of, tmp_path, capsys):
     assert main(["import", str(tmp_path / "none"), "--run_dir", str(tmp_path / "x")]) == 2
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "x"), "--max_context", "0"]) == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_what_the_library_offers_refuses_in_a_sentence(tmp_path):
+    for arguments, says in [
+        (("x", tmp_path / "r", "float16"), "dtype must be one of auto, float32, bfloat16, got float16"),
+        (("x", tmp_path / "r", "auto", 0), "max_context must be at least 1, got 0"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            dantinox.import_checkpoint(*arguments)
+    with pytest.raises(UserError, match="format must be one of hf, gguf, got onnx"):
+        dantinox.export_checkpoint(tmp_path, tmp_path / "d", "onnx")
+    with pytest.raises(UserError, match=r"of format hf must be one of f32, f16, bf16, got q8_0 \(it belongs to gguf\)"):
+        dantinox.export_checkpoint(tmp_path, tmp_path / "d", "hf", "q8_0")
