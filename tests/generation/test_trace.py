@@ -60,6 +60,7 @@ def test_a_document_says_what_the_arrays_say(run, settings):
         assert document["router"] is None and {token["survivors"] for token in tokens} == {9}
 
 
+@pytest.mark.exhaustive
 def test_parts_of_characters_add_up(run):
     """Bytes that are no text of their own: the pieces are still the text."""
     result = run.generate("é", logprobs=2, seed=5, max_new_tokens=40, temperature=3.0, ignore_eos=True)

@@ -57,6 +57,7 @@ def test_a_text_read_through_few_keys_is_that_of_these_keys():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eviction_costs_where_a_head_looks_far_back(monkeypatch):
     """Of four heads with random weights three are made to say nothing."""
     T, start = 320, 160

@@ -363,6 +363,7 @@ def windowed(model, window):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "NEAR", 12)
     caches, _ = contenders(run, None, [], [0.5], CONTEXT)

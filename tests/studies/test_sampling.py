@@ -552,6 +552,7 @@ def test_the_control_has_the_shares_that_its_pattern_showed():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_random_strategies_have_the_routers_shares(toy):
     record = asdict(evaluate_sampling(toy, methods=["router_calibrated", "router_random"], **LITTLE))
     assert [method["name"] for method in record["methods"]] == ["human", "router_calibrated", "router_random"]

@@ -76,6 +76,7 @@ def test_the_period_divides_the_depth(layers, kinds, period):
     assert small_config(**settings).architecture(VOCABULARY).period == period
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_rolled_layers_is_one_like_any_other(workshop):
     """Its file holds layers apart, it resumes, and its samples are written by a model with its layers apart."""
     config = small_config(

@@ -46,6 +46,7 @@ def test_a_vocabulary_without_a_line_break_starts_from_its_begin_token():
         make_sampler(settings(), Tokenizer(tree))
 
 
+@pytest.mark.exhaustive
 def test_samples_need_no_calibration(run_dir):
     """Nothing is measured before there is a model: they take the guide's numbers."""
     run = load(run_dir)
@@ -56,6 +57,7 @@ def test_samples_need_no_calibration(run_dir):
     assert make_sampler(config, run.tokenizer)(run.model) == "a" + guide.text
 
 
+@pytest.mark.exhaustive
 def test_a_budget_of_the_run_is_not_for_samples(run_dir):
     run = load(run_dir)
     config = settings(run.config, training__sample_prompt="a", kv__budget=0.2, generation__max_new_tokens=40)

@@ -1,0 +1,107 @@
+"""An engine without a model, for the dialects: it says a text over and over, a token at a time, as an engine would."""
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+from dantinox.config import TokenizerSection, UserError, build_config, overlay
+from dantinox.generation import Run
+from dantinox.generation.stopping import StopFinder
+from dantinox.serve.ask import Answer, Busy, Piece, Status, Unavailable
+from dantinox.text import train_tokenizer
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+SAYS = "once upon a time there was a fox; "
+
+
+def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> Run:
+    """A run whose model is nothing but its context and its vocabulary."""
+    config = build_config({"generation": settings} if settings else {})
+    model = SimpleNamespace(config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size))
+    return Run(config, model, tokenizer)
+
+
+class FakeEngine:
+    """Meets every ask with `says`, from its beginning: sample s begins at its character s.
+
+    Attributes:
+      asked: the asks that came.
+      state: `ready`, or whatever a test wants.
+      full: whether the queue is.
+      pause: seconds between tokens.
+      fails: an error that ends the next answer behind its second token.
+    """
+
+    name = "fake"
+
+    def __init__(self, run: Run | None = None, says: str = SAYS, pause: float = 0.0):
+        self.run, self.says, self.pause = run or fake_run(), says, pause
+        self.asked, self.cancelled, self.tasks = [], [], set()
+        self.state, self.full, self.fails = "ready", False, None
+        self.counters: Counter[str] = Counter()
+
+    def settings(self, given):
+        config = overlay(self.run.config, given)
+        if config.kv != self.run.config.kv:
+            raise UserError("kv.budget is set when the server starts")
+        return config
+
+    def submit(self, ask):
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}")
+        if self.full:
+            raise Busy(2.0)
+        context = self.run.model.config.max_context
+        if len(ask.ids) >= context:
+            raise UserError(f"the prompt has {len(ask.ids)} tokens and fills the model's context of {context}: shorten it")
+        self.asked.append(ask)
+        answer = Answer(ask, self.cancelled.append)
+        task = asyncio.get_running_loop().create_task(self._meet(ask, answer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return answer
+
+    def status(self):
+        context = self.run.model.config.max_context
+        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters)
+
+    async def _meet(self, ask, answer):
+        generation = ask.config.generation
+        if ask.echo:
+            answer.prompt.extend(self._record(token, ask.logprobs, first=n == 0) for n, token in enumerate(ask.ids))
+        room = min(generation.max_new_tokens, self.run.model.config.max_context - len(ask.ids))
+        for sample in range(generation.n):
+            stops = StopFinder(generation.stop, generation.keep_stop)
+            ids = list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
+            for number, token in enumerate(ids):
+                await asyncio.sleep(self.pause)
+                if answer in self.cancelled:
+                    answer.give([Piece(sample, "", [], "cancelled")])
+                    break
+                if self.fails is not None and number == 2:
+                    answer.end(self.fails)
+                    return
+                text = stops.push(self.run.tokenizer.decode([token]))
+                reason = "stop" if stops.found else "length" if number == len(ids) - 1 else None
+                text += stops.flush() if reason == "length" else ""
+                answer.stats.new_tokens += 1
+                answer.give([Piece(sample, text, [self._record(token, ask.logprobs)], reason)])
+                if reason:
+                    break
+            else:
+                if not ids:
+                    answer.give([Piece(sample, "", [], "length")])
+        answer.end()
+
+    def _record(self, token, logprobs, first=False):
+        record = {"id": int(token), "text": self.run.tokenizer.spelt(token)}
+        if logprobs is None or first:
+            return record
+        spelt, chance = self.run.tokenizer.spelt, math.log(0.5)
+        others = [{"id": i, "text": spelt(i), "logprob": chance - i, "logprob_sampled": chance - i} for i in range(logprobs)]
+        return record | {
+            "entropy": 1.5, "varentropy": 0.25, "survivors": 40, "rank": 0, "logprob": math.log(0.5),
+            "logprob_sampled": math.log(0.6), "alternatives": others,
+        }  # fmt: skip

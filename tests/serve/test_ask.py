@@ -1,0 +1,57 @@
+"""An answer brings pieces from the engine's thread to a reader, in order, and ends."""
+
+import asyncio
+import threading
+
+import pytest
+
+from dantinox.config import UserError
+from dantinox.serve.ask import Answer, Ask, Piece
+
+from .fakes import SAYS, FakeEngine, fake_run
+
+
+def ask(engine, prompt="a", **settings):
+    return Ask(tuple(engine.run.prompt_ids(prompt)), engine.settings({"max_new_tokens": 12, **settings}))
+
+
+def test_pieces_come_in_order_from_another_thread():
+    async def read():
+        cancelled = []
+        answer = Answer(Ask((1,), fake_run().config), cancelled.append)
+        pieces = [Piece(0, str(n), []) for n in range(50)]
+
+        def engine():
+            for piece in pieces:
+                answer.give([piece])
+            answer.end()
+
+        threading.Thread(target=engine).start()
+        assert [piece async for piece in answer] == pieces
+        with pytest.raises(StopAsyncIteration):
+            await anext(answer)
+        answer.cancel()
+        assert cancelled == [answer]
+
+    asyncio.run(read())
+
+
+def test_an_error_ends_an_answer():
+    async def read():
+        answer = Answer(Ask((1,), fake_run().config), lambda answer: None)
+        answer.give([Piece(0, "a", [])])
+        answer.end(UserError("no"))
+        assert (await anext(answer)).text == "a"
+        with pytest.raises(UserError):
+            await anext(answer)
+
+    asyncio.run(read())
+
+
+def test_the_fake_engine_speaks():
+    async def read():
+        engine = FakeEngine()
+        return [piece async for piece in engine.submit(ask(engine))]
+
+    pieces = asyncio.run(read())
+    assert "".join(piece.text for piece in pieces) == SAYS[:12] and pieces[-1].finish_reason == "length"
