@@ -147,6 +147,7 @@ def test_log_probabilities(generate):
     assert told["prompt_tokens"] == ["a", "b"] and told["prompt_logprobs"][0] is None
 
 
+@pytest.mark.exhaustive
 def test_what_the_router_did_goes_to_three_places(generate, tmp_path):
     lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
     flags = [

@@ -7,6 +7,7 @@ from jax import Array, lax
 
 from dantinox.sampling.best_of_n import Candidates
 from dantinox.sampling.router import AttentionMetrics, Route, logit_metrics
+from dantinox.sampling.search import total
 from dantinox.sampling.steps import finite_max
 
 
@@ -77,5 +78,5 @@ def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Ar
 def _logprobs(logits_V: Array, some: Array) -> Array:
     """ln softmax of some of the logits; -inf in an empty row."""
     largest = finite_max(logits_V)
-    mass = jnp.sum(jnp.exp(logits_V - largest))
+    mass = total(jnp.exp(logits_V - largest))
     return jnp.where(mass > 0, some - largest - jnp.log(mass), -jnp.inf)

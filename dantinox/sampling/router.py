@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from dantinox.config import UserError
 from dantinox.config.router import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
+from dantinox.sampling.search import total
 from dantinox.sampling.steps import LARGEST, finite_max
 
 Number = Array | float
@@ -69,11 +70,11 @@ def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
     """
     d_V = logits_V.astype(jnp.float32)
     d_V -= finite_max(d_V)
-    lnZ = jnp.log(jnp.maximum(jnp.sum(jnp.exp(d_V)), TINY))
+    lnZ = jnp.log(jnp.maximum(total(jnp.exp(d_V)), TINY))
     p_V = jnp.exp(d_V - lnZ)
     surprise_V = jnp.where(p_V > 0, lnZ - d_V, 0)
-    entropy = jnp.sum(p_V * surprise_V)
-    return entropy / LN2, jnp.sum(p_V * (surprise_V - entropy) ** 2) / LN2**2
+    entropy = total(p_V * surprise_V)
+    return entropy / LN2, total(p_V * (surprise_V - entropy) ** 2) / LN2**2
 
 
 def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
@@ -88,14 +89,14 @@ def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
     scores_HS = jnp.where(valid_HS, scores_HS.astype(jnp.float32), 0)
     masked_HS = jnp.where(valid_HS, scores_HS, -jnp.inf)
     d_HS = masked_HS - jax.vmap(finite_max)(masked_HS)[:, None]
-    lnZ_H1 = jnp.log(jnp.maximum(jnp.sum(jnp.exp(d_HS), axis=1, keepdims=True), TINY))
+    lnZ_H1 = jnp.log(jnp.maximum(jax.vmap(total)(jnp.exp(d_HS)), TINY))[:, None]
     a_HS = jnp.exp(d_HS - lnZ_H1)
-    entropy_H = jnp.sum(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0), axis=1) / LN2
+    entropy_H = jax.vmap(total)(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0)) / LN2
     return LayerAttention(
         entropy_H,
         entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, as the entropy is
-        jnp.mean(jnp.sum(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)), axis=1)) / 2,
-        jnp.mean(jnp.sum(jnp.abs(scores_HS), axis=1) / jnp.maximum(keys_H, 1)),
+        jnp.mean(jax.vmap(total)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
+        jnp.mean(jax.vmap(total)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
     )
 
 
@@ -140,8 +141,10 @@ def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
     """
     entropy_B, varentropy_B = jax.vmap(logit_metrics)(logits)
     scores = attention_scores.astype(jnp.float32)
-    a_BHQT = jax.nn.softmax(scores, axis=-1)
-    entropy_BHQ = -jnp.sum(a_BHQT * jnp.log2(jnp.clip(a_BHQT, 1e-10, 1.0)), axis=-1)
+    sums = jax.vmap(jax.vmap(jax.vmap(total)))
+    weights_BHQT = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    a_BHQT = weights_BHQT / sums(weights_BHQT)[..., None]
+    entropy_BHQ = -sums(a_BHQT * jnp.log2(jnp.clip(a_BHQT, 1e-10, 1.0)))
     apart_BT = jnp.mean(jnp.abs(a_BHQT - jnp.mean(a_BHQT, axis=1, keepdims=True)), axis=(1, 2))
     return {
         "logits_entropy": jnp.mean(entropy_B),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.config.generation import GREEDY_BELOW
-from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys
+from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys, total
 
 Ties = Literal["first", "all"]
 Rule = Literal["inclusive", "exclusive"]
@@ -291,21 +291,21 @@ def log_mass(logits_V: Array, rest: Rest = NOTHING) -> Array:
 def _log_softmax(logits_V: Array, rest: Rest = NOTHING) -> tuple[Array, Array]:
     """ln P, -inf for removed tokens also in a row that has no others; and ln Σ e^(x − M)."""
     shifted_V = logits_V - finite_max(logits_V)
-    lnZ = jnp.log(jnp.maximum(jnp.sum(jnp.exp(shifted_V)) + rest.mass, jnp.finfo(jnp.float32).tiny))
+    lnZ = jnp.log(jnp.maximum(total(jnp.exp(shifted_V)) + rest.mass, jnp.finfo(jnp.float32).tiny))
     return shifted_V - lnZ, lnZ
 
 
 def _softmax(logits_V: Array, rest: Rest = NOTHING) -> Array:
     """P; 0 in a row without tokens."""
     weights_V = jnp.exp(logits_V - finite_max(logits_V))
-    return weights_V / jnp.maximum(jnp.sum(weights_V) + rest.mass, jnp.finfo(jnp.float32).tiny)
+    return weights_V / jnp.maximum(total(weights_V) + rest.mass, jnp.finfo(jnp.float32).tiny)
 
 
 def entropy(logits_V: Array, rest: Rest = NOTHING) -> Array:
     """−ΣP ln P in nats, with 0·ln 0 = 0."""
     logP_V, lnZ = _log_softmax(logits_V, rest)
     P_V = jnp.exp(logP_V)
-    return -jnp.sum(jnp.where(P_V > 0, P_V * logP_V, 0)) - (rest.moment - rest.mass * lnZ) * jnp.exp(-lnZ)
+    return -total(jnp.where(P_V > 0, P_V * logP_V, 0)) - (rest.moment - rest.mass * lnZ) * jnp.exp(-lnZ)
 
 
 def _head(logits_V: Array, k: Array, ties: Ties = "first") -> Array:

@@ -39,12 +39,13 @@ def trained(mesh="", **changes):
     return np.array(losses), adapters, float(counted.nats / counted.targets)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
         ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1}),
-        pytest.param("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}, marks=pytest.mark.exhaustive),
-        pytest.param("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}, marks=pytest.mark.exhaustive),
+        ("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}),
+        ("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}),
     ],
     ids=str,
 )

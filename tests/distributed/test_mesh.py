@@ -24,7 +24,7 @@ from .mesh import KINDS, V, layout_of, program, same, settings, trained
 DEVICES = 8
 DENSE, SPARSE = ("fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=2 tensor=2"), ("data=2 expert=4", "expert=2 fsdp=2 tensor=2")
 QUICK = {
-    *((kind, "adamw", DENSE[0]) for kind in ("dense", "biases")), ("dense", "muon", DENSE[0]), ("moe", "adamw", SPARSE[0]),
+    ("biases", "adamw", DENSE[0]), ("dense", "muon", DENSE[0]), ("moe", "adamw", SPARSE[0]),
     ("mla", "muon", "fsdp=8"),
 }  # fmt: skip
 EACH = [

@@ -45,6 +45,7 @@ def never_interrupted(tmp_path_factory):
     return partial(whole, tmp_path_factory.getbasetemp())
 
 
+@pytest.mark.exhaustive
 def test_a_run_leaves_what_it_leaves_on_one_device(workshop, monkeypatch):
     """Rows of the logs, best weights, and samples of the model as it was."""
     said = {}

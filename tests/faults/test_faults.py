@@ -93,6 +93,7 @@ def test_rewind_goes_back_and_past_the_batch(workshop):
         assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
 
 
+@pytest.mark.exhaustive
 def test_rewind_without_a_checkpoint_begins_again_and_gives_up_at_last(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="rewind", training__steps=6)
     workshop.train("run", config, store=poisoned(config, 1))

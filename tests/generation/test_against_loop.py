@@ -124,20 +124,16 @@ def test_every_chain_in_one_batch():
         assert text == builder.slowly(model, prompt, 14, **row), name
 
 
+@pytest.mark.exhaustive  # tests/sampling/test_window.py has orders of all kinds
 @pytest.mark.parametrize(
     ("settings", "order"),
     [
         ({"preset": "kobold"}, ("repetition_penalty", "top_k", "top_a", "top_p", "tail_free", "typical", "temperature")),
-        pytest.param(
+        (
             {"preset": "kobold", "sampler_order": [5, 4, 3, 2, 1, 0, 6]},
             ("temperature", "typical", "tail_free", "top_p", "top_a", "top_k", "repetition_penalty"),
-            marks=pytest.mark.exhaustive,  # tests/sampling/test_window.py has orders of all kinds
         ),
-        pytest.param(
-            {"sampler_order": ["top_p", "repetition_penalty", "temperature", "top_k", "typical", "top_a", "tail_free"]},
-            None,
-            marks=pytest.mark.exhaustive,
-        ),
+        ({"sampler_order": ["top_p", "repetition_penalty", "temperature", "top_k", "typical", "top_a", "tail_free"]}, None),
     ],
 )
 def test_other_orders(settings, order):

@@ -262,7 +262,8 @@ def read_with(monkeypatch, plan, model=None, dense=False, **limits):
 TEXTS = builder.prompts(300, 130, seed=6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
     """The cache, the token and what the router reads of attention are those of all scores at once."""
     model = builder.model(builder.config(max_context=512, windows=(None, 48, 200)))

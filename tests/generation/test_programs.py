@@ -150,6 +150,7 @@ def test_prefill_computes_the_last_position_alone(wide, optimised):
     assert positions_with_logits(optimised(prefill_program(wide, 500, report=3))) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_prompts_own_tokens_are_looked_up_a_few_at_a_time(wide, monkeypatch, optimised):
     """511 positions by 1,031 tokens are never held at once, and what is found is what all of them at once give."""
     V, found = wide.config.vocab_size, {}

@@ -111,6 +111,7 @@ def test_chain_and_router_in_one_call_are_batches_of_their_own(run):
     assert len(jax.tree.leaves(batches[0].session.params.router)) == 0
 
 
+@pytest.mark.exhaustive
 def test_candidates_in_document_json_trace_and_page(run):
     result = run.generate("abc", logprobs=2, show_candidates=True, seed=3, max_new_tokens=12, ignore_eos=True, **ROUTED)
     plain = run.generate("abc", seed=3, max_new_tokens=12, ignore_eos=True, **ROUTED)

@@ -102,6 +102,7 @@ def test_a_million_draws_of_fifty_tokens(place):
     assert p_value(pairs, DRAWS * np.outer(share, share).ravel()) > SIGNIFICANCE
 
 
+@pytest.mark.exhaustive
 def test_a_million_draws_of_128_thousand_tokens():
     x_V = large_row()
     tokens_N, counts_V = counted(x_V, 2)

@@ -40,12 +40,13 @@ def trained(scan_layers, optimizer="adamw", **changes):
     return losses, counts, {name: np.asarray(x) for name, x in unrolled(state.parameters).items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "optimizer, changes",
     [
         ("adamw", {"model__gradient_checkpointing": True}),
-        pytest.param("muon", {}, marks=pytest.mark.exhaustive),
-        pytest.param("adafactor", {}, marks=pytest.mark.exhaustive),
+        ("muon", {}),
+        ("adafactor", {}),
     ],
 )
 def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
