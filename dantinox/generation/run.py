@@ -109,7 +109,7 @@ class Run:
         """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it.
 
         Args:
-          more: `score_fn` and `show_candidates`, as of `generate`.
+          more: `score_fn` and `show_candidates`, as of `generate`; `also`, as of `SamplingParams.build`.
         """
         asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
         measured, size = self.calibration() if asked else None, self.model.config.vocab_size

@@ -20,11 +20,12 @@ def sampling_params(
     score_fn: ScoreFn | None = None,
     show_candidates: bool = False,
     vocab_size: int | None = None,
+    also: Sequence[str] | None = None,
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
 
     Args:
-      measured, score_fn, show_candidates: as of `SamplingParams.build`.
+      measured, score_fn, show_candidates, also: as of `SamplingParams.build`.
       vocab_size: logits of a token, where a model has more than the tokenizer has tokens.
 
     Raises:
@@ -41,6 +42,7 @@ def sampling_params(
         measured=measured,
         score_fn=score_fn,
         show_candidates=show_candidates,
+        also=also,
     )
 
 

@@ -102,7 +102,10 @@ def sample(
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        reported = jax.vmap(partial(step_info, report))(raw_BV, final_BV, token_B, greedy_B)._replace(routed=routed)
+        wanted = None if params.reports is None else params.reports.any()
+        told = jax.vmap(partial(step_info, report))
+        reported = _if(wanted, told, partial(_zeros_of, told), raw_BV, final_BV, token_B, greedy_B)
+        reported = reported._replace(routed=routed)
     new_state = update(params, state, token_B, active_B, surprise_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
@@ -200,14 +203,32 @@ def _run(names: Sequence[str], x_BN: Array, context: Context) -> tuple[Array, Ar
     """Runs steps over rows or their windows; also ln Σe^x before the cut of mirostat, where the names hold it."""
     log_mass_B = None
     for name in names:
+        wanted = context.params.on[name].any() if context.params.spares else None
         if name in STEERED:
-            mass_B = jax.vmap(steps.log_mass)(x_BN, *([] if context.window is None else [context.window.rest]))
+            mass_B = _if(wanted, _log_masses, lambda x_BN, _: jnp.zeros(len(x_BN)), x_BN, context)
             log_mass_B = mass_B if log_mass_B is None else jnp.where(context.params.on[name], mass_B, log_mass_B)
-        if STEPS[name].by_row and context.window is None:
-            x_BN = lax.map(partial(_if_on, name), (x_BN, context))
-        else:
-            x_BN = jax.vmap(partial(run_step, name))(x_BN, context)
+        x_BN = _if(wanted, partial(_run_step, name), lambda x_BN, _: x_BN, x_BN, context)
     return x_BN, log_mass_B
+
+
+def _if(wanted: Array | None, function: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
+    """The function where it is wanted, which with None it always is."""
+    return function(*operands) if wanted is None else lax.cond(wanted, function, otherwise, *operands)
+
+
+def _zeros_of(function: Callable[..., Any], *operands: Any) -> Any:
+    """Zeros in the place of what a function gives."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *operands))
+
+
+def _log_masses(x_BN: Array, context: Context) -> Array:
+    return jax.vmap(steps.log_mass)(x_BN, *([] if context.window is None else [context.window.rest]))
+
+
+def _run_step(name: str, x_BN: Array, context: Context) -> Array:
+    if STEPS[name].by_row and context.window is None:
+        return lax.map(partial(_if_on, name), (x_BN, context))
+    return jax.vmap(partial(run_step, name))(x_BN, context)
 
 
 def _if_on(name: str, row: tuple[Array, Context]) -> Array:

@@ -45,8 +45,8 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router"),
-    meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates"),
+    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router", "reports"),
+    meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates", "spares"),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -67,6 +67,8 @@ class SamplingParams:
       attends: whether the router reads attention metrics, which the model then has to report.
       score_fn: chooses among candidates that are really drawn; None: the likeliest is taken, whose distribution needs no draws.
       candidates: of the router that are drawn at most; 0 where nobody wants to see them.
+      reports: [B] bool, the rows that a report is wanted of, where not of all; nothing is computed while there is none.
+      spares: whether a step that no row has on is passed over when the program runs, which pays where a plan is for many.
     """
 
     numbers: dict[str, Array]
@@ -81,6 +83,8 @@ class SamplingParams:
     attends: bool = False
     score_fn: ScoreFn | None = None
     candidates: int = 0
+    spares: bool = False
+    reports: Array | None = None
 
     @classmethod
     def build(
@@ -95,6 +99,7 @@ class SamplingParams:
         measured: Mapping[str, float] | None = None,
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
+        also: Sequence[str] | None = None,
     ) -> "SamplingParams":
         """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
 
@@ -107,6 +112,8 @@ class SamplingParams:
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
           score_fn: the router's candidates are drawn, and the one that scores highest is taken; part of the program.
           show_candidates: report the router's candidates with each token; the tokens stay the same.
+          also: steps that the plan has whether a row has them on or not, with a draw: rows that want them can then take the
+            place of others in the same program.
 
         Raises:
           UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
@@ -131,9 +138,10 @@ class SamplingParams:
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         on_rows = [_steps_of(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
-        draws = any(not _is_greedy(section) for section in sections)
+        draws = also is not None or any(not _is_greedy(section) for section in sections)
         # The number changed most is always part of a program that draws, so that no value of it compiles anything.
         always = {"temperature"} if draws and not any("dynamic_temperature" in on for on in on_rows) else set()
+        always |= {*(also or ())}
         plan = tuple(name for name in (*EDITS, *order_of(first)) if name in always or any(name in on for on in on_rows))
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBERS.keys()
         tables = _tables(sections, plan)
@@ -154,6 +162,7 @@ class SamplingParams:
             attends=True in attends,
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
+            spares=also is not None,
         )
 
     @property
@@ -279,7 +288,7 @@ def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[
             tables[f"{key}_by"] = _padded([_finite(getattr(section, key).values()) for section in sections], 0.0)
         if kind in (Sequences, SequenceBiases):
             rows = [_sequences(section, key) for section in sections]
-            count, longest = max(map(len, rows)), max(len(words) for row in rows for words, _ in row)
+            count, longest = max(map(len, rows)), max((len(words) for row in rows for words, _ in row), default=1)
             arrays = [word_arrays([words for words, _ in row], _wide(count), _wide(longest)) for row in rows]
             tables[f"{key}_before"], tables[key] = (jnp.asarray(np.stack(part)) for part in zip(*arrays, strict=True))
             tables[f"{key}_by"] = _padded([_finite(bias for _, bias in row) for row in rows], 0.0)

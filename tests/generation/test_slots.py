@@ -1,0 +1,200 @@
+"""Texts that move into and out of a running batch: each says what it says alone, whatever is beside it."""
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.generation import Run
+from dantinox.generation.slots import Kept, Slots
+from dantinox.text import train_tokenizer
+
+from . import builder
+
+pytestmark = pytest.mark.slow
+
+BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+
+CONTEXT = 192
+LONG = "x" + "once upon a time there was a fox that said " * 3
+NEIGHBOURS = (
+    {"greedy": True},
+    {"dry_multiplier": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"xtc_probability": 0.5, "top_k": 5, "logit_bias": {"97": 3.0}, "bad_words": ["fox"]},
+    {"typical": 0.7, "min_p": 0.1, "tail_free": 0.9, "no_repeat_ngram": 3},
+)
+
+
+def make(context=CONTEXT, settings=None, **changes):
+    changes = {"vocab_size": BYTES.vocab_size, "max_context": context} | changes
+    run = Run(
+        build_config({"model": {"max_context": context}} | (settings or {})), builder.model(builder.config(**changes)), BYTES
+    )
+    return run, Slots(run, 4, context)
+
+
+@pytest.fixture(scope="module")
+def served():
+    run, slots = make()
+    slots.compile(slots.lane(run.config), echo=True)
+    return run, slots
+
+
+def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=False, **settings):
+    """Begins a text; what was kept of it."""
+    config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
+    kept = slots.kept(ids) if reuse else Kept(None, 0)
+    slots.begin(slot, ids, kept, echo)
+    while slots.read(slot):
+        pass
+    slots.start(slot, slots.lane(config), config, limit=limit, report=report)
+    return kept
+
+
+def decode(slots, steps=8):
+    """Decodes all to the end: tokens and reports by slot."""
+    tokens, infos, busy = {}, {}, True
+    while busy:
+        gained = slots.collect(slots.dispatch(steps))
+        for one in gained:
+            tokens.setdefault(one.slot, []).extend(one.tokens.tolist())
+            infos.setdefault(one.slot, []).append(one.info)
+        busy = any(not one.done for one in gained)
+    return tokens, infos
+
+
+DRAWN = {"temperature": 1.2, "top_p": 0.95}
+
+
+def test_a_text_is_that_of_a_run_alone(served):
+    run, slots = served
+    for settings in (DRAWN, NEIGHBOURS[1], NEIGHBOURS[3]):
+        put(run, slots, 1, "hello world", **settings)
+        assert decode(slots)[0][1] == run.generate("hello world", seed=3, max_new_tokens=24, **settings).tokens, settings
+
+
+def test_a_text_is_the_same_in_every_slot_with_any_neighbours(served, programs):
+    run, slots = served
+    put(run, slots, 0, LONG, **DRAWN)
+    alone = decode(slots)[0][0]
+    programs()
+    for slot in range(4):
+        for steps in (1, 32):
+            others = [other for other in range(4) if other != slot]
+            for other, settings in zip(others, NEIGHBOURS[slot:] + NEIGHBOURS[:slot], strict=False):
+                put(run, slots, other, "something else", limit=5 + 3 * other, report=other == 2, **settings)
+            slots.dispatch(3)
+            put(run, slots, slot, LONG, **DRAWN)
+            assert decode(slots, steps)[0][slot] == alone
+    assert programs() == 0
+
+
+def test_a_part_that_was_read_is_not_read_again(served):
+    run, slots = served
+    for slot in range(4):
+        put(run, slots, slot, "nothing", limit=1)
+    decode(slots)
+    assert put(run, slots, 0, LONG, reuse=True) == Kept(None, 0)
+    alone = decode(slots)[0][0]
+    ids = run.prompt_ids(LONG)
+    assert len(ids) > slots.part
+    assert put(run, slots, 0, LONG, reuse=True) == put(run, slots, 2, LONG, reuse=True) == Kept(0, slots.part)
+    assert list(decode(slots)[0].values()) == [alone, alone]
+    assert slots.kept(ids[: slots.part]) == Kept(None, 0), "the last token is read with the first one that is drawn"
+    assert slots.kept([*ids[:5], 1, *ids[6:]]) == Kept(None, 0)
+
+
+def test_samples_of_a_prompt_that_is_read_once(served):
+    run, slots = served
+    expected = [result.tokens for result in run.generate(LONG, seed=3, max_new_tokens=12, n=3, **DRAWN)]
+    config, ids = run.settings({"seed": 3, "max_new_tokens": 12} | DRAWN), run.prompt_ids(LONG)
+    slots.begin(0, ids)
+    while slots.read(0):
+        pass
+    for sample, slot in enumerate((0, 3, 1)):
+        if slot:
+            slots.copy(0, slot)
+        slots.start(slot, slots.lane(config), config, limit=12, sample_index=sample)
+    tokens = decode(slots)[0]
+    assert [tokens[slot] for slot in (0, 3, 1)] == expected
+
+
+def test_reports_of_tokens_and_of_the_prompt(served):
+    run, slots = served
+    alone = run.generate(LONG, seed=3, max_new_tokens=20, logprobs=20, echo=True, **DRAWN)
+    put(run, slots, 2, LONG, limit=20, report=True, echo=True, **DRAWN)
+    told = slots.echoed(2)
+    np.testing.assert_allclose(told.logprob, alone.info["prompt_logprobs"][1:], atol=2e-5)
+    put(run, slots, 0, "nobody asks", **DRAWN)
+    tokens, infos = decode(slots)
+    assert tokens[2] == alone.tokens and infos[0][0] is None
+    for field in ("logprob", "logprob_sampled", "entropy", "varentropy"):
+        found = np.concatenate([getattr(info, field) for info in infos[2]])
+        np.testing.assert_allclose(found, getattr(alone.steps, field), atol=2e-5)
+    np.testing.assert_array_equal(np.concatenate([info.top_ids for info in infos[2]]), alone.steps.top_ids)
+
+
+def test_a_text_that_was_stopped_is_gone(served):
+    run, slots = served
+    put(run, slots, 0, "a", **DRAWN)
+    put(run, slots, 1, "b", **DRAWN)
+    flight = slots.dispatch(4)
+    slots.stop(0)
+    assert [one.slot for one in slots.collect(flight)] == [1]
+    put(run, slots, 0, "c", limit=3)
+    assert len(decode(slots)[0][0]) == 3
+
+
+def test_what_a_server_does_not_take(served):
+    run, slots = served
+    for settings, message in (
+        ({"weights": "int8"}, "generation.weights is 'auto' in this server, got 'int8'"),
+        ({"kv_budget": 0.5}, "kv.budget is null in this server, got 0.5"),
+    ):
+        with pytest.raises(UserError, match=message):
+            slots.lane(run.settings(settings))
+    config = run.settings({"banned_tokens": [*range(200)] * 3})
+    slots.begin(0, [1])
+    with pytest.raises(UserError, match=r"generation.banned_tokens must have at most 512 entries in a server"):
+        slots.start(0, slots.lane(config), config, limit=3)
+    with pytest.raises(UserError, match=r"context must be in \[2, 192\]"):
+        Slots(run, 4, 193)
+
+
+def test_the_router(served):
+    run, slots = served
+    settings = {"strategy": "entropy"}
+    config = run.settings(settings)
+    lane = slots.lane(config)
+    assert not slots.ready(lane)
+    slots.compile(lane)
+    assert slots.ready(lane)
+    put(run, slots, 3, "abc", report=True, **settings)
+    put(run, slots, 1, "abc", **DRAWN)
+    tokens, infos = decode(slots)
+    assert tokens[3] == run.generate("abc", seed=3, max_new_tokens=24, **settings).tokens
+    assert tokens[1] == run.generate("abc", seed=3, max_new_tokens=24, **DRAWN).tokens
+    assert infos[3][0].routed is not None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"windows": (16, None)}, {}),
+        ({}, {"kv": {"budget": 0.5, "signal": "uniform"}}),
+        ({}, {"kv": {"dtype": "int8"}}),
+    ],
+)
+def test_other_caches(changes, settings):
+    run, slots = make(64, settings, **changes)
+    slots.compile(slots.lane(run.config))
+    prompt = LONG[:40]
+    put(run, slots, 0, prompt, **DRAWN)
+    alone = decode(slots)[0][0]
+    put(run, slots, 2, prompt, limit=8, **DRAWN)
+    put(run, slots, 1, "b" * 20, **DRAWN)
+    slots.dispatch(5)
+    assert put(run, slots, 0, prompt, reuse=True, **DRAWN).length == 0
+    assert decode(slots)[0][0] == alone
+    if not run.config.kv.compresses:
+        assert alone == run.generate(prompt, seed=3, max_new_tokens=24, **DRAWN).tokens
