@@ -93,10 +93,12 @@ class Answer:
     Attributes:
       stats: what it took.
       prompt: with `echo` a record for each of the prompt's tokens, the first without chances; there with the first piece.
+      when_read: called with it, on the loop, once it has been read to its end.
     """
 
     def __init__(self, ask: Ask, cancel: Callable[["Answer"], None]):
         self.ask, self.stats, self.prompt = ask, Stats(len(ask.ids)), list[Record]()
+        self.when_read: list[Callable[[Answer], None]] = []
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self._waiting: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._ended = False
@@ -117,6 +119,8 @@ class Answer:
         if isinstance(found, Piece):
             return found
         self._ended = True
+        for read in self.when_read:
+            read(self)
         raise StopAsyncIteration if found is None else found
 
     def cancel(self) -> None:

@@ -1,0 +1,258 @@
+"""What clients of OpenAI send, checked: bodies of completions and of chats, and the settings of ours in them."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dantinox.config.overlay import KEYS
+from dantinox.files import on_one_line, shown
+from dantinox.serve.ask import Constraint
+from dantinox.serve.guard import Refused
+
+SAMPLES, PROMPTS, ALTERNATIVES = 16, 64, 20  # of one request; of each token
+STOPS, STOP_LENGTH = 32, 512
+# What others call our settings. Files are named when a server starts, never by its clients.
+NAMES = {name: name for name in KEYS if name != "kv_calibration"} | {"typical_p": "typical"}
+# Fields that would change the answer, and values with which they do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "suffix": ("",),
+    "audio": (),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "use_beam_search": (False,),
+}
+KNOWN = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "tool_choice",
+    "function_call",
+    "safety_identifier",
+}
+REMEMBERED = 256  # names of unknown fields
+
+log = logging.getLogger("dantinox.serve")
+_unknown: set[str] = set()
+
+
+def _texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """One text, several, the ids of one, or those of several."""
+    if value is None or isinstance(value, str):
+        return [value or ""]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            return [value]
+        if all(isinstance(item, str) or (isinstance(item, list) and item) for item in value):
+            ids = [token for item in value if isinstance(item, list) for token in item]
+            if all(type(token) is int for token in ids):
+                return value
+    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists, none of them empty")
+
+
+def _at_most(most: int, what: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if len(value) > most:
+            raise ValueError(f"must have at most {most} {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _content(value: Any) -> str:
+    """The text of a message: itself, or parts that are texts."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") in ("text", "input_text")]
+        if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)  # type: ignore[arg-type]
+    raise ValueError("must be a text, or a list of parts of the type text")
+
+
+Stop = Annotated[str, Field(max_length=STOP_LENGTH)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Alternatives = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
+
+
+class _Part(BaseModel):
+    """An object that a client sends: null is what is not given, no value is converted, unknown fields are kept aside."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+
+
+class StreamOptions(_Part):
+    include_usage: bool | None = None
+
+
+class JSONSchema(_Part):
+    source: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class ResponseFormat(_Part):
+    type: str
+    json_schema: JSONSchema | None = None
+
+
+class Message(_Part):
+    role: str
+    content: Annotated[str, BeforeValidator(_content)] = ""
+
+
+class Body(_Part):
+    """What both kinds of requests have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=SAMPLES)] | None = None
+    best_of: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[Stop, ...], BeforeValidator(_texts), _at_most(STOPS, "texts")] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+
+    def given(self, max_tokens: int | None) -> dict[str, Any]:
+        """The settings that the request gives, as `Serving.settings` takes them."""
+        extra = self.model_extra or {}
+        found = {NAMES[name]: value for name, value in extra.items() if name in NAMES and value is not None}
+        own = {
+            "max_new_tokens": max_tokens,
+            "n": self.n,
+            "seed": None if self.seed is None else self.seed % 2**32,
+            "stop": None if self.stop is None else list(self.stop),
+            "logit_bias": self.logit_bias,
+        }
+        found |= {name: value for name, value in own.items() if value is not None}
+        if found.get("temperature"):
+            found.setdefault("greedy", False)  # a run that is greedy by itself is sampled by who asks for a temperature
+        return found
+
+    def constraint(self) -> Constraint | None:
+        """What the answer has to follow.
+
+        Raises:
+          Refused: 400, it is no such thing, or there are two.
+        """
+        guided = self.guided_json
+        found = {
+            "response_format": self._format(),
+            "guided_json": guided and Constraint("json_schema", guided if isinstance(guided, str) else json.dumps(guided)),
+            "guided_regex": self.guided_regex and Constraint("regex", self.guided_regex),
+            "guided_grammar": self.guided_grammar and Constraint("lark", self.guided_grammar),
+            "grammar": self.grammar and Constraint("gbnf", self.grammar),
+        }
+        names = [name for name, constraint in found.items() if constraint]
+        if len(names) > 1:
+            raise Refused(400, f"{names[0]} and {names[1]} both say what the answer has to be: give one", param=names[1])
+        return next((constraint for constraint in found.values() if isinstance(constraint, Constraint)), None)
+
+    def _format(self) -> Constraint | None:
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        kind, schema = self.response_format.type, self.response_format.json_schema
+        if kind == "json_object":
+            return Constraint("json_object", "")
+        if kind != "json_schema":
+            wanted = "must be text, json_object or json_schema"
+            raise Refused(400, f"response_format.type {wanted}, got {shown(kind)}", param="response_format.type")
+        if schema is None or schema.source is None:
+            raise Refused(400, "response_format.json_schema.schema is missing", param="response_format")
+        return Constraint("json_schema", json.dumps(schema.source))
+
+
+class CompletionBody(Body):
+    """Of `/v1/completions`."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts), _at_most(PROMPTS, "prompts")] = Field([""])
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
+
+
+class ChatBody(Body):
+    """Of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+
+
+class TokenizeBody(_Part):
+    """Of `/tokenize`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Part):
+    """Of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+Kind = TypeVar("Kind", bound=_Part)
+
+
+def read(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
+    """A body of this kind.
+
+    Raises:
+      Refused: 400, which field is wrong and what is allowed, or not to be had here.
+    """
+    for name, harmless in UNSUPPORTED.items():
+        if data.get(name) is not None and data[name] not in harmless:
+            raise Refused(400, f"{name} is not supported by this server: leave it out", param=name, code="unsupported")
+    try:
+        body = kind.model_validate(dict(data))
+    except ValidationError as error:
+        raise _sentence(error) from None
+    _check_combination(body)
+    for name in (body.model_extra or {}).keys() - NAMES.keys() - KNOWN - UNSUPPORTED.keys() - _unknown:
+        if len(_unknown) < REMEMBERED:
+            _unknown.add(name)
+            log.warning("a request has the field %s, which is not known and has no effect (said once)", on_one_line(name))
+    return body
+
+
+def _check_combination(body: _Part) -> None:
+    if not isinstance(body, Body):
+        return
+    if body.stream_options is not None and not body.stream:
+        raise Refused(400, "stream_options goes with stream: true", param="stream_options")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise Refused(400, f"best_of must be as many as n, got {shown(body.best_of)}", param="best_of", code="unsupported")
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise Refused(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
+
+
+def _sentence(error: ValidationError) -> Refused:
+    first = error.errors(include_url=False)[0]
+    param = ".".join(on_one_line(str(part)) for part in first["loc"][:4])
+    if first["type"] == "missing":
+        return Refused(400, f"{param} is missing", param=param)
+    words = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if not words.startswith("must"):
+        words = f"is wrong: {words.lower()}"
+    return Refused(400, f"{param} {words}, got {shown(first['input'])}", param=param)

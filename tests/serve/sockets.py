@@ -1,0 +1,55 @@
+"""A real server on a real socket, for what only connections can show."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from dantinox.serve.guard import patient_protocol
+from dantinox.serve.options import Limits
+
+
+@contextlib.contextmanager
+def serving(app, limits: Limits | None = None) -> Iterator[int]:
+    """Serves an application by uvicorn in a thread, as `dantinox serve` does; the port."""
+    limits = limits or Limits()
+    config = uvicorn.Config(
+        app,
+        http=patient_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        h11_max_incomplete_event_size=limits.head,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    until = time.monotonic() + 10
+    while not server.started and time.monotonic() < until:
+        time.sleep(0.005)
+    assert server.started
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def exchange(port: int, data: bytes, seconds: float = 5.0, half_close: bool = False) -> bytes:
+    """Sends bytes as they are, and all that comes back until the server closes or `seconds` have gone by without a byte."""
+    with socket.create_connection(("127.0.0.1", port), seconds) as connection:
+        connection.sendall(data)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while part := connection.recv(65536):
+                found += part
+        return found

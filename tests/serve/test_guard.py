@@ -1,0 +1,420 @@
+"""Who may ask, how much and how fast, what JSON is read, and what becomes of an answer whose reader has left."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from dantinox.config import UserError
+from dantinox.serve.app import make_app
+from dantinox.serve.ask import Busy, Unavailable
+from dantinox.serve.guard import DEPTH, Refused, parse_json, refused
+from dantinox.serve.options import Limits, Options
+
+from .fakes import FakeEngine
+from .sockets import exchange, serving
+
+ASK = {"prompt": "a", "max_tokens": 5}
+HEAD = "Host: localhost\r\nContent-Type: application/json\r\n"
+
+
+def client(engine=None, **options):
+    app = make_app(engine or FakeEngine(), Options(**options))
+    return TestClient(app, base_url="http://localhost:8000", raise_server_exceptions=False)
+
+
+def post(text, headers="", path="/v1/completions", length=None):
+    """A request as bytes."""
+    body = text if isinstance(text, bytes) else text.encode()
+    length = len(body) if length is None else length
+    return f"POST {path} HTTP/1.1\r\n{HEAD}Content-Length: {length}\r\n{headers}\r\n".encode() + body
+
+
+def status(answer: bytes) -> int:
+    assert answer.startswith(b"HTTP/1.1 "), answer[:100]
+    return int(answer[9:12])
+
+
+# --- JSON
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": NaN}', "NaN"),
+        ('{"a": -Infinity}', "Infinity"),
+        ('{"a": 1e400}', "too large"),
+        ('{"a": -1e999}', "too large"),
+        ('{"a": ' + "9" * 5000 + "}", "too large"),
+        ('{"a": 100000000000000000000}', "too large"),
+        ('{"a": 1, "a": 2}', "twice"),
+        ('{"b": {"a": 1, "a": 1}}', "twice"),
+        ("[" * 100_000, "inside each other"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "inside each other"),
+        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "inside each other"),
+        ('{"a": "\\ud800"}', "half a character"),
+        ('{"\\udfff": 1}', "half a character"),
+        ('{"a": 1,}', "line 1"),
+        ("{'a': 1}", "line 1"),
+        ("", "not JSON"),
+        ("\ufeff{}", "not JSON"),
+    ],
+)
+def test_json_is_read_strictly(text, words):
+    with pytest.raises(Refused) as caught:
+        parse_json(text.encode())
+    assert caught.value.status == 400 and words in caught.value.message
+    assert len(caught.value.message) < 200
+
+
+def test_json_that_is_fine_is_read_as_it_is():
+    text = '{"a": [1, -2.5, true, null, "\\ud83d\\ude00é"], "b": {"a": {}}, "c": 18446744073709551615}'
+    assert parse_json(text.encode()) == json.loads(text)
+    deepest = "[" * DEPTH + "]" * DEPTH
+    assert parse_json(deepest.encode()) == json.loads(deepest)
+
+
+def test_bytes_that_are_not_utf8_are_refused():
+    with pytest.raises(Refused, match="byte 6 "):
+        parse_json(b'{"a":"\xff"}')
+
+
+def test_many_keys_take_no_longer_than_they_should():
+    """A quadratic search for keys that stand twice would take minutes."""
+    names = ",".join(f'"{n}":1' for n in range(100_000))
+    before = time.perf_counter()
+    with pytest.raises(Refused, match="twice"):
+        parse_json(f'{{{names},"99999":1}}'.encode())
+    assert time.perf_counter() - before < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ('Application/JSON; charset="UTF-8"', 200),
+        ("application/vnd.api+json", 200),
+        ("application/json; charset=latin-1", 415),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("", 415),
+    ],
+)
+def test_content_type(kind, expected):
+    with client() as http:
+        answer = http.post("/v1/completions", content=json.dumps(ASK), headers={"content-type": kind})
+    assert answer.status_code == expected
+    if expected == 415:
+        assert "application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"a"', "null"])
+def test_a_body_is_an_object(text):
+    with client() as http:
+        answer = http.post("/v1/completions", content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "object" in answer.json()["error"]["message"]
+
+
+# --- who may ask
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "localhost."])
+def test_hosts_of_its_own(host):
+    with client() as http:
+        assert http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "localhost:80:80",
+        "a@localhost",
+        "127.0.0.1.evil.example",
+        "",
+        "10.0.0.1",
+        "[::2]",
+    ],
+)
+def test_other_hosts(host):
+    with client() as http:
+        for path in ("/health", "/v1/models", "/nothing"):
+            answer = http.get(path, headers={"host": host})
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "host"
+
+
+def test_hosts_that_are_named():
+    with client(hosts=frozenset({"a.example", "ip"})) as http:
+        for host, expected in (("a.example:80", 200), ("10.1.2.3", 200), ("[fe80::1]:80", 200), ("b.example", 400)):
+            assert http.get("/health", headers={"host": host}).status_code == expected
+    with client(hosts=frozenset({"*"})) as http:
+        assert http.get("/health", headers={"host": "anything"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ("http://localhost:8000", 200),
+        ("https://a.example", 200),
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://localhost:8001", 403),
+    ],
+)
+def test_pages_of_others_cannot_ask(origin, expected):
+    with client(origins=("https://a.example",)) as http:
+        answer = http.post("/v1/completions", json=ASK, headers={"origin": origin})
+        assert answer.status_code == expected
+        allowed = answer.headers.get("access-control-allow-origin")
+        assert allowed == ("https://a.example" if origin == "https://a.example" else None)
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_without_a_name_there_is_no_cors():
+    with client() as http:
+        asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+        answer = http.options("/v1/completions", headers=asked)
+        assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
+
+
+def test_a_browser_asks_before_it_sends_a_key():
+    with client(origins=("*",), key="secret") as http:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+        answer = http.options("/v1/completions", headers={"origin": "https://a.example", **asked})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
+        denied = http.post("/v1/completions", json=ASK, headers={"origin": "https://a.example"})
+        assert denied.status_code == 401 and denied.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("Bearer secret-ü", 200),
+        ("bearer secret-ü", 200),
+        ("Bearer  secret-ü ", 200),
+        ("Bearer secret", 401),
+        ("Bearer secret-ü2", 401),
+        ("Basic secret-ü", 401),
+        ("secret-ü", 401),
+        ("Bearer", 401),
+        ("", 401),
+        (None, 401),
+    ],
+)
+def test_the_key(value, expected):
+    headers = {} if value is None else {"authorization": value.encode()}
+    with client(key="secret-ü") as http:
+        for path in ("/v1/models", "/metrics", "/tokenizer_info"):
+            assert http.get(path, headers=headers).status_code == expected
+        assert http.post("/v1/completions", json=ASK, headers=headers).status_code == expected
+        nothing = http.get("/nothing", headers=headers)
+        assert nothing.status_code == (404 if expected == 200 else 401)
+        assert http.get("/health", headers=headers).status_code == 200
+        if expected == 401:
+            assert nothing.headers["www-authenticate"] == "Bearer" and "secret" not in nothing.text
+
+
+def test_headers_for_browsers():
+    with client() as http:
+        for answer in (http.get("/health"), http.get("/nothing"), http.post("/v1/completions", json=ASK)):
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+            assert answer.headers["cache-control"] == "no-store"
+            assert "server" not in answer.headers
+
+
+# --- how much and how fast
+
+
+def test_bodies_that_are_too_large():
+    limits = Limits(body=1000)
+    large = json.dumps({"prompt": "a" * 2000})
+    with client(limits=limits) as http:
+        answer = http.post("/v1/completions", content=large, headers={"content-type": "application/json"})
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+        fitting = json.dumps(ASK).ljust(1000)
+        assert http.post("/v1/completions", content=fitting, headers={"content-type": "application/json"}).status_code == 200
+        answer = http.post("/v1/completions", content=fitting + " ", headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+
+
+def test_a_real_server_counts_what_comes():
+    """Whatever the head says of the length."""
+    limits = Limits(body=1000, seconds=0.5)
+    with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
+        part = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+        chunked = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
+        assert status(exchange(port, chunked + part * 3 + b"0\r\n\r\n")) == 413
+        assert status(exchange(port, chunked + part * 40)) == 413  # and no end in sight
+        assert status(exchange(port, post(b" " * 5000))) == 413
+        assert status(exchange(port, post("", length=10**9))) == 413  # a length alone is enough
+        assert status(exchange(port, post("", length=10**18))) == 413
+        assert status(exchange(port, post(json.dumps(ASK), length=900))) == 408  # more was announced than came
+        assert status(exchange(port, post(json.dumps(ASK) + "more", length=len(json.dumps(ASK))))) == 200
+        assert status(exchange(port, post(json.dumps(ASK), length=5))) == 400  # half of it
+        assert status(exchange(port, post(json.dumps(ASK), "Content-Length: 7\r\n"))) == 400
+        assert status(exchange(port, post("", "Expect: 100-continue\r\n", length=2000))) == 413
+        assert exchange(port, post("", "Expect: 100-continue\r\n", length=50)).startswith(b"HTTP/1.1 100")
+        without = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Connection: close\r\n\r\n".encode()
+        assert status(exchange(port, without)) == 400
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK).status_code == 200
+
+
+def test_heads_that_are_too_large_or_too_slow():
+    limits = Limits(seconds=0.5)
+    with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
+        assert status(exchange(port, head + b"a" * 15_000 + b"\r\nConnection: close\r\n\r\n")) == 200
+        assert status(exchange(port, head + b"a" * 20_000)) == 400
+        for sent in (b"", head):  # nothing, and the beginning of a head
+            before = time.perf_counter()
+            assert exchange(port, sent) == b""
+            assert 0.3 < time.perf_counter() - before < 3
+        with socket.create_connection(("127.0.0.1", port), 5) as slow:  # a byte at a time does not buy time
+            before = time.perf_counter()
+            with contextlib.suppress(OSError):
+                for byte in head + b"a" * 1000:
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.02)
+            assert time.perf_counter() - before < 3
+
+
+def test_a_reader_that_takes_nothing_is_let_go():
+    limits = Limits(stalled=0.5)
+    engine = FakeEngine(says="a" * 100)
+    engine.run.model.config.max_context = 10**9
+    with (
+        serving(make_app(engine, Options(limits=limits)), limits) as port,
+        socket.create_connection(("127.0.0.1", port), 5) as reader,
+    ):
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        reader.sendall(post(json.dumps({"prompt": "a", "max_tokens": 200_000, "stream": True})))
+        until = time.monotonic() + 10
+        while not engine.cancelled and time.monotonic() < until:
+            time.sleep(0.02)
+        assert engine.cancelled
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_cancels(stream):
+    engine = FakeEngine(pause=0.05)
+    with serving(make_app(engine)) as port:
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(post(json.dumps({"prompt": ["a", "b"], "max_tokens": 100, "stream": stream})))
+            until = time.monotonic() + 5
+            while len(engine.asked) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+            if stream:
+                connection.recv(1000)
+            assert not engine.cancelled
+        before = time.monotonic()
+        while len(engine.cancelled) < 2 and time.monotonic() < before + 5:
+            time.sleep(0.005)
+        assert len(engine.cancelled) == 2 and time.monotonic() - before < 0.5
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK).status_code == 200
+        assert len(engine.cancelled) == 2  # what is answered to the end is not
+
+
+def test_two_hundred_leave_and_the_next_one_is_answered():
+    engine = FakeEngine(pause=0.02)
+    with serving(make_app(engine)) as port:
+        for _ in range(200):
+            with socket.create_connection(("127.0.0.1", port), 5) as connection:
+                connection.sendall(post(json.dumps({"prompt": "a", "max_tokens": 200, "stream": True})))
+        before = time.monotonic()
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK)
+        assert answer.status_code == 200 and time.monotonic() - before < 5
+        while engine.tasks and time.monotonic() < before + 5:
+            time.sleep(0.02)
+        assert not engine.tasks
+
+
+def test_one_connection_for_many_requests():
+    """What was refused closes it; what was answered does not."""
+    with serving(make_app(FakeEngine())) as port:
+        answer = exchange(port, post(json.dumps(ASK)) * 3 + post("{}", "Host: evil\r\n"), seconds=1)
+        assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"HTTP/1.1 400") == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("data", [b"", b"\x00\xff\xfe", b"GET", b"\r\n" * 50, b"POST / HTTP/9.9\r\n\r\n", b"a" * 100])
+def test_what_is_no_http(path, data):
+    with serving(make_app(FakeEngine()), Limits(seconds=0.2)) as port:
+        answer = exchange(port, data.replace(b" / ", f" {path} ".encode()))
+        assert answer == b"" or status(answer) == 400
+
+
+# --- what exceptions mean
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UserError("generation.top_p must be in [0, 1]"), (400, "top_p")),
+        (UserError("no"), (400, None)),
+        (Unavailable("loading"), (503, None)),
+    ],
+)
+def test_exceptions_of_an_engine(error, expected):
+    found = refused(error)
+    assert (found.status, found.param) == expected and found.message == str(error)
+
+
+def test_busy_says_when_to_come_back():
+    found = refused(Busy(2.4))
+    assert found.status == 429 and found.headers["retry-after"] == "3"
+    with pytest.raises(KeyError):
+        refused(KeyError("x"))
+
+
+def test_a_failure_is_no_hang():
+    engine = FakeEngine()
+    engine.settings = lambda given: 1 / 0
+    with client(engine) as http:
+        answer = http.post("/v1/completions", json=ASK)
+        assert answer.status_code == 500 and "ZeroDivision" not in answer.text
+        assert answer.json()["error"]["type"] == "server_error"
+
+
+def test_the_guards_do_not_swallow_cancellation():
+    """An application that is stopped from outside stops what it asked for."""
+
+    async def check():
+        engine = FakeEngine(pause=10)
+        body = json.dumps(ASK).encode()
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions"}
+        scope |= {
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "scheme": "http",
+            "server": ("localhost", 80),
+            "root_path": "",
+        }
+        scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await asyncio.sleep(100)
+
+        async def send(message):
+            raise AssertionError(message)
+
+        task = asyncio.create_task(make_app(engine)(scope, receive, send))
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(engine.cancelled) == 1
+
+    asyncio.run(check())
