@@ -27,7 +27,7 @@ def is_digits(text: str) -> bool:
 def _as_biases(value: Any) -> Any:
     """A mapping, or `token=value` texts; null stands for -inf, as JSON has no other way to write it."""
     pairs = _pairs(value)
-    if not isinstance(pairs, list) or not all(isinstance(token, str | int) for token, _ in pairs):
+    if pairs is None or not all(isinstance(token, str | int) for token, _ in pairs):
         return value
     return {str(token): bias for token, bias in pairs}
 
@@ -35,20 +35,20 @@ def _as_biases(value: Any) -> Any:
 def _as_sequence_biases(value: Any) -> Any:
     """The same for texts of any length, and pairs of a text or a list of token ids and its bias."""
     pairs = _pairs(value)
-    return tuple((_as_sequence(words), bias) for words, bias in pairs) if isinstance(pairs, list) else value
+    return tuple((_as_sequence(words), bias) for words, bias in pairs) if pairs is not None else value
 
 
-def _pairs(value: Any) -> Any:
-    """(name, bias) of a mapping, of `name=bias` texts, or of pairs; -inf for null. Anything else as it is."""
+def _pairs(value: Any) -> list[tuple[Any, Any]] | None:
+    """(name, bias) of a mapping, of `name=bias` texts, or of pairs; -inf for null. None of anything else."""
     if isinstance(value, list | tuple):
         parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
         if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
-            return value
+            return None
         pairs = [(name, _number(bias)) for name, bias in parts]
     elif isinstance(value, Mapping):
         pairs = [*value.items()]
     else:
-        return value
+        return None
     return [(name, -math.inf if bias is None else bias) for name, bias in pairs]
 
 

@@ -23,11 +23,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dantinox.config import UserError
+from dantinox.config import Config, UserError
 from dantinox.files import on_one_line, shown
-from dantinox.serve.ask import Busy, Unavailable
+from dantinox.serve.ask import Busy, Serving, Unavailable
 from dantinox.serve.options import Limits, Options
 
+SAMPLES, STOPS, STOP_LENGTH = 16, 32, 512  # of one prompt; texts that end it, and characters of one
+LARGEST = 2**32  # number of a setting: products of two are finite in float32
 DEPTH = 32  # of lists and objects inside each other
 DIGITS = 20  # of an integer, its sign included
 DRAINED = 16  # times the limit: what is read of a body that is too long, so that its sender hears why it is refused
@@ -179,6 +181,39 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise Refused(400, f"the body holds a text with half a character, \\u{ord(text[error.start]):04x}") from None
+
+
+# --- settings
+
+
+def client_settings(engine: Serving, given: Mapping[str, Any]) -> Config:
+    """The settings of a request, of which a client may give less than the person who starts the server.
+
+    Raises:
+      Refused: 400, a file is named, or a number, a count or a text is larger than anybody needs.
+      UserError: as `Serving.settings`.
+    """
+    if "kv_calibration" in given:
+        raise Refused(400, "kv.calibration names a file: it is set when the server starts", param="kv_calibration")
+    for name, value in given.items():
+        _check_numbers(name, value)
+    config = engine.settings(given)
+    if "n" in given and config.generation.n > SAMPLES:
+        raise Refused(400, f"n must be at most {SAMPLES}, got {config.generation.n}", param="n")
+    if "stop" in given:
+        stops = config.generation.stop
+        if len(stops) > STOPS or any(len(stop) > STOP_LENGTH for stop in stops):
+            raise Refused(400, f"stop must be at most {STOPS} texts of at most {STOP_LENGTH} characters", param="stop")
+    return config
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    inside = [value]
+    while inside:
+        part = inside.pop()
+        if isinstance(part, int | float) and abs(part) > LARGEST:
+            raise Refused(400, f"{name} must hold numbers between ±2^32, got {shown(part)}", param=name)
+        inside += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else []
 
 
 # --- answers that come piece by piece

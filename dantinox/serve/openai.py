@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from dantinox.config import Config
 from dantinox.serve.ask import Answer, Ask, Busy, Piece, Record, Serving, Unavailable
-from dantinox.serve.guard import Refused, events, json_body, refused
+from dantinox.serve.guard import Refused, client_settings, events, json_body, refused
 from dantinox.serve.openai_bodies import Body, ChatBody, CompletionBody, Message, read
 from dantinox.serve.options import Options
 from dantinox.serve.spelling import bytes_of, name_of, prompt_ids
@@ -54,7 +54,7 @@ def routes(engine: Serving, options: Options) -> list[Route]:
     async def completions(request: Request) -> ASGIApp:
         body = read(CompletionBody, await json_body(request))
         check_model(engine, body.model)
-        config = engine.settings(body.given(body.max_tokens))
+        config = client_settings(engine, body.given(body.max_tokens))
         prompts = await prompt_ids(engine.run, body.prompt)
         size = engine.run.tokenizer.vocab_size
         logprobs = None if body.logprobs is None else min(body.logprobs, size)
@@ -69,7 +69,7 @@ def routes(engine: Serving, options: Options) -> list[Route]:
         body = read(ChatBody, await json_body(request))
         check_model(engine, body.model)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        config = engine.settings(body.given(limit))
+        config = client_settings(engine, body.given(limit))
         ids, ends = await renderer.encode(body.messages)
         config = with_ends(config, ends.difference(engine.run.tokenizer.stop_ids))
         size = engine.run.tokenizer.vocab_size

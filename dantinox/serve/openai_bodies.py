@@ -10,12 +10,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from dantinox.config.overlay import KEYS
 from dantinox.files import on_one_line, shown
 from dantinox.serve.ask import Constraint
-from dantinox.serve.guard import Refused
+from dantinox.serve.guard import SAMPLES, Refused
 
-SAMPLES, PROMPTS, ALTERNATIVES = 16, 64, 20  # of one request; of each token
-STOPS, STOP_LENGTH = 32, 512
-# What others call our settings. Files are named when a server starts, never by its clients.
-NAMES = {name: name for name in KEYS if name != "kv_calibration"} | {"typical_p": "typical"}
+PROMPTS, ALTERNATIVES = 64, 20  # of one request; of each token
+NAMES = {name: name for name in KEYS} | {"typical_p": "typical"}  # what a request may call our settings
 # Fields that would change the answer, and values with which they do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -82,7 +80,6 @@ def _content(value: Any) -> str:
     raise ValueError("must be a text, or a list of parts of the type text")
 
 
-Stop = Annotated[str, Field(max_length=STOP_LENGTH)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
 
@@ -120,7 +117,7 @@ class Body(_Part):
     n: Annotated[int, Field(ge=1, le=SAMPLES)] | None = None
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[Stop, ...], BeforeValidator(_texts), _at_most(STOPS, "texts")] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logit_bias: dict[str, Bias] | None = None
     response_format: ResponseFormat | None = None

@@ -76,6 +76,8 @@ REFUSED = {
     "mirostat 3": ({"mirostat": 3}, "generation.mirostat must be one of 0, 1, 2, got 3"),
     "xtc above one": ({"xtc_probability": 1, "xtc_threshold": 1.6}, "generation.xtc_threshold must be a number in [0, 1]"),
     "a step of a sequence alone": ({"sequence_bias": ["ab"]}, "generation.sequence_bias must be a list (each text, or a list"),
+    "a step that is no pair": ({"sequence_bias": [1]}, "generation.sequence_bias must be a list"),
+    "a bias that is no pair": ({"logit_bias": [1]}, "generation.logit_bias must be a mapping"),
     "a sequence of nothing": ({"sequence_bias": [[[], 1.0]]}, "generation.sequence_bias must be a list"),
     "an empty sequence": ({"sequence_bias": {"": 1.0}}, "generation.sequence_bias must be a list"),
     "epsilon of one": ({"epsilon_cutoff": 1}, "generation.epsilon_cutoff must be a number in [0, 1)"),

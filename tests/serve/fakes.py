@@ -68,7 +68,8 @@ class FakeEngine:
         return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters)
 
     async def _meet(self, ask, answer):
-        generation = ask.config.generation
+        generation, now = ask.config.generation, asyncio.get_running_loop().time
+        began = now()
         if ask.echo:
             answer.prompt.extend(self._record(token, ask.logprobs, first=n == 0) for n, token in enumerate(ask.ids))
         room = min(generation.max_new_tokens, self.run.model.config.max_context - len(ask.ids))
@@ -87,12 +88,14 @@ class FakeEngine:
                 reason = "stop" if stops.found else "length" if number == len(ids) - 1 else None
                 text += stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
+                answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
                 answer.give([Piece(sample, text, [self._record(token, ask.logprobs)], reason)])
                 if reason:
                     break
             else:
                 if not ids:
                     answer.give([Piece(sample, "", [], "length")])
+        answer.stats.seconds = now() - began
         answer.end()
 
     def _record(self, token, logprobs, first=False):
