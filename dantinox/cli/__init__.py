@@ -1,5 +1,5 @@
-"""The command line, `dantinox train | find-lr | sweep | init | merge-lora | generate | chat | import | export | explain |
-calibrate | eval | info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
+"""The command line, `dantinox train | find-lr | sweep | init | merge-lora | generate | chat | serve | import | export |
+explain | calibrate | eval | info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dantinox.cli import chat, generate, interop, lora, measure, sweep, train, verify, watch
+from dantinox.cli import chat, generate, interop, lora, measure, serve, sweep, train, verify, watch
 from dantinox.cli.common import plain_warnings
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
@@ -89,6 +89,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argpars
     "merge-lora": (lora.merge, lora.merge_flags, "Make an ordinary run of low-rank adapters and the weights they are for."),
     "generate": (generate.generate, generate.generate_flags, "Continue a prompt with the model of a run."),
     "chat": (chat.chat, chat.chat_flags, "Hold a conversation with a model at the terminal."),
+    "serve": (serve.serve, serve.serve_flags, "Serve a model over HTTP: OpenAI's and KoboldAI's dialects, and a page."),
     "import": (interop.import_, interop.import_flags, "Make a run of a checkpoint of another program: Hugging Face, GGUF."),
     "export": (interop.export, interop.export_flags, "Write a run as a folder of transformers or a GGUF file."),
     "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),

@@ -1,9 +1,14 @@
 """What every server tells of itself."""
 
+import asyncio
+
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from dantinox.serve.app import make_app
+from dantinox.serve.ask import Answer, Ask
+from dantinox.serve.metrics import Metrics
 
 from .fakes import FakeEngine
 
@@ -28,3 +33,66 @@ def test_health_follows_the_engine(client, engine):
         answer = client.post("/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 503 and state in answer.json()["error"]["message"]
         assert answer.headers["retry-after"]
+
+
+def samples(client):
+    """The numbers of `/metrics` by name and labels."""
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(answer.text)
+    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def test_metrics(client, engine):
+    engine.counters.update(new_tokens=7, compilations=2, reused_tokens=3)
+    for _ in range(2):
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "n": 2})
+    client.post("/v1/completions", json={"prompt": "a", "n": 99})
+    client.get("/no/such/path")
+    found = samples(client)
+    path = ("path", "/v1/completions")
+    assert found["dantinox_responses_total", path, ("status", "200")] == 2
+    assert found["dantinox_responses_total", path, ("status", "400")] == 1
+    assert found["dantinox_responses_total", ("path", "other"), ("status", "404")] == 1
+    assert found["dantinox_new_tokens_total",] == 7
+    assert found["dantinox_compilations_total",] == 2 and found["dantinox_reused_tokens_total",] == 3
+    assert found["dantinox_slots",] == 8 and found["dantinox_busy",] == 0 and found["dantinox_ready",] == 1
+    assert found["dantinox_first_token_seconds_count",] == 2 and found["dantinox_token_seconds_count",] == 2
+    assert 0 < found["dantinox_first_token_seconds_sum",] < 5
+    engine.state = "draining"
+    assert samples(client)["dantinox_ready",] == 0
+
+
+def test_time_between_tokens_is_that_of_one_sample(engine):
+    """n samples of a prompt are written side by side."""
+
+    async def observe():
+        metrics = Metrics(engine)
+        ask = Ask((1,), engine.settings({"n": 2, "max_new_tokens": 5}))
+        answer = Answer(ask, lambda answer: None)
+        answer.stats.new_tokens, answer.stats.first_token_seconds, answer.stats.seconds = 10, 1.0, 3.0
+        metrics.observe(answer)
+        return metrics
+
+    text = asyncio.run(observe()).text().decode()
+    assert "dantinox_token_seconds_sum 0.5\n" in text and "dantinox_first_token_seconds_sum 1.0\n" in text
+
+
+def test_two_servers_in_one_process_count_apart():
+    one, other = FakeEngine(), FakeEngine()
+    with (
+        TestClient(make_app(one), base_url="http://localhost") as a,
+        TestClient(make_app(other), base_url="http://localhost") as b,
+    ):
+        a.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert ("dantinox_first_token_seconds_count",) in samples(b)
+        assert samples(a)["dantinox_first_token_seconds_count",] == 1
+        assert samples(b)["dantinox_first_token_seconds_count",] == 0
+
+
+def test_every_path_answers_in_json_when_it_is_wrong(client):
+    for path in ("/", "/v1", "/x", "/metrics/", "/tokenize/x", "/%00", "/..%2f..%2fetc/passwd", "//evil"):
+        answer = client.delete(path) if path == "/" else client.get(path)
+        assert answer.status_code in (404, 405)
+        assert answer.json()["error"]["message"]
+    assert client.post("/health").status_code == 405

@@ -1,0 +1,141 @@
+"""The process of a server: its socket, its signals and its end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from dantinox.config import UserError
+from dantinox.serve.ask import Serving
+from dantinox.serve.guard import patient_protocol
+from dantinox.serve.options import Limits
+
+DRAIN_SECONDS = 30.0  # that answers in the making have, behind the first signal
+ABORT_SECONDS = 4.0  # until the process is gone, behind the second
+FAULT_SECONDS = 1.0  # in which readers hear of a fault of the engine, and /health says so
+CONNECTIONS = 1000  # at once; more are answered with 503
+FAILED = 1
+
+
+class Running(Serving, Protocol):
+    """An engine that this process begins and ends.
+
+    Attributes:
+      on_failure: called, from any thread, when the engine has failed for good.
+    """
+
+    on_failure: Callable[[], None]
+
+    def start(self) -> None:
+        """Begins to load and warm up; returns at once."""
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more asks, and returns when all have been answered, or cancelled because the time was over."""
+
+    def close(self) -> None:
+        """Ends it at once; what was not answered is told so."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can reach.
+
+    Raises:
+      UserError: the address is none of this machine's, or taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise UserError(f"cannot listen at {host} port {port}: {(error.strerror or str(error)).lower()}") from None
+
+
+def serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
+    """Serves until a signal or a fault of the engine ends it; the exit code, 0 where all asks were answered.
+
+    SIGTERM and SIGINT drain the engine, for `DRAIN_SECONDS` at most, in which new asks hear 503; the second signal ends it at
+    once, with `FAILED`, as a fault does.
+
+    Args:
+      ready: called when asks are taken for the first time.
+    """
+    return asyncio.run(_serve(app, engine, listener, limits, ready))
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
+    loop, code, signals = asyncio.get_running_loop(), 0, 0
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=patient_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=CONNECTIONS,
+            h11_max_incomplete_event_size=limits.head,
+            timeout_keep_alive=int(limits.seconds),
+            timeout_graceful_shutdown=int(ABORT_SECONDS) - 1,
+        )
+    )
+
+    def stop() -> None:
+        server.should_exit = True
+
+    async def drain() -> None:
+        await engine.drain(DRAIN_SECONDS)
+        stop()
+
+    def fail() -> None:
+        nonlocal code
+        code = FAILED
+        loop.call_later(FAULT_SECONDS, stop)
+
+    def signalled() -> None:
+        nonlocal code, signals
+        signals += 1
+        if signals == 1:
+            tasks.append(loop.create_task(drain()))
+        elif signals == 2:
+            code = FAILED
+            server.force_exit = True
+            stop()
+            last = threading.Timer(ABORT_SECONDS - 0.5, os._exit, (FAILED,))
+            last.daemon = True
+            last.start()
+
+    async def wait_until_ready() -> None:
+        while engine.status().state == "loading":
+            await asyncio.sleep(0.05)
+        if engine.status().state == "ready":
+            ready()
+
+    engine.on_failure = lambda: loop.call_soon_threadsafe(fail)  # type: ignore[assignment,return-value]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    engine.start()
+    tasks = [loop.create_task(wait_until_ready())]
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.to_thread(engine.close)
+    return code

@@ -1,0 +1,46 @@
+"""A server's process around the engine without a model: `python -m tests.serve.process [pause] [fault]`."""
+
+import asyncio
+import sys
+import threading
+
+from dantinox.serve.app import make_app
+from dantinox.serve.ask import Unavailable
+from dantinox.serve.options import Limits
+from dantinox.serve.server import listen, serve
+
+from .fakes import FakeEngine
+
+
+class FakeRunning(FakeEngine):
+    """Loads for a moment; drains as an engine would; fails when it is asked for the prompt "fault"."""
+
+    def start(self):
+        self.state = "loading"
+        threading.Timer(0.3, self.be_ready).start()
+
+    def be_ready(self):
+        self.state = "ready"
+
+    async def drain(self, seconds):
+        self.state = "draining"
+        until = asyncio.get_running_loop().time() + seconds
+        while self.tasks and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+
+    def close(self):
+        self.state = "failed"
+
+    def submit(self, ask):
+        if ask.ids == tuple(b"fault"):
+            self.state, self.fails = "failed", Unavailable("the engine has failed")
+            threading.Thread(target=self.on_failure).start()
+        return super().submit(ask)
+
+
+if __name__ == "__main__":
+    engine = FakeRunning(pause=float(sys.argv[1]))
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        print("listening", port, flush=True)
+        sys.exit(serve(make_app(engine), engine, listener, Limits(), lambda: print("ready", flush=True)))

@@ -1,0 +1,179 @@
+"""A server's process: it loads, serves, drains, aborts and fails; and what `dantinox serve` refuses to begin with."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dantinox import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def process(pause=0.0):
+    command = [sys.executable, "-m", "tests.serve.process", str(pause)]
+    made = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        word, port = made.stdout.readline().split()
+        assert word == "listening"
+        made.url = f"http://127.0.0.1:{port}"
+        yield made
+    finally:
+        made.kill()
+        made.communicate()
+
+
+def stream(url, tokens, found):
+    """Reads a stream into `found`, in a thread."""
+
+    def read():
+        body = {"prompt": "a", "max_tokens": tokens, "stream": True}
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+                found.extend(answer.iter_lines())
+        except httpx.HTTPError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def wait_for(condition, seconds=5):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(number, interruptible):
+    """What is being answered is answered to the end, what comes is told to go elsewhere."""
+    with process(pause=0.05) as server:
+        first = httpx.get(f"{server.url}/health")
+        assert (first.status_code, first.json()["status"]) == (503, "loading")
+        assert server.stdout.readline() == "ready\n"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        lines = []
+        reader = stream(server.url, 30, lines)
+        wait_for(lambda: lines)
+        server.send_signal(number)
+        wait_for(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining")
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        reader.join(10)
+        assert sum('"text"' in line for line in lines) == 30 and lines[-2] == "data: [DONE]"
+        assert server.wait(5) == 0
+        assert server.stderr.read() == ""
+
+
+def test_a_second_signal_aborts():
+    with process(pause=0.2) as server:
+        assert server.stdout.readline() == "ready\n"
+        lines = []
+        reader = stream(server.url, 200, lines)
+        wait_for(lambda: lines)
+        before = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(6) == 1 and time.monotonic() - before < 5
+        reader.join(5)
+
+
+def test_a_fault_of_the_engine_ends_the_process():
+    with process(pause=0.1) as server:
+        assert server.stdout.readline() == "ready\n"
+        lines = []
+        reader = stream(server.url, 100, lines)
+        wait_for(lambda: lines)
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "fault"}, timeout=5).status_code == 503
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert server.wait(8) == 1
+        reader.join(5)
+        assert any("the engine has failed" in str(line) for line in lines)
+
+
+# --- the command
+
+
+@pytest.fixture
+def serve(capfd, run_dir, monkeypatch):
+    """Runs the command with what is wrong: the sentence."""
+    monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
+
+    def run(*argv, where=run_dir):
+        code = cli.main(["serve", "--run_dir", str(where), *map(str, argv)])
+        out, err = capfd.readouterr()
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, err
+        return err
+
+    return run
+
+
+def test_others_need_a_key(serve, tmp_path, monkeypatch):
+    for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
+        assert "--no_auth" in serve("--host", host)
+    assert "No such file" in serve("--api_key_file", tmp_path / "none")
+    for content in ("", "short", "with a space in it", "ü" * 10, "a" * 2000):
+        (tmp_path / "key").write_text(content)
+        assert "8 to 1024" in serve("--api_key_file", tmp_path / "key")
+    (tmp_path / "key").write_text("long enough"[:4] * 3 + "\n")
+    assert "contradict" in serve("--api_key_file", tmp_path / "key", "--no_auth")
+    monkeypatch.setenv("DANTINOX_API_KEY", "12345678")
+    assert "both" in serve("--api_key_file", tmp_path / "key")
+    monkeypatch.setenv("DANTINOX_API_KEY", "123")
+    assert "DANTINOX_API_KEY" in serve()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "70000"], "[0, 65535]"),
+        (["--port", "٣"], "[0, 65535]"),
+        (["--slots", "0"], "[1, 1024]"),
+        (["--context", "x"], "an integer"),
+        (["--queue", "-1"], "--queue"),
+        (["--allow_host", "a b"], "--allow_host"),
+        (["--allow_host", "a:80"], "without port"),
+        (["--cors", "a.example"], "--cors"),
+        (["--cors", "https://a.example/path"], "--cors"),
+        (["--name", ""], "--name"),
+        (["--name", "a\nb"], "--name"),
+        (["--lite", "/no/such/path"], "--lite"),
+        (["--top_p", "7"], "generation.top_p must be a number in [0, 1]"),
+        (["--host", "203.0.113.7", "--no_auth"], "cannot listen"),
+        (["--slot", "3"], "did you mean --slots?"),
+    ],
+)
+def test_flags_that_are_wrong(serve, flags, words):
+    assert words in serve(*flags)
+
+
+def test_a_port_that_is_taken(serve):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "address already in use" in serve("--port", taken.getsockname()[1])
+
+
+def test_without_the_extra(serve, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'dantinox[serve]'" in serve()
+
+
+def test_a_run_that_is_not_there(serve, tmp_path):
+    assert str(tmp_path / "none") in serve(where=tmp_path / "none")
+
+
+def test_help_needs_no_server():
+    code = "import sys; from dantinox import cli; cli._parser(); print({'jax', 'uvicorn', 'starlette'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
