@@ -5,13 +5,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser aot faults parity lint schema clean
+.PHONY: help demo test test-all test-browser serve-test aot faults parity lint schema clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
 	@echo "make test          the tests (about 8 minutes on two cores)"
 	@echo "make test-all      the same, and what takes minutes"
 	@echo "make test-browser  the trace page in chromium"
+	@echo "make serve-test    the clients that people use, against a server"
 	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
 	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"
 	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"
@@ -31,6 +32,9 @@ test-all: $(VENV)/.dev
 
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser tests/report
+
+serve-test: $(VENV)/.dev $(VENV)/.clients
+	$(PY) -m pytest tests/serve/test_clients.py
 
 aot: $(VENV)/.dev $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/measure

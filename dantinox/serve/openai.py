@@ -241,7 +241,8 @@ async def _answered(engine: Serving, asks: Sequence[Ask], form: Form, body: Body
     context = engine.status().context
     longest = max(len(ask.ids) for ask in asks)
     if longest >= context:
-        message = f"the prompt has {longest:,} tokens and the context of this server is {context:,}: shorten it"
+        # Clients know this mistake by its first words.
+        message = f"this model's maximum context length is {context} tokens, and the prompt has {longest}: shorten it"
         raise Refused(400, message, param="messages" if form is CHAT else "prompt", code="context_length_exceeded")
     frame = {"id": f"{form.id}-{secrets.token_hex(12)}", "created": int(time.time()), "model": engine.name}
     gains = _gains(engine, asks, form, heads)

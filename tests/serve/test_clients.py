@@ -1,0 +1,226 @@
+"""Real clients against a server on a socket: `make serve-test` installs them, the extra `clients`."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dantinox.serve.app import make_app
+from dantinox.serve.ask import Unavailable
+from dantinox.serve.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dantinox.serve.options import Options
+from dantinox.text import ChatTemplate
+
+from .fakes import BYTES, SAYS, FakeEngine, fake_run
+from .sockets import serving
+
+HELLO = [{"role": "user", "content": "hello"}]
+KEY = "a-key-of-tests"
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine(fake_run(context=512))
+
+
+@pytest.fixture
+def url(engine):
+    with serving(make_app(engine, Options(template=ChatTemplate.named("plain", BYTES), key=KEY))) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+# --- openai
+
+
+@pytest.fixture
+def openai():
+    return pytest.importorskip("openai", reason="the client openai is not installed: make serve-test")
+
+
+@pytest.fixture
+def client(openai, url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+def test_openai_completes(client):
+    found = client.completions.create(model="fake", prompt=["a", "bc"], n=2, max_tokens=6, logprobs=2, seed=3, stop=["zz"])
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in found.choices] == [
+        (number, SAYS[number % 2 : number % 2 + 6], "length") for number in range(4)
+    ]
+    assert found.choices[0].logprobs.tokens == [*SAYS[:6]] and found.usage.completion_tokens == 24
+    events = [
+        *client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True, stream_options={"include_usage": True})
+    ]
+    assert "".join(event.choices[0].text for event in events[:-1]) == SAYS[:6]
+    assert events[-1].choices == [] and events[-1].usage.total_tokens == 7
+
+
+def test_openai_chats(client, engine):
+    body = {
+        "model": "fake",
+        "messages": HELLO,
+        "max_completion_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "temperature": 0,
+    }
+    found = client.chat.completions.create(**body, extra_body={"top_k": 3, "min_p": 0.1})
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAYS[:5], "length")
+    assert choice.logprobs.content[0].top_logprobs[0].bytes == [0]
+    assert engine.asked[0].config.generation.top_k == 3
+    events = [*client.chat.completions.create(**body, stream=True)]
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == SAYS[:5]
+    with client.chat.completions.stream(model="fake", messages=HELLO, stop=["time"]) as stream:
+        assert stream.get_final_completion().choices[0].message.content == "once upon a "
+
+
+def test_openai_raises_what_is_wrong(openai, client, engine, url):
+    assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.BadRequestError, match="top_p") as caught:
+        client.completions.create(model="fake", prompt="a", top_p=7)
+    assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="other").models.list()
+    engine.full = True
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="fake", prompt="a")
+    engine.full, engine.fails = False, Unavailable("the engine has failed")
+    with pytest.raises(openai.InternalServerError, match="the engine has failed"):
+        client.completions.create(model="fake", prompt="a")
+    with pytest.raises(openai.APIError, match="the engine has failed"):
+        [*client.chat.completions.create(model="fake", messages=HELLO, stream=True)]
+
+
+def test_openai_waits_and_tries_again(client, engine):
+    """After 429 it obeys Retry-After."""
+    submit, left = engine.submit, [True]
+
+    def busy_once(ask):
+        engine.full = bool(left and left.pop())
+        return submit(ask)
+
+    engine.submit = busy_once
+    assert (
+        client.with_options(max_retries=2).completions.create(model="fake", prompt="a", max_tokens=2).choices[0].text
+        == SAYS[:2]
+    )
+
+
+# --- others
+
+
+def test_langchain(url):
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make serve-test")
+    chat = langchain.ChatOpenAI(model="fake", base_url=f"{url}/v1", api_key=KEY, max_tokens=6)
+    assert chat.invoke("hello").content == SAYS[:6]
+    assert "".join(chunk.content for chunk in chat.stream("hello")) == SAYS[:6]
+    llm = langchain.OpenAI(model="fake", base_url=f"{url}/v1", api_key=KEY, max_tokens=6)
+    assert llm.invoke("hello") == SAYS[:6]
+    assert "".join(llm.stream("hello")) == SAYS[:6]
+
+
+def test_litellm(url, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # prices, which it would ask the network for
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed: make serve-test")
+    where = {"model": "openai/fake", "api_base": f"{url}/v1", "api_key": KEY, "max_tokens": 6}
+    assert litellm.completion(messages=HELLO, **where).choices[0].message.content == SAYS[:6]
+    parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(messages=HELLO, stream=True, **where)]
+    assert "".join(parts) == SAYS[:6]
+    text = litellm.text_completion(prompt="a", **(where | {"model": "text-completion-openai/fake"}))
+    assert text.choices[0].text == SAYS[:6]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "a" * 600}], **where)
+
+
+def test_llm(url, tmp_path):
+    pytest.importorskip("llm", reason="llm is not installed: make serve-test")
+    told = [{"model_id": "fake", "model_name": "fake", "api_base": f"{url}/v1", "api_key_name": "fake"}]
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(told))
+    (tmp_path / "keys.json").write_text(json.dumps({"fake": KEY}))
+    for more in ([], ["--no-stream"]):
+        command = [sys.executable, "-m", "llm", "-m", "fake", "-o", "max_tokens", "6", "hello", *more]
+        where = {"LLM_USER_PATH": str(tmp_path), "PYTHONPATH": ":".join(path for path in sys.path if path)}
+        done = subprocess.run(command, capture_output=True, text=True, env=where)
+        assert done.stdout == SAYS[:6] + "\n", done.stderr
+
+
+def test_lm_eval(url, monkeypatch):
+    """Log-likelihoods of continuations, and texts, by a tokenizer that it asks the server for."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: make serve-test")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    where = {"base_url": f"{url}/v1/completions", "tokenizer_backend": "remote", "auth_token": KEY}
+    model = LocalCompletionsAPI(model="fake", num_concurrent=1, batch_size=4, **where)
+    pairs = [("ab", "cde"), ("a", "b" * 20), ("hello wörld", " é")]
+    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    found = model.loglikelihood(asked)
+    assert [total for total, _ in found] == pytest.approx([len(after.encode()) * math.log(0.5) for _, after in pairs])
+    assert all(greedy for _, greedy in found)
+    texts = model.generate_until([Instance("generate_until", {}, ("ab", {"until": ["time"], "max_gen_toks": 30}), 0)])
+    assert texts == ["once upon a "]
+
+
+def test_schemathesis(engine):
+    """Requests made from the shapes of the bodies, good and bad: none is a fault of the server."""
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: make serve-test")
+    from hypothesis import HealthCheck, given, settings
+    from starlette.testclient import TestClient
+
+    bodies = {
+        "/v1/completions": CompletionBody,
+        "/v1/chat/completions": ChatBody,
+        "/tokenize": TokenizeBody,
+        "/detokenize": DetokenizeBody,
+    }
+    answers = {"200": {"description": "good"}}
+    paths = {path: {"post": {"requestBody": _body(body), "responses": answers}} for path, body in bodies.items()}
+    schema = schemathesis.openapi.from_dict({"openapi": "3.1.0", "info": {"title": "x", "version": "1"}, "paths": paths})
+    app = make_app(engine, Options(template=ChatTemplate.named("plain", BYTES)))
+    seen = []
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
+        for path in bodies:
+
+            @settings(max_examples=300, deadline=None, suppress_health_check=[*HealthCheck], database=None)
+            @given(case=schema[path]["POST"].as_strategy())
+            def send(case):
+                answer = http.post(case.path, json=case.body if isinstance(case.body, dict) else {})
+                seen.append(answer.status_code)
+                assert answer.status_code < 500, (case.body, answer.text)
+
+            send()
+    assert len(seen) > 500 and {200, 400} <= set(seen)
+
+
+def _body(model):
+    schema = model.model_json_schema(by_alias=True)
+    names = schema.pop("$defs", {})
+
+    def inlined(part):
+        if isinstance(part, dict):
+            if "$ref" in part:
+                return inlined(names[part["$ref"].rpartition("/")[2]])
+            return {name: inlined(value) for name, value in part.items()}
+        return [inlined(value) for value in part] if isinstance(part, list) else part
+
+    return {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}
+
+
+def test_curl(url):
+    """The line of the documentation."""
+    body = json.dumps({"prompt": "a", "max_tokens": 6})
+    headers = ["-H", "Content-Type: application/json", "-H", f"Authorization: Bearer {KEY}"]
+    if not Path("/usr/bin/curl").exists():
+        pytest.skip("curl is not installed")
+    done = subprocess.run(
+        ["/usr/bin/curl", "-s", f"{url}/v1/completions", *headers, "-d", body], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["choices"][0]["text"] == SAYS[:6]
