@@ -24,6 +24,7 @@ from dantinox.sampling.window import Context, run_cuts
 
 ON_GREEDY = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
+ALL = 0xFFFFFFFF  # 32 tokens that are all allowed
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     name: function
     for room in (steps, history)
@@ -72,12 +73,13 @@ def sample(
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
     keys_B = _keys(params, state) if keys_B is None and params.draws else keys_B
     raw_BV, repaired_B = jax.vmap(steps.sanitise)(logits_BV)
+    open_BV = _open(raw_BV, params)
     routes = metrics = found = None
     if params.router is not None:
         params, metrics, routes = _routed(params, raw_BV, attention)
     context = Context(params, state, keys_B)
     leading, late, others = _split(params.plan)
-    edited_BV, _ = _run(leading, raw_BV, context)
+    edited_BV, _ = _run(leading, open_BV, context)
     final_BV, _ = _run(late, edited_BV, context)
     token_B = jax.vmap(first_in_order)(final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
@@ -98,7 +100,7 @@ def sample(
         forced_B = _forced(routes, edited_BV, params, state)
         token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
         routed = Routed(attention if params.attends else None, routes, forced_B, found)
-    empty_B = jnp.max(raw_BV, axis=1) == -jnp.inf
+    empty_B = jnp.max(open_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
@@ -115,18 +117,43 @@ def trace(
 ) -> tuple[list[tuple[str, Array]], Route | None]:
     """The logits [B, V] after every step, and what the router chose.
 
-    First `model`, as they came and repaired, then the plan's steps in their order, last the router's `candidates`.
+    First `model`, as they came and repaired, with `allowed` tokens the `constraint`, then the plan's steps in their order, last
+    the router's `candidates`.
     """
     rows = [("model", jax.vmap(steps.sanitise)(logits_BV)[0])]
     routes = None
     if params.router is not None:
         params, _, routes = _routed(params, rows[0][1], attention)
     context = Context(params, state, _keys(params, state))
+    if params.allowed is not None:
+        rows.append(("constraint", _open(rows[0][1], params)))
     for name in params.plan:
         rows.append((name, _run([name], rows[-1][1], context)[0]))
     if routes is not None and params.score_fn is None:
         rows.append(("candidates", _sharpened(rows[-1][1], rows[0][1], params, routes)))
     return rows, routes
+
+
+def unpack(bits_W: Array, vocab_size: int) -> Array:
+    """Whether each token is allowed, [V]: bit i mod 32 of word ⌊i/32⌋ of `bits_W` (uint32) is token i's."""
+    bits_W32 = (bits_W[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits_W32.reshape(-1)[:vocab_size].astype(bool)
+
+
+def _open(raw_BV: Array, params: SamplingParams) -> Array:
+    """The logits with the tokens removed that the rows may not have."""
+    if params.allowed is None:
+        return raw_BV
+    wanted = (params.allowed != jnp.uint32(ALL)).any()
+    return lax.cond(wanted, jax.vmap(_constrain), lambda raw_BV, _: raw_BV, raw_BV, params.allowed)
+
+
+def _constrain(raw_V: Array, bits_W: Array) -> Array:
+    allowed_V = unpack(bits_W, raw_V.shape[0])
+    open_V = jnp.where(allowed_V, raw_V, -jnp.inf)
+    # Where the model gives no allowed token a chance at all, they are alike: what is asked for holds whatever it says.
+    hopeless = (open_V == -jnp.inf).all() & ~allowed_V.all()
+    return jnp.where(hopeless & allowed_V, 0.0, open_V)
 
 
 def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None) -> tuple[SamplingParams, Metrics, Route]:

@@ -45,7 +45,7 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router", "reports"),
+    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router", "reports", "allowed"),
     meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates", "spares"),
 )
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class SamplingParams:
       score_fn: chooses among candidates that are really drawn; None: the likeliest is taken, whose distribution needs no draws.
       candidates: of the router that are drawn at most; 0 where nobody wants to see them.
       reports: [B] bool, the rows that a report is wanted of, where not of all; nothing is computed while there is none.
+      allowed: [B, ⌈V/32⌉] uint32, bit i mod 32 of word ⌊i/32⌋ for every token i that a row may have next, which wins over all
+        steps; all bits set for a row that may have any. None: all rows may, and nothing of it is compiled.
       spares: whether a step that no row has on is passed over when the program runs, which pays where a plan is for many.
     """
 
@@ -85,6 +87,7 @@ class SamplingParams:
     candidates: int = 0
     spares: bool = False
     reports: Array | None = None
+    allowed: Array | None = None
 
     @classmethod
     def build(

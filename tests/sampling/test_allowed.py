@@ -1,0 +1,140 @@
+"""Tokens that a row may have next, bit by bit: what is drawn is always one of them, and who may have any is left alone."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.sampling import SamplingParams, init_state, sample, trace
+from dantinox.sampling.chain import unpack
+
+V, B = 100, 6
+LOGITS = jax.random.normal(jax.random.key(4), (B, V)) * 3
+EVERYTHING = np.full((B, -(-V // 32)), 0xFFFFFFFF, np.uint32)
+ROWS = [
+    {"temperature": 3.0, "seed": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "typical": 0.99},
+    {"greedy": True, "logit_bias": {"7": 50.0}},
+    {"seed": 2, "banned_tokens": [3, 4, 5], "repetition_penalty": 1.5, "frequency_penalty": -1.0},
+    {"seed": 3, "min_tokens": 5, "xtc_probability": 1.0, "xtc_threshold": 0.001},
+    {"seed": 4, "dry_multiplier": 1.0, "dry_breakers": [13], "sequence_bias": [[[9], 20.0]], "allowed_tokens": [9, 10, 11]},
+    {"seed": 5},
+]
+
+
+def packed(allowed_BV):
+    """The words of bits, made by NumPy: byte after byte, the lowest bit first."""
+    padded = np.pad(allowed_BV, [(0, 0), (0, -allowed_BV.shape[1] % 32)])
+    return np.packbits(padded, axis=1, bitorder="little").view("<u4")
+
+
+@partial(jax.jit, static_argnames="report")
+def draw(logits_BV, params, state, report=3):
+    return sample(logits_BV, params, state, report=report)
+
+
+def start(params):
+    tokens = jnp.broadcast_to(jnp.asarray([1, 2, 3]), (params.batch, 3))
+    return init_state(params, tokens, jnp.ones(tokens.shape, bool), V, 64)
+
+
+def some(seed, share=0.1):
+    allowed_BV = np.random.default_rng(seed).random((B, V)) < share
+    allowed_BV[:, seed % V] = True
+    return allowed_BV
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 259])
+def test_bits_are_unpacked_as_numpy_unpacks_them(size):
+    bits_W = np.random.default_rng(size).integers(0, 2**32, -(-size // 32), dtype=np.uint32)
+    expected = np.unpackbits(bits_W.view(np.uint8), bitorder="little")[:size].astype(bool)
+    np.testing.assert_array_equal(unpack(jnp.asarray(bits_W), size), expected)
+
+
+def test_what_is_drawn_is_allowed_whatever_the_steps_do():
+    params = SamplingParams.build(ROWS, stop_ids=[0])
+    state = start(params)
+    for seed in range(40):
+        allowed_BV = some(seed, 0.02 if seed % 2 else 0.3)
+        token_B, state, info = draw(LOGITS, replace(params, allowed=jnp.asarray(packed(allowed_BV))), state)
+        assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
+        assert not np.asarray(info.empty).any()
+
+
+def test_a_row_that_may_have_any_token_is_untouched_and_nobody_else_is_moved():
+    params = SamplingParams.build(ROWS, stop_ids=[0])
+    bits = EVERYTHING.copy()
+    bits[1] = packed(some(1))[1]
+    free = replace(params, allowed=jnp.asarray(EVERYTHING))
+    one = replace(params, allowed=jnp.asarray(bits))
+    plain, all_free, constrained = (trace(LOGITS, each, start(params))[0] for each in (params, free, one))
+    plain = {name: np.asarray(x_BV) for name, x_BV in plain}
+    for others, rows in ((all_free, [*range(B)]), (constrained, [0, 2, 3, 4, 5])):
+        for name, x_BV in others:
+            np.testing.assert_array_equal(np.asarray(x_BV)[rows], plain.get(name, plain["model"])[rows], name)
+    tokens = [np.asarray(draw(LOGITS, each, start(params))[0]) for each in (params, free, one)]
+    np.testing.assert_array_equal(tokens[0], tokens[1])
+    np.testing.assert_array_equal(np.delete(tokens[0], 1), np.delete(tokens[2], 1))
+
+
+def test_where_other_settings_leave_no_allowed_token_the_constraint_wins():
+    params = SamplingParams.build(
+        [
+            {"greedy": True, "banned_tokens": [20, 21]},
+            {"seed": 1, "logit_bias": {"20": -float("inf"), "21": -float("inf")}},
+            {"seed": 2, "allowed_tokens": [50]},
+            {"seed": 3, "min_tokens": 9},
+        ],
+        stop_ids=[20, 21],
+    )
+    allowed = np.zeros((4, V), bool)
+    allowed[:, [20, 21]] = True
+    token_B, _, info = draw(LOGITS[:4], replace(params, allowed=jnp.asarray(packed(allowed))), start(params))
+    assert set(np.asarray(token_B).tolist()) <= {20, 21}
+    assert not np.asarray(info.empty).any()
+
+
+def test_a_model_that_gives_no_allowed_token_a_chance_is_overruled():
+    logits = np.array(LOGITS[:3])
+    logits[0] = np.nan
+    logits[1, 5] = np.inf  # which removes all others
+    logits[2, [20, 21]] = -np.inf
+    allowed = np.zeros((3, V), bool)
+    allowed[:, [20, 21]] = True
+    params = SamplingParams.build([{"seed": 1}, {"greedy": True}, {"seed": 3}])
+    token_B, _, info = draw(jnp.asarray(logits), replace(params, allowed=jnp.asarray(packed(allowed))), start(params))
+    assert set(np.asarray(token_B).tolist()) <= {20, 21}
+    assert not np.asarray(info.empty).any()
+
+
+def test_what_is_reported_of_the_model_stays_the_models():
+    params = SamplingParams.build([{"seed": 1}] * B)
+    _, _, free = draw(LOGITS, params, start(params))
+    bits = jnp.asarray(packed(some(3)))
+    token_B, _, held = draw(LOGITS, replace(params, allowed=bits), start(params))
+    for name in ("entropy", "varentropy", "top_ids", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(held.token, name), getattr(free.token, name), name)
+    logprobs = jax.nn.log_softmax(LOGITS)[jnp.arange(B), token_B]
+    np.testing.assert_allclose(held.token.logprob, logprobs, atol=1e-5)
+    assert (np.asarray(held.token.survivors) <= some(3).sum(1)).all()
+
+
+def test_the_entropy_router_chooses_among_what_is_allowed():
+    rows = [{"strategy": "entropy", "seed": seed, "clarify_token": 30, "use_attention": False} for seed in range(B)]
+    params, spread = SamplingParams.build(rows), jnp.linspace(0.01, 4, B)[:, None]
+    state = start(params)
+    for seed in range(20):
+        allowed_BV = some(seed, 0.05)
+        allowed_BV[:, 30] = False
+        token_B, state, _ = draw(LOGITS * spread, replace(params, allowed=jnp.asarray(packed(allowed_BV))), state)
+        assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
+
+
+def test_without_constraints_nothing_of_them_is_compiled():
+    params = SamplingParams.build([{"seed": 1}] * B)
+    text = draw.lower(LOGITS, params, start(params)).as_text()
+    held = draw.lower(LOGITS, replace(params, allowed=jnp.asarray(EVERYTHING)), start(params)).as_text()
+    assert f"tensor<{B}x{EVERYTHING.shape[1]}xui32>" not in text
+    assert f"tensor<{B}x{EVERYTHING.shape[1]}xui32>" in held
