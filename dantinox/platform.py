@@ -31,6 +31,7 @@ class Platform:
       compute: what `model.dtype: auto` computes in. A CPU's bfloat16 products are slow, an accelerator's fast.
       bfloat16_bits: a cache keeps bfloat16 as the integers of its bits. XLA's CPU compiler would widen the whole store to write
         one number into it, and again to read it.
+      parted_cache: slots of a running batch lie in parts, and those that no text has got to are not read.
       kernel: of attention, that is fastest there where it can be had (`dantinox.model.kernels`).
       narrow_rows: up to how many rows a product with narrow weights is done row by row: bfloat16, int8.
       loss_tokens: in a chunk of the loss at least: every chunk reads the output layer anew, and writes its gradient.
@@ -41,6 +42,7 @@ class Platform:
     name: str
     compute: str
     bfloat16_bits: bool = False
+    parted_cache: bool = False
     kernel: str | None = None
     narrow_rows: tuple[int, int] = (0, 0)
     loss_tokens: int = 2048
@@ -59,7 +61,14 @@ YNNPACK = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_DOT")
 IN_ORDER = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
 PLATFORMS = {
     "cpu": Platform(
-        "cpu", "float32", bfloat16_bits=True, narrow_rows=(2, 8), loss_tokens=1, options=(YNNPACK,), options_large=(IN_ORDER,)
+        "cpu",
+        "float32",
+        bfloat16_bits=True,
+        parted_cache=True,
+        narrow_rows=(2, 8),
+        loss_tokens=1,
+        options=(YNNPACK,),
+        options_large=(IN_ORDER,),
     ),
     "gpu": Platform("gpu", "bfloat16", kernel="cudnn"),
     "tpu": Platform("tpu", "bfloat16", kernel="splash"),

@@ -27,6 +27,7 @@ from dantinox.generation.run import Run
 from dantinox.generation.weights import Split, split, widen
 from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
+from dantinox.platform import platform_of
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.params import WORDS
 from dantinox.sampling.report import step_info
@@ -123,8 +124,8 @@ class Slots:
         self._architecture = run.model.config
         self._model = split(run.prepared(config.generation, head_order(self._architecture, kv, calibration)))
         plan = plan_cache(self._architecture, kv, context, calibration)
-        empty = jax.jit(make_cache, static_argnums=(0, 1, 2, 3, 4))
-        self._cache: KVCache = empty(self._architecture, count, *plan)
+        empty = jax.jit(make_cache, static_argnums=range(6))
+        self._cache: KVCache = empty(self._architecture, count, *plan, platform_of(self._architecture.platform).parted_cache)
         # Only a compressed cache remembers what a new text must not see.
         self._fresh: KVCache | None = empty(self._architecture, 1, *plan) if self._cache.compressed else None
         self._ring = min(self._cache.spans)
@@ -268,7 +269,7 @@ class Slots:
         tokens_2T[0, :count] = text.ids[text.read : text.read + count]
         tokens_2T[1, :count] = text.ids[text.read + 1 : text.read + 1 + count]
         program = self._programs["read", length, text.told is not None]
-        numbers = _number(slot), jnp.asarray(tokens_2T[:1]), _number(text.read), _number(count), jnp.asarray(tokens_2T[1:])
+        numbers = _number(slot), tokens_2T[:1], _number(text.read), _number(count), tokens_2T[1:]
         self._cache, info = program(self._model, self._cache, *numbers)
         if text.told is not None:
             text.told.append(jax.tree.map(lambda x: np.asarray(x)[:count], info))
@@ -309,9 +310,7 @@ class Slots:
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(text.ids)] = text.ids
         row = self._row(config, lane, sample_index, report)
-        state = self._programs["begin", lane](
-            row, jnp.asarray(tokens_1S), _number(len(text.ids)), _number(limit), jnp.asarray(ends_1E)
-        )
+        state = self._programs["begin", lane](row, tokens_1S, _number(len(text.ids)), _number(limit), ends_1E)
         self._rows[lane] = self._programs["seat", lane](self._rows[lane], (row, state), _number(slot))
         text.longest = max(text.longest, len(text.ids) + limit)
         text.lane, text.reports = lane, report
@@ -367,7 +366,7 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _filled(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> jax.Array:
+def _filled(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> Any:
     """A list of the steps with places for as many entries as any text may have."""
     if table.dtype == bool:
         return table
@@ -378,7 +377,8 @@ def _filled(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_siz
         limit = f"{most} entries" + (f" of {LONGEST} tokens" if f"{key}_before" in tables else "")
         raise UserError(f"generation.{key} must have at most {limit} in a server")
     padding = [(0, 0), (0, spare[0]), *((before, 0) for before in spare[1:])]  # what is before a word ends at the word
-    return jnp.pad(table, padding, constant_values=0 if name.endswith("_by") else NO_ID)
+    # By NumPy: an operation of jax would be compiled for every length of a list.
+    return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)
 
 
 @partial(jax.jit, static_argnames=("report",), donate_argnames=("cache",))

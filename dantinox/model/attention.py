@@ -17,7 +17,7 @@ from dantinox.model.chunked import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
 from dantinox.model.positions import rotate
 from dantinox.model.sharing import Sharing
-from dantinox.model.store import LatentStore, Store
+from dantinox.model.store import AnyStore
 
 Angles = tuple[jax.Array, jax.Array] | None
 Probe = Callable[[jax.Array, jax.Array], Any]
@@ -71,7 +71,7 @@ class Attended(NamedTuple):
     weights_BKGTS: jax.Array
 
 
-def attention(q_BTKGH: jax.Array, store: Store | LatentStore, valid_BKTS: jax.Array, softmax: Softmax = SOFTMAX) -> Attended:
+def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softmax: Softmax = SOFTMAX) -> Attended:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
 
     Args:
@@ -121,7 +121,7 @@ class Reading(NamedTuple):
 
 def attend(
     q_BTKGH: jax.Array,
-    store: Store | LatentStore,
+    store: AnyStore,
     positions_BT: jax.Array,
     held_BKS: jax.Array,
     window: int | None,
@@ -181,7 +181,7 @@ def probed(probe: Probe | None, seen: Attended, valid_BKTS: jax.Array, positions
 def probed_alone(
     probe: Probe | None,
     q_BTKGH: jax.Array,
-    store: Store | LatentStore,
+    store: AnyStore,
     positions_BT: jax.Array,
     held_BKS: jax.Array,
     window: int | None,

@@ -22,7 +22,7 @@ from dantinox.model.compressed import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
 from dantinox.model.sharing import ALONE, Sharing
-from dantinox.model.store import BITS, LatentStore, Store
+from dantinox.model.store import BITS, AnyStore, LatentStore, Parted, Store
 from dantinox.platform import platform_of
 
 
@@ -31,7 +31,7 @@ from dantinox.platform import platform_of
 class Full:
     """One slot per position: slot s holds position s."""
 
-    store: Store | LatentStore
+    store: AnyStore
 
     @property
     def begins(self) -> bool:
@@ -114,7 +114,9 @@ class Fresh:
         """Keys and values as they will be read again."""
         if self.kept is None:
             return k_BTKH, v_BTKH
-        return type(self.kept.store).of(k_BTKH, v_BTKH, self.kept.store.dtype).wide(k_BTKH.dtype)
+        store = self.kept.store
+        kind = LatentStore if isinstance(store, LatentStore) else Store
+        return kind.of(k_BTKH, v_BTKH, store.dtype).wide(k_BTKH.dtype)
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX, instead=None):
         """`instead`: the keys and values to be kept, where they are others than those seen, which are made of them."""
@@ -197,27 +199,36 @@ def spans(config: ModelConfig, slots: int) -> tuple[int, ...]:
 
 
 def make_cache(
-    config: ModelConfig, batch: int, slots: int, dtype: DTypeLike, compression: Compression | None = None
+    config: ModelConfig,
+    batch: int,
+    slots: int,
+    dtype: DTypeLike,
+    compression: Compression | None = None,
+    parted: bool = False,
 ) -> KVCache:
     """An empty cache for `batch` rows of up to `slots` positions; a windowed layer shorter than that gets a ring.
 
     Args:
       dtype: of keys and values, or latents: float32, bfloat16 or int8.
       compression: the slots of every head, and what stays in them; None: all of every text.
+      parted: where all of a text stays, its slots are `Parted`.
     """
     B, K, H = batch, config.kv_heads, config.head_size
     all_spans = spans(config, slots)
     kept = BITS if jnp.dtype(dtype) == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits else jnp.dtype(dtype)
 
+    def empty(span: int) -> Store | LatentStore:
+        if config.latent is not None:
+            return LatentStore.empty(B, config.latent.rank, config.latent.rotated_size, span, kept)
+        return Store.empty(B, K, H, span, kept)
+
     def layer(index: int) -> Full | Ring | Compressed:
         span = all_spans[index]
         if compression is not None and any(held < span for _, held in compression.groups[index]):
             return Compressed.empty(B, H, compression, index, kept)
-        if config.latent is not None:
-            store: Store | LatentStore = LatentStore.empty(B, config.latent.rank, config.latent.rotated_size, span, kept)
-        else:
-            store = Store.empty(B, K, H, span, kept)
-        return (Ring if span < slots else Full)(store)
+        if span < slots:
+            return Ring(empty(span))
+        return Full(Parted.empty(B, span, empty) if parted else empty(span))
 
     return KVCache(
         tuple(layer(index) for index in range(config.num_blocks)), all_spans, 1.0 if compression is None else compression.ratio

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 BITS = jnp.dtype(jnp.uint16)  # of bfloat16, where a platform likes it so
+LEAST_PART, MOST_PARTS = 128, 4
 
 
 class Slots:
@@ -218,6 +219,92 @@ class LatentStore(Slots):
     @property
     def _axes(self) -> "LatentStore":
         return LatentStore(2, 3, *(() if self.latent_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parts", "used_B"], meta_fields=[])
+@dataclass(frozen=True)
+class Parted:
+    """A store in parts, of which a CPU reads those that any text has got to: slot s of them all holds position s.
+
+    What is computed of a row is bit for bit the same however far the other rows have got: the parts are the same, and those
+    behind its own text add zeros. For a `Full` cache alone.
+
+    Attributes:
+      used_B: the slots of each row up to the newest one that was written with the last `write`; 0 for a row that wrote nothing.
+    """
+
+    parts: tuple[Store | LatentStore, ...]
+    used_B: jax.Array
+
+    @classmethod
+    def empty(cls, batch: int, slots: int, part: Callable[[int], Store | LatentStore]) -> "Parted":
+        """Parts made by `part(slots)`: a half, a quarter and two eighths of all, none shorter than `LEAST_PART`."""
+        ends = [slots]
+        while len(ends) < MOST_PARTS and ends[0] // 2 >= LEAST_PART:
+            ends.insert(0, ends[0] // 2)
+        sizes = [end - first for first, end in zip([0, *ends], ends, strict=False)]
+        return cls(tuple(map(part, sizes)), jnp.zeros(batch, jnp.int32))
+
+    @property
+    def slots(self) -> int:
+        return sum(part.slots for part in self.parts)
+
+    @property
+    def heads(self) -> int:
+        return self.parts[0].heads
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of the two vectors in a slot of a head."""
+        return self.parts[0].sizes
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """float32, bfloat16, int8 or `BITS`."""
+        return self.parts[0].dtype
+
+    @property
+    def _firsts(self) -> list[int]:
+        return [sum(part.slots for part in self.parts[:number]) for number in range(len(self.parts))]
+
+    def scores(self, q_BKMH: jax.Array) -> jax.Array:
+        """Scaled scores `[B, K, M, S]`, float32; anything behind the slots in use."""
+
+        def of(count: int) -> jax.Array:
+            parts = [part.scores(q_BKMH) for part in self.parts[:count]]
+            rest = self.slots - sum(part.slots for part in self.parts[:count])
+            return jnp.pad(jnp.concatenate(parts, axis=-1), [(0, 0)] * 3 + [(0, rest)])
+
+        return self._of_used(of)
+
+    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Values `[B, K, M, H]` by their weights, which are 0 behind the slots in use."""
+
+        def of(count: int) -> jax.Array:
+            pairs = [*zip(self._firsts, self.parts, strict=True)][:count]
+            return sum(
+                part.average(weights_BKMS[..., first : first + part.slots], dtype).astype(jnp.float32) for first, part in pairs
+            )  # type: ignore[return-value]
+
+        return self._of_used(of).astype(dtype)
+
+    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array) -> "Parted":
+        """Each new key and value in its slot; a slot outside the store is dropped."""
+
+        def written(first: int, part: Store | LatentStore) -> Store | LatentStore:
+            inside = (slots_BT1 >= first) & (slots_BT1 < first + part.slots)
+            return part.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, part.slots))
+
+        used_B = jnp.max(jnp.where(slots_BT1 < self.slots, slots_BT1 + 1, 0), axis=(1, 2))
+        return Parted(tuple(map(written, self._firsts, self.parts)), used_B)
+
+    def _of_used(self, function: Callable[[int], jax.Array]) -> jax.Array:
+        """The function of as many parts as are in use by some row."""
+        number = jnp.sum(jnp.max(self.used_B) > jnp.asarray(self._firsts[1:], jnp.int32))
+        return jax.lax.switch(number, [partial(function, count + 1) for count in range(len(self.parts))])
+
+
+AnyStore = Store | LatentStore | Parted
 
 
 def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None, dtype: DTypeLike) -> jax.Array:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -152,16 +151,19 @@ class SamplingParams:
             tables["stop_ids"] = _padded(stops, -1)
         if "xtc" in plan:
             tables["protected_ids"] = _padded([sorted({*map(int, protected_ids)})] * len(sections), -1)
+        arrays: dict[str, Any] = {
+            "numbers": {key: _numbers(key, sections) for key in sorted(settings)},
+            "on": {name: np.asarray([name in on for on in on_rows]) for name in plan},
+            "tables": tables,
+            "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
+            "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
+            "router": _routers(configs, measured) if first.strategy == "entropy" else None,
+        }
         return cls(
-            numbers={key: _numbers(key, sections) for key in sorted(settings)},
-            on={name: jnp.asarray([name in on for on in on_rows]) for name in plan},
-            tables=tables,
-            seed=jnp.asarray(np.asarray([section.seed or 0 for section in sections], np.uint32)),
-            sample_index=jnp.broadcast_to(jnp.asarray(sample_index, jnp.int32), (len(sections),)),
+            **jax.device_put(arrays),  # together: `jnp.asarray` of each takes several times as long
             plan=plan,
             draws=draws,
             words=tuple((key, getattr(first, key)) for key in WORDS),
-            router=_routers(configs, measured) if first.strategy == "entropy" else None,
             attends=True in attends,
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
@@ -204,7 +206,7 @@ def _checked(row: Row | Config, vocab_size: int | None) -> Config:
 def _routers(configs: Sequence[Config], measured: Mapping[str, float] | None) -> RouterConfig:
     """The router's numbers of all rows, [B] each."""
     rows = [RouterConfig.build(c.router, measured, **{key: getattr(c.generation, key) for key in ROUTED}) for c in configs]
-    return jax.tree.map(lambda *numbers: jnp.asarray(np.stack(numbers)), *rows)
+    return jax.tree.map(lambda *numbers: np.stack(numbers), *rows)
 
 
 def _is_greedy(section: GenerationSection) -> bool:
@@ -220,7 +222,7 @@ def _steps_of(section: GenerationSection, stops: bool) -> set[str]:
     return set(on & {*EDITS, *PENALTIES} if _is_greedy(section) else on)
 
 
-def _numbers(key: str, sections: Sequence[GenerationSection]) -> Array:
+def _numbers(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
     """One setting of all rows; what float32 or int32 cannot hold becomes the nearest number that they can."""
     off = {"top_k": 0, "top_p": 1.0}
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
@@ -228,8 +230,8 @@ def _numbers(key: str, sections: Sequence[GenerationSection]) -> Array:
         values = [0.0 if _is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
     low, _, integer = NUMBERS[key]
     if integer:
-        return jnp.asarray([max(-1, min(value, LARGEST_INT)) for value in values], jnp.int32)
-    return jnp.asarray(np.clip(np.asarray(values, np.float64), max(low, float(FLOATS.min)), FLOATS.max), jnp.float32)
+        return np.asarray([max(-1, min(value, LARGEST_INT)) for value in values], np.int32)
+    return np.clip(np.asarray(values, np.float64), max(low, float(FLOATS.min)), FLOATS.max).astype(np.float32)
 
 
 def token_ids(section: GenerationSection, key: str) -> list[int]:
@@ -280,9 +282,9 @@ def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ..
     return list(pairs)
 
 
-def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, Array]:
+def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, np.ndarray]:
     """The lists that the plan's steps read, one row of an array for each section: by setting, a bias beside its tokens."""
-    tables: dict[str, Array] = {}
+    tables: dict[str, np.ndarray] = {}
     for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].beside):
         on = [name in steps_on(section) for section in sections]
         if kind in (Tokens, Biases, Breakers):
@@ -293,10 +295,10 @@ def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[
             rows = [_sequences(section, key) for section in sections]
             count, longest = max(map(len, rows)), max((len(words) for row in rows for words, _ in row), default=1)
             arrays = [word_arrays([words for words, _ in row], _wide(count), _wide(longest)) for row in rows]
-            tables[f"{key}_before"], tables[key] = (jnp.asarray(np.stack(part)) for part in zip(*arrays, strict=True))
+            tables[f"{key}_before"], tables[key] = (np.stack(part) for part in zip(*arrays, strict=True))
             tables[f"{key}_by"] = _padded([_finite(bias for _, bias in row) for row in rows], 0.0)
         if kind == Scope:
-            tables[key] = jnp.asarray([[getattr(section, key) == "all"] for section in sections])
+            tables[key] = np.asarray([[getattr(section, key) == "all"] for section in sections])
     return tables
 
 
@@ -305,10 +307,10 @@ def _finite(biases: Iterable[float]) -> list[float]:
     return [bias if bias == -np.inf else float(np.clip(bias, FLOATS.min, FLOATS.max)) for bias in biases]
 
 
-def _padded(rows: Sequence[Sequence[float]], fill: float) -> Array:
+def _padded(rows: Sequence[Sequence[float]], fill: float) -> np.ndarray:
     """Rows of different length as one array, its width a power of two so that few programs serve all lists."""
     width = _wide(max(map(len, rows)))
-    return jnp.asarray([[*row, *[fill] * (width - len(row))] for row in rows], jnp.int32 if fill == -1 else jnp.float32)
+    return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], np.int32 if fill == -1 else np.float32)
 
 
 def _wide(length: int) -> int:

@@ -1,6 +1,7 @@
 """Reading through a cache gives the logits of the whole text at once, whatever the order of the calls."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.model import KVCache, make_cache
+from dantinox.model import store as stores
 from dantinox.model.cache import Full, Ring
 
 from . import reference
@@ -88,6 +90,21 @@ def test_cached_is_uncached(model_config):
     built = build(model_config)
     for schedule in SCHEDULES.values():
         follow(built, schedule, empty(built))
+
+
+@pytest.mark.parametrize(
+    "model_config",
+    [config(n_heads=4, kv_heads=2, sink_logits=True), replace(LATENT, windows=(None, None))],
+    ids=["heads", "latents"],
+)
+def test_parts_of_a_cache_are_the_whole_of_it(model_config, monkeypatch):
+    """Six slots are the shortest part here: rows reach into one, two or three of the parts, and some are idle."""
+    monkeypatch.setattr(stores, "LEAST_PART", 6)
+    built = build(model_config)
+    cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, parted=True)
+    assert [part.slots for part in cache.layers[-1].store.parts] == [6, 6, 12]
+    for schedule in SCHEDULES.values():
+        follow(built, schedule, cache)
 
 
 @st.composite
