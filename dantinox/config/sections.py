@@ -299,6 +299,7 @@ SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in 
 FIELDS: dict[str, FieldInfo] = {
     f"{section}.{name}": field for section, kind in SECTIONS.items() for name, field in kind.model_fields.items()
 }
+PARTS = {key: tuple(key.split(".")) for key in FIELDS}
 DEFAULTS = {key: field.default for key, field in FIELDS.items()}
 NEEDS = {
     key: (*SECTIONS[key.partition(".")[0]].needs, *(mark for mark in field.metadata if isinstance(mark, Needs)))
@@ -308,7 +309,8 @@ NEEDS = {
 
 def flat(config: Config, changed: bool = False) -> dict[str, Any]:
     """Dotted path → value of every setting, or of those that are `changed` from their default."""
-    values = {key: getattr(getattr(config, section), name) for key in FIELDS for section, _, name in [key.partition(".")]}
+    held = {section: vars(getattr(config, section)) for section in SECTIONS}
+    values = {key: held[section][name] for key, (section, name) in PARTS.items()}
     return {key: value for key, value in values.items() if not changed or value != DEFAULTS[key]}
 
 

@@ -13,6 +13,7 @@ import ipaddress
 import json
 import math
 import re
+import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -448,6 +449,8 @@ def patient_protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            # What is written is sent: else a small piece waits for the reader to confirm the one before, 40 ms and more.
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._await_head()
 
         def data_received(self, data: bytes) -> None:

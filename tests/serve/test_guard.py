@@ -337,6 +337,17 @@ def test_two_hundred_leave_and_the_next_one_is_answered():
         assert not engine.tasks
 
 
+def test_small_answers_are_sent_at_once():
+    """Head and body are written apart; with Nagle's algorithm the second waits 40 ms for the first to be confirmed."""
+    with serving(make_app(FakeEngine())) as port, httpx.Client() as http:
+        took = []
+        for _ in range(20):
+            before = time.perf_counter()
+            assert http.get(f"http://127.0.0.1:{port}/health").status_code == 200
+            took.append(time.perf_counter() - before)
+    assert sorted(took)[10] < 0.03
+
+
 def test_one_connection_for_many_requests():
     """What was refused closes it; what was answered does not."""
     with serving(make_app(FakeEngine())) as port:
