@@ -49,16 +49,23 @@ def make_app(engine: Serving, options: Options | None = None) -> ASGIApp:
     options = options or Options()
     metrics = Metrics(engine)
     measured = Measured(engine, metrics)
+
+    async def health(request: Request) -> Response:
+        return _health(engine)
+
+    async def numbers(request: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
     routes = [
-        Route("/health", lambda request: _health(engine)),
-        Route("/metrics", lambda request: Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)),
+        Route("/health", health),
+        Route("/metrics", numbers),
         *(route for dialect in DIALECTS for route in dialect.routes(measured, options)),
     ]
     expected = (Refused, UserError, Busy, Unavailable)
     app = Starlette(
         routes=routes,
         exception_handlers={
-            **dict.fromkeys(expected, lambda request, error: _worded(request.url.path, refused(error))),
+            **dict.fromkeys(expected, _refusal),
             HTTPException: _no_route,
             Exception: _failed,
         },
@@ -84,7 +91,11 @@ def _worded(path: str, problem: Refused) -> Response:
     return response
 
 
-def _no_route(request: Request, error: Exception) -> Response:
+async def _refusal(request: Request, error: Exception) -> Response:
+    return _worded(request.url.path, refused(error))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 405:
@@ -95,5 +106,5 @@ def _no_route(request: Request, error: Exception) -> Response:
     return _worded(path, problem)
 
 
-def _failed(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     return _worded(request.url.path, Refused(500, "the server failed; its log says how", code="internal_error"))
