@@ -85,7 +85,7 @@ def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSect
             found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
         elif setting.kind == Breakers:
             on = any(key in STEPS[name].beside for name in steps_on(section))
-            found[key] = tuple(_containing(tokenizer, getattr(section, key))) if on else ()
+            found[key] = tuple(containing(tokenizer, getattr(section, key))) if on else ()
     return section.model_copy(update=found)
 
 
@@ -128,7 +128,7 @@ def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> l
     return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
 
-def _containing(tokenizer: Tokenizer, breakers: Sequence[str | int]) -> list[int]:
+def containing(tokenizer: Tokenizer, breakers: Sequence[str | int]) -> list[int]:
     """The ids given, and those of every token that has one of the texts in it."""
     texts = [text for text in breakers if isinstance(text, str)]
     ids = {token for token in breakers if isinstance(token, int)}

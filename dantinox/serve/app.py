@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
-from dantinox.serve import openai, tokens
+from dantinox.serve import kobold, lite, openai, tokens
 from dantinox.serve.ask import Busy, Serving, Unavailable
 from dantinox.serve.guard import Refused, guarded, refused
 from dantinox.serve.metrics import Measured, Metrics, counted
@@ -38,6 +38,8 @@ class Dialect(NamedTuple):
 DIALECTS = (
     Dialect(openai.routes, "/", openai.error),
     Dialect(tokens.routes, "/tokenize", openai.error),
+    Dialect(kobold.routes, "/api/", kobold.error),
+    Dialect(lite.routes, "/lite", openai.error, ("/lite",)),
 )
 
 

@@ -1,0 +1,283 @@
+"""What clients of KoboldAI and KoboldCpp send, checked, and the settings of ours in it.
+
+Source: KoboldCpp's API documentation, and what Kobold Lite and SillyTavern send.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dantinox.config import GenerationSection
+from dantinox.config.overlay import KEYS
+from dantinox.config.steps import is_digits
+from dantinox.files import on_one_line, shown
+from dantinox.serve.ask import Constraint
+from dantinox.serve.guard import SAMPLES, Refused, parse_json
+
+ALTERNATIVES = 5  # that are reported with a token
+BANS, BAN_LENGTH = 64, 512  # texts that are never generated, and characters of one
+KEY_LENGTH = 256
+CUTS_OFF: dict[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_a": 0.0,
+    "tail_free": 1.0,
+    "typical": 1.0,
+    "top_n_sigma": 0.0,
+    "xtc_probability": 0.0,
+}
+OTHER_NAMES = {"stop", "seed", "max_new_tokens"}  # of fields, as SillyTavern sends them beside these
+UNKNOWN_THERE = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # steps of ours that an order of codes has no place for
+
+
+def _whole(value: Any) -> Any:
+    """Integers that JavaScript or a slider has written as 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _texts(value: Any) -> Any:
+    """A list of texts, without the empty ones that forms leave behind."""
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return tuple(text for text in value if text not in ("", None)) if isinstance(value, list) else value
+
+
+def _breakers(value: Any) -> Any:
+    """The same, or the JSON of a list, as SillyTavern sends it."""
+    return _texts(parse_json(value.encode()) if isinstance(value, str) and value.lstrip().startswith("[") else value)
+
+
+def _ids(value: Any) -> Any:
+    """Token ids as a list, or as text with commas."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if any(not is_digits(part) or len(part) > 9 for part in parts):
+            raise ValueError("must be token ids with commas between them")
+        return tuple(map(int, parts))
+    return tuple(value) if isinstance(value, list) else value
+
+
+Whole = BeforeValidator(_whole)
+Size = Annotated[int, Whole, Field(ge=1, lt=2**31)]
+Range = Annotated[int, Whole, Field(ge=-1, lt=2**31)]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-(2.0**32), le=2.0**32)]
+AtLeastZero = Annotated[float, Field(allow_inf_nan=False, ge=0, le=2.0**32)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Key = Annotated[str, Field(max_length=KEY_LENGTH)]
+
+
+class _Body(BaseModel):
+    """An object that a client sends: null is what is not given, no value is converted, unknown fields are kept aside."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+
+
+class KeyBody(_Body):
+    """Of `/check`, `/abort` and `/last_logprobs`: which generation is meant."""
+
+    genkey: Key | None = None
+
+
+class CountBody(_Body):
+    """Of `/tokencount`."""
+
+    prompt: str | None = None
+    special: bool | None = None
+
+
+class IdsBody(_Body):
+    """Of `/detokenize`."""
+
+    ids: list[int]
+
+
+class GenerateBody(_Body):
+    """Of `/generate` and `/generate/stream`."""
+
+    prompt: str | None = None
+    memory: str | None = None
+    n: Annotated[int, Whole, Field(ge=1, le=SAMPLES)] | None = None
+    max_context_length: Size | None = None
+    max_length: Size | None = Field(None, validation_alias=AliasChoices("max_length", "max_new_tokens"))
+    genkey: Key | None = None
+    sampler_seed: Annotated[int, Whole, Field(ge=-(2**63), lt=2**63)] | None = Field(
+        None, validation_alias=AliasChoices("sampler_seed", "seed")
+    )
+    stop_sequence: Texts | None = Field(None, validation_alias=AliasChoices("stop_sequence", "stop"))
+    trim_stop: bool | None = None
+    bypass_eos: bool | None = None
+    ban_eos_token: bool | None = Field(None, validation_alias=AliasChoices("ban_eos_token", "use_default_badwordsids"))
+    replace_instruct_placeholders: bool | None = None
+    logprobs: bool | None = None
+    grammar: str | None = None
+
+    rep_pen: AtLeastZero | None = None
+    repeat_penalty: AtLeastZero | None = None
+    repetition_penalty: AtLeastZero | None = None
+    rep_pen_range: Range | None = None
+    rep_pen_slope: AtLeastZero | None = None
+    presence_penalty: Number | None = None
+    temperature: AtLeastZero | None = None
+    dynatemp_range: Number | None = None
+    dynatemp_exponent: AtLeastZero | None = None
+    smoothing_factor: Number | None = None
+    smoothing_curve: Number | None = None
+    top_k: Annotated[int, Whole, Field(ge=-(2**31), lt=2**31)] | None = None
+    top_p: AtLeastZero | None = None
+    top_a: AtLeastZero | None = None
+    min_p: AtLeastZero | None = None
+    typical: AtLeastZero | None = Field(None, validation_alias=AliasChoices("typical", "typical_p"))
+    tfs: AtLeastZero | None = None
+    nsigma: Number | None = None
+    mirostat: Annotated[int, Whole, Field(ge=-1, le=2)] | None = None
+    mirostat_tau: AtLeastZero | None = None
+    mirostat_eta: AtLeastZero | None = None
+    dry_multiplier: Number | None = None
+    dry_base: Number | None = None
+    dry_allowed_length: Annotated[int, Whole, Field(ge=0, lt=2**31)] | None = None
+    dry_penalty_last_n: Range | None = None
+    dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(_breakers)] | None = None
+    xtc_probability: AtLeastZero | None = None
+    xtc_threshold: AtLeastZero | None = None
+    sampler_order: Annotated[list[Annotated[int, Whole]], Field(max_length=7)] | None = None
+
+    banned_tokens: Texts | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
+    custom_token_bans: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ids)] | None = None
+    logit_bias: Annotated[dict[str, Number | None], BeforeValidator(lambda biases: biases or {})] | None = None
+
+    def constraint(self) -> Constraint | None:
+        """The grammar that the text has to follow."""
+        return Constraint("gbnf", self.grammar) if self.grammar and self.grammar.strip() else None
+
+    def given(self, base: GenerationSection) -> dict[str, Any]:
+        """The settings that the request gives over those of the run, as `Serving.settings` takes them.
+
+        Values that switch a step off there switch it off here, and what refines a step that is off is left out. Keys of our own
+        that the dialect has no name for are taken as they are. Under the entropy router it alone chooses tokens, and only the
+        penalties of a request have a place beside it.
+        """
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name in KEYS.keys() - OTHER_NAMES}
+        found = self._limits() | self._penalties(base) | self._dry(base)
+        if extra.get("strategy", base.strategy) != "entropy":
+            found |= self._heat(base) | self._cuts(base)
+        return found | extra
+
+    def _limits(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"n": self.n, "max_new_tokens": self.max_length, "ignore_eos": self.bypass_eos}
+        found = {name: value for name, value in found.items() if value is not None}
+        if self.sampler_seed is not None:
+            found["seed"] = self.sampler_seed % 2**32 if self.sampler_seed > 0 else None
+        return found
+
+    def _penalties(self, base: GenerationSection) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        penalties = [p for p in (self.rep_pen, self.repeat_penalty, self.repetition_penalty) if p is not None]
+        if penalties:
+            found["repetition_penalty"] = max(penalties) or 1.0
+        if self.presence_penalty is not None:
+            found["presence_penalty"] = self.presence_penalty
+        if self.rep_pen_range == 0:  # there nothing is looked at, here all is
+            return {"repetition_penalty": 1.0, "presence_penalty": 0.0}
+        if found.get("presence_penalty"):
+            found["presence_scope"] = "all"
+        if found.get("repetition_penalty", base.repetition_penalty) == 1:
+            return found
+        if self.rep_pen_range is not None:
+            found["repetition_range"] = max(self.rep_pen_range, 0)
+        if self.rep_pen_slope is not None and found.get("repetition_range", base.repetition_range) > 1:
+            found["repetition_slope"] = 0.0 if self.rep_pen_slope == 1 else self.rep_pen_slope
+        return found
+
+    def _dry(self, base: GenerationSection) -> dict[str, Any]:
+        on = base.dry_multiplier if self.dry_multiplier is None else self.dry_multiplier
+        if on <= 0 or (self.dry_base is not None and self.dry_base <= 0):
+            return {} if self.dry_multiplier is self.dry_base is None else {"dry_multiplier": 0.0}
+        refined = {
+            "dry_multiplier": self.dry_multiplier,
+            "dry_base": self.dry_base,
+            "dry_allowed_length": None if self.dry_allowed_length is None else max(self.dry_allowed_length, 1),
+            "dry_range": None if self.dry_penalty_last_n is None else max(self.dry_penalty_last_n, 0),
+            "dry_breakers": None if self.dry_sequence_breakers is None else list(self.dry_sequence_breakers),
+        }
+        return {name: value for name, value in refined.items() if value is not None}
+
+    def _heat(self, base: GenerationSection) -> dict[str, Any]:
+        """Temperature, fixed or by the entropy, and smoothing."""
+        found: dict[str, Any] = {}
+        steered = self._steered(base)
+        if self.dynatemp_range and not steered:
+            middle, width = base.temperature if self.temperature is None else self.temperature, abs(self.dynatemp_range)
+            found |= {"temperature": 1.0, "dynatemp_low": max(middle - width, 0.0), "dynatemp_high": middle + width}
+            found |= {} if self.dynatemp_exponent is None else {"dynatemp_exponent": self.dynatemp_exponent}
+        elif self.temperature is not None or self.dynatemp_range is not None or steered:
+            found |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
+            found |= {} if self.temperature is None else {"temperature": self.temperature}
+        if found.get("temperature"):
+            found["greedy"] = False  # a run that is greedy by itself is sampled by who asks for a temperature
+        smoothing = base.smoothing_factor if self.smoothing_factor is None else max(self.smoothing_factor, 0.0)
+        if self.smoothing_factor is not None:
+            found["smoothing_factor"] = smoothing
+        if self.smoothing_curve is not None and smoothing > 0:
+            found["smoothing_curve"] = min(max(self.smoothing_curve, 1.0), 3.0)
+        return found
+
+    def _steered(self, base: GenerationSection) -> int:
+        """The version of mirostat that is on, 0 for none."""
+        return int(base.mirostat if self.mirostat is None else max(self.mirostat, 0))
+
+    def _cuts(self, base: GenerationSection) -> dict[str, Any]:
+        """What leaves tokens out, and in which order. Beside mirostat there is no other, as there."""
+        found: dict[str, Any] = {}
+        if self.sampler_order:
+            found |= {"preset": "koboldcpp", "sampler_order": list(self.sampler_order), **UNKNOWN_THERE}
+        if self.mirostat is not None:
+            found["mirostat"] = self._steered(base)
+        if self._steered(base):
+            refined = {"mirostat_tau": self.mirostat_tau, "mirostat_eta": self.mirostat_eta}
+            return found | CUTS_OFF | {name: value for name, value in refined.items() if value is not None}
+        shares = {"top_p": self.top_p, "min_p": self.min_p, "typical": self.typical, "tail_free": self.tfs}
+        shares |= {"xtc_probability": self.xtc_probability}
+        found |= {name: min(value, 1.0) for name, value in shares.items() if value is not None}
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)
+        if self.top_a is not None:
+            found["top_a"] = self.top_a
+        if self.nsigma is not None:
+            found["top_n_sigma"] = max(self.nsigma, 0.0)
+        if self.xtc_threshold is not None and found.get("xtc_probability", base.xtc_probability) > 0:
+            found["xtc_threshold"] = min(self.xtc_threshold, 1.0)
+        return found
+
+
+Kind = TypeVar("Kind", bound=_Body)
+
+
+def read(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
+    """A body of this kind.
+
+    Raises:
+      Refused: 400, which field is wrong and what is allowed.
+    """
+    if data.get("images"):
+        raise Refused(400, "images is not supported by this server: leave it out", param="images")
+    try:
+        body = kind.model_validate({name: value for name, value in data.items() if value is not None})
+    except ValidationError as error:
+        raise _sentence(error) from None
+    if isinstance(body, GenerateBody):
+        bans = body.banned_tokens or ()
+        if len(bans) > BANS or any(len(text) > BAN_LENGTH for text in bans):
+            raise Refused(400, f"banned_tokens must be at most {BANS} texts of at most {BAN_LENGTH} characters")
+    return body
+
+
+def _sentence(error: ValidationError) -> Refused:
+    first = error.errors(include_url=False)[0]
+    field = ".".join(on_one_line(str(part)) for part in first["loc"][:3])
+    if first["type"] == "missing":
+        return Refused(400, f"{field} is missing", param=field)
+    words = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    words = words if words.startswith("must") else f"is wrong: {words.lower()}"
+    return Refused(400, f"{field} {words}, got {shown(first['input'])}", param=field)

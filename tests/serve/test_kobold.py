@@ -1,0 +1,640 @@
+"""The dialect of KoboldAI and KoboldCpp: its paths, its framing to the byte, what its fields mean, and what it refuses."""
+
+import asyncio
+import json
+import re
+import time
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from dantinox.config import TokenizerSection, UserError
+from dantinox.serve import kobold
+from dantinox.serve.app import make_app
+from dantinox.serve.ask import Unavailable
+from dantinox.serve.kobold_prompt import LEAST, fitted
+from dantinox.serve.options import Options
+from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
+
+from .fakes import BYTES, SAYS, FakeEngine, fake_run
+from .sockets import serving
+
+CODES = [6, 0, 1, 3, 4, 2, 5]
+# What Kobold Lite 339 sends of a story, with its own defaults.
+LITE = {
+    "n": 1, "max_context_length": 12288, "max_length": 1536, "rep_pen": 1.05, "temperature": 0.75, "top_p": 0.92, "top_k": 100,
+    "top_a": 0, "typical": 1, "tfs": 1, "rep_pen_range": 360, "rep_pen_slope": 0.7, "sampler_order": CODES, "memory": "",
+    "trim_stop": True, "genkey": "KCPP1234", "min_p": 0, "dynatemp_range": 0, "dynatemp_exponent": 1, "smoothing_factor": 0,
+    "smoothing_curve": 1, "nsigma": 0, "banned_tokens": [], "render_special": False, "logprobs": False, "presence_penalty": 0,
+    "logit_bias": {}, "stop_sequence": [], "use_default_badwordsids": False, "bypass_eos": False, "prompt": "Once",
+}  # fmt: skip
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(engine):
+    yield from clients(engine)
+
+
+def clients(engine, **options):
+    app = make_app(engine, Options(**options))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as found:
+        yield found
+
+
+def asked(client, engine, **body):
+    """What the engine was asked for: the ask of a request that is met."""
+    response = client.post("/api/v1/generate", json={"prompt": "Once", "max_length": 2} | body)
+    assert response.status_code == 200, response.text
+    return engine.asked[-1]
+
+
+def events(text):
+    return [json.loads(data) for data in re.findall(r"^event: message\ndata: (.*)\n\n", text, re.M)]
+
+
+# --- paths
+
+
+@pytest.mark.parametrize(
+    "path, wanted",
+    [
+        ("/api/v1/model", {"result": "fake"}),
+        ("/api/v1/config/max_context_length", {"value": 256}),
+        ("/api/v1/config/max_length", {"value": 150}),
+        ("/api/v1/config/soft_prompt", {"value": ""}),
+        ("/api/v1/config/soft_prompts_list", {"values": []}),
+        ("/api/v1/info/version", {"result": "1.2.5"}),
+        ("/api/extra/true_max_context_length", {"value": 256}),
+        ("/api/extra/preloadstory", {}),
+        ("/sdapi/v1/sd-models", []),
+        ("/api/extra/generate/check", {"results": [{"text": ""}]}),
+        ("/api/extra/last_logprobs", {"logprobs": None}),
+    ],
+)
+def test_what_a_server_tells_of_itself(client, path, wanted):
+    assert client.get(path).json() == wanted
+    if path.startswith("/api/v1/"):
+        assert client.get(path.replace("v1", "latest")).json() == wanted
+
+
+def test_the_version_is_a_level_of_the_dialect_without_abilities_that_are_not_there(client):
+    found = client.get("/api/extra/version").json()
+    assert (found["result"], found["version"]) == ("KoboldCpp", "1.74")
+    assert found["server"].startswith("DantinoX ")
+    assert not any(value for name, value in found.items() if name not in ("result", "version", "server"))
+
+
+def test_a_key_is_asked_for_in_the_words_of_the_dialect(engine):
+    for client in clients(engine, key="secret"):
+        refused = client.get("/api/v1/model")
+        assert (refused.status_code, refused.json()["detail"]["type"]) == (401, "unauthorized")
+        allowed = client.get("/api/extra/version", headers={"authorization": "Bearer secret"})
+        assert allowed.json()["protected"] is True
+
+
+def test_texts_are_counted_and_tokens_spelt(client):
+    text = "héllo"
+    found = client.post("/api/extra/tokencount", json={"prompt": text}).json()
+    assert found == {"value": 6, "ids": list(text.encode())}
+    assert client.post("/api/extra/tokenize", json={"prompt": text}).json() == found
+    assert client.post("/api/extra/detokenize", json={"ids": found["ids"]}).json() == {"result": text, "success": True}
+    assert client.post("/api/extra/tokencount", json={}).json() == {"value": 0, "ids": []}
+
+
+# --- answers
+
+
+def test_an_answer(client, engine):
+    found = client.post("/api/v1/generate", json={"prompt": "Once", "max_length": 9}).json()
+    result = {"text": SAYS[:9], "finish_reason": "length", "prompt_tokens": 4, "completion_tokens": 9, "logprobs": None}
+    assert found == {"results": [result]}
+    assert client.post("/api/latest/generate", json={"prompt": "Once", "max_length": 9}).json() == found
+
+
+def test_n_gives_n_results(client):
+    results = client.post("/api/v1/generate", json={"prompt": "a", "max_length": 5, "n": 3}).json()["results"]
+    assert [result["text"] for result in results] == [SAYS[i : i + 5] for i in range(3)]
+    assert [result["completion_tokens"] for result in results] == [5, 5, 5]
+
+
+def test_a_stream_is_framed_to_the_byte(client):
+    for says in ("ab", "é \u2028\r\n\U0001f98a"):
+        engine = FakeEngine(says=says)
+        for streaming in clients(engine):
+            response = streaming.post("/api/extra/generate/stream", json={"prompt": "x", "max_length": len(says.encode())})
+            assert response.headers["content-type"].startswith("text/event-stream")
+            parts = response.content.split(b"\n\n")
+            assert parts.pop() == b"" and b"\r" not in response.content and b"[DONE]" not in response.content
+            for number, part in enumerate(parts):
+                first, second = part.split(b"\n")
+                assert first == b"event: message" and second.startswith(b"data: ") and second.isascii()
+                data = json.loads(second[6:])
+                assert list(data) == ["token", "finish_reason"]
+                assert data["finish_reason"] == ("length" if number == len(parts) - 1 else None)
+    whole = (
+        b'event: message\ndata: {"token": "o", "finish_reason": null}\n\n'
+        b'event: message\ndata: {"token": "n", "finish_reason": "length"}\n\n'
+    )
+    assert client.post("/api/extra/generate/stream", json={"prompt": "x", "max_length": 2}).content == whole
+
+
+@pytest.mark.parametrize("trim, text", [(True, "once upon a "), (False, "once upon a time"), (None, "once upon a ")])
+def test_stops_and_whether_they_stay(client, trim, text):
+    body = {"prompt": "x", "max_length": 40, "stop_sequence": ["", "time", "zz"], "trim_stop": trim}
+    result = client.post("/api/v1/generate", json=body).json()["results"][0]
+    assert (result["text"], result["finish_reason"]) == (text, "stop")
+    streamed = events(client.post("/api/extra/generate/stream", json=body).text)
+    assert "".join(event["token"] for event in streamed) == text
+    assert [event["finish_reason"] for event in streamed][-2:] == [None, "stop"]
+
+
+def test_log_probabilities_come_with_the_answer_and_afterwards_by_key(client):
+    body = {"prompt": "x", "max_length": 3, "logprobs": True, "genkey": "k1"}
+    with_answer = client.post("/api/v1/generate", json=body).json()["results"][0]["logprobs"]
+    content = with_answer["content"]
+    assert [token["token"] for token in content] == list(SAYS[:3])
+    assert all(token["logprob"] == pytest.approx(-0.6931, abs=1e-4) for token in content)
+    assert all(len(token["top_logprobs"]) == 5 for token in content)
+    assert client.post("/api/extra/last_logprobs", json={"genkey": "k1"}).json()["logprobs"] == with_answer
+    for other in ({"genkey": "k2"}, {}):
+        assert client.post("/api/extra/last_logprobs", json=other).json() == {"logprobs": None}
+
+
+def test_how_the_last_answer_went(client):
+    client.post("/api/v1/generate", json={"prompt": "x", "max_length": 7, "sampler_seed": 42, "stop_sequence": ["pon"]})
+    found = client.get("/api/extra/perf").json()
+    assert (found["last_token_count"], found["last_seed"], found["stop_reason"], found["total_gens"]) == (7, 42, 0, 1)
+    assert (found["idle"], found["queue"], found["quiet"]) == (1, 0, True)
+    assert 0 <= found["last_process"] < 5 and 0 <= found["last_eval"] < 5 and found["uptime"] >= found["idletime"] >= 0
+
+
+# --- what fields mean
+
+
+SETTINGS = [
+    ({"temperature": 0.7}, {"temperature": 0.7}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"top_k": 0}, {"top_k": 0}),
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"top_k": 40.0}, {"top_k": 40}),
+    ({"top_p": 0.9}, {"top_p": 0.9}),
+    ({"top_p": 1.5}, {"top_p": 1.0}),
+    ({"top_a": 0.2}, {"top_a": 0.2}),
+    ({"min_p": 0.1}, {"min_p": 0.1}),
+    ({"min_p": 7}, {"min_p": 1.0}),
+    ({"typical": 0.5}, {"typical": 0.5}),
+    ({"typical_p": 0.5}, {"typical": 0.5}),
+    ({"typical": 2}, {"typical": 1.0}),
+    ({"tfs": 0.95}, {"tail_free": 0.95}),
+    ({"nsigma": 1.5}, {"top_n_sigma": 1.5}),
+    ({"nsigma": -1}, {"top_n_sigma": 0.0}),
+    ({"rep_pen": 1.1, "rep_pen_range": 64, "rep_pen_slope": 0.7},
+     {"repetition_penalty": 1.1, "repetition_range": 64, "repetition_slope": 0.7}),
+    ({"rep_pen": 1.1, "rep_pen_range": 64, "rep_pen_slope": 1}, {"repetition_penalty": 1.1, "repetition_slope": 0.0}),
+    ({"rep_pen": 1.1, "rep_pen_range": 0}, {"repetition_penalty": 1.0}),
+    ({"rep_pen": 1.1, "rep_pen_range": -1, "rep_pen_slope": 0.7}, {"repetition_penalty": 1.1, "repetition_range": 0}),
+    ({"rep_pen": 0}, {"repetition_penalty": 1.0}),
+    ({"rep_pen": 1, "rep_pen_range": 64, "rep_pen_slope": 0.7}, {"repetition_penalty": 1.0, "repetition_range": 0}),
+    ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+    ({"rep_pen": 1.1, "repeat_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ({"presence_penalty": 0.5}, {"presence_penalty": 0.5, "presence_scope": "all"}),
+    ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    ({"temperature": 1, "dynatemp_range": 0.5, "dynatemp_exponent": 2},
+     {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 1.5, "dynatemp_exponent": 2.0}),
+    ({"temperature": 0.3, "dynatemp_range": 0.5}, {"temperature": 1.0, "dynatemp_low": 0.0, "dynatemp_high": 0.8}),
+    ({"temperature": 1, "dynatemp_range": -0.5}, {"dynatemp_low": 0.5, "dynatemp_high": 1.5}),
+    ({"dynatemp_range": 0, "dynatemp_exponent": 2}, {"dynatemp_high": 1.0, "dynatemp_exponent": 1.0}),
+    ({"smoothing_factor": 0.3, "smoothing_curve": 2}, {"smoothing_factor": 0.3, "smoothing_curve": 2.0}),
+    ({"smoothing_factor": 0.3, "smoothing_curve": 0}, {"smoothing_factor": 0.3, "smoothing_curve": 1.0}),
+    ({"smoothing_factor": 0.3, "smoothing_curve": 9}, {"smoothing_curve": 3.0}),
+    ({"smoothing_factor": -1, "smoothing_curve": 2}, {"smoothing_factor": 0.0, "smoothing_curve": 1.0}),
+    ({"mirostat": 2, "mirostat_tau": 4, "mirostat_eta": 0.2, "top_k": 40, "top_p": 0.9, "tfs": 0.9, "xtc_probability": 0.5},
+     {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2, "top_k": 0, "top_p": 1.0, "tail_free": 1.0,
+      "xtc_probability": 0.0}),
+    ({"mirostat": 0, "mirostat_tau": 0, "top_k": 40}, {"mirostat": 0, "mirostat_tau": 5.0, "top_k": 40}),
+    ({"mirostat": 1, "temperature": 0.8, "dynatemp_range": 0.5}, {"mirostat": 1, "temperature": 0.8, "dynatemp_high": 1.0}),
+    ({"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 100,
+      "dry_sequence_breakers": ["\n", ""]},
+     {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_range": 100, "dry_breakers": ("\n",)}),
+    ({"dry_multiplier": 0.8, "dry_allowed_length": 0, "dry_penalty_last_n": -1, "dry_sequence_breakers": '["a", "b"]'},
+     {"dry_allowed_length": 1, "dry_range": 0, "dry_breakers": ("a", "b")}),
+    ({"dry_multiplier": 0, "dry_base": 1.5}, {"dry_multiplier": 0.0, "dry_base": 1.75}),
+    ({"dry_multiplier": 0.8, "dry_base": 0}, {"dry_multiplier": 0.0}),
+    ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
+    ({"xtc_probability": 0, "xtc_threshold": 0.2}, {"xtc_probability": 0.0, "xtc_threshold": 0.1}),
+    ({"xtc_probability": 3, "xtc_threshold": 2}, {"xtc_probability": 1.0, "xtc_threshold": 1.0}),
+    ({"sampler_order": CODES}, {"preset": "koboldcpp", "sampler_order": tuple(CODES)}),
+    ({"sampler_order": [5, 4, 3, 2, 1, 0, 6]}, {"sampler_order": (5, 4, 3, 2, 1, 0, 6)}),
+    ({"sampler_order": [0, 1, 2, 3, 4, 5]}, {"sampler_order": (0, 1, 2, 3, 4, 5)}),
+    ({"sampler_order": []}, {"preset": "default", "sampler_order": None}),
+    ({"sampler_seed": 7}, {"seed": 7}),
+    ({"sampler_seed": 2**32 + 7}, {"seed": 7}),
+    ({"sampler_seed": -1}, {"seed": None}),
+    ({"sampler_seed": 0}, {"seed": None}),
+    ({"bypass_eos": True}, {"ignore_eos": True}),
+    ({"stop_sequence": ["a", "", None, "b"]}, {"stop": ("a", "b")}),
+    ({"stop": ["a"]}, {"stop": ("a",)}),
+    ({"stop_sequence": ["a"], "stop": ["b"]}, {"stop": ("a",)}),
+    ({"stop_sequence": ["a"], "trim_stop": False}, {"keep_stop": True}),
+    ({"stop_sequence": [], "trim_stop": False}, {"stop": (), "keep_stop": False}),
+    ({"custom_token_bans": "65, 66,"}, {"banned_tokens": (65, 66)}),
+    ({"custom_token_bans": ""}, {"banned_tokens": ()}),
+    ({"banned_tokens": ["q", "two words"]}, {"banned_tokens": (ord("q"),), "bad_words": ("two words",)}),
+    ({"banned_strings": ["two words"]}, {"bad_words": ("two words",)}),
+    ({"logit_bias": {"65": -5, "66": None}}, {"logit_bias": {"65": -5.0, "66": float("-inf")}}),
+    ({"logit_bias": []}, {"logit_bias": {}}),
+    ({"min_tokens": 3, "no_repeat_ngram": 4}, {"min_tokens": 3, "no_repeat_ngram": 4}),
+    ({"temperature": None, "top_k": None, "sampler_order": None, "stop_sequence": None}, {"temperature": 1.0, "top_k": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body, wanted", SETTINGS, ids=lambda value: "-".join(value)[:40])
+def test_fields_are_settings_of_ours(client, engine, body, wanted):
+    found = asked(client, engine, **body).config.generation
+    assert {name: getattr(found, name) for name in wanted} == wanted
+
+
+def test_what_lite_sends_of_itself(client, engine):
+    """Its own numbers: no field is refused, and what is off there is off here."""
+    found = asked(client, engine, **LITE).config.generation
+    on = {
+        "preset": "koboldcpp", "sampler_order": tuple(CODES), "temperature": 0.75, "top_k": 100, "top_p": 0.92,
+        "repetition_penalty": 1.05, "repetition_range": 360, "repetition_slope": 0.7,
+    }  # fmt: skip
+    default = fake_run().config.generation.model_copy(update=on | {"max_new_tokens": 252}).model_dump()
+    off = {"typical", "tail_free", "min_p"}
+    assert {k: v for k, v in found.model_dump().items() if k not in off} == {k: v for k, v in default.items() if k not in off}
+
+
+def test_what_is_not_given_is_as_the_run_has_it():
+    engine = FakeEngine(fake_run(temperature=0.5, top_k=7, stop=("time",), max_new_tokens=3, eta_cutoff=0.1))
+    for client in clients(engine):
+        client.post("/api/v1/generate", json={"prompt": "a"})
+        assert engine.asked[-1].config == engine.run.config
+        found = asked(client, engine, sampler_order=CODES).config.generation
+        assert (found.temperature, found.top_k, found.eta_cutoff) == (0.5, 7, 0.0)
+
+
+@pytest.mark.parametrize("where", ["run", "request"])
+def test_beside_the_router_only_penalties_count(where):
+    engine = FakeEngine(fake_run(**({"strategy": "entropy"} if where == "run" else {})))
+    for client in clients(engine):
+        body = LITE | {"dry_multiplier": 0.8} | ({"strategy": "entropy"} if where == "request" else {})
+        found = asked(client, engine, **body).config.generation
+        assert (found.strategy, found.repetition_penalty, found.dry_multiplier) == ("entropy", 1.05, 0.8)
+        assert (found.preset, found.temperature, found.top_k, found.top_p) == ("default", 1.0, None, None)
+
+
+def test_a_run_that_is_greedy_or_warm_by_itself_takes_the_temperature_of_a_request():
+    for own in ({"greedy": True}, {"dynatemp_high": 2.0}):
+        engine = FakeEngine(fake_run(**own))
+        for client in clients(engine):
+            found = asked(client, engine, temperature=0.7).config.generation
+            assert (found.greedy, found.temperature, found.dynatemp_high) == (False, 0.7, 1.0)
+
+
+def test_the_end_token_can_be_banned():
+    engine = FakeEngine(fake_run(tokenizer=SPECIAL))
+    for client in clients(engine):
+        for name in ("ban_eos_token", "use_default_badwordsids"):
+            assert asked(client, engine, **{name: True}).config.generation.banned_tokens == tuple(SPECIAL.stop_ids)
+
+
+def test_a_grammar_is_a_constraint(client, engine):
+    found = asked(client, engine, grammar='root ::= "a"').constraint
+    assert (found.kind, found.source) == ("gbnf", 'root ::= "a"')
+    assert asked(client, engine, grammar="").constraint is None
+
+
+# --- the context
+
+
+@given(st.integers(2, 200), st.integers(0, 120), st.integers(0, 300), st.integers(1, 400))
+@settings(max_examples=300, deadline=None)
+def test_memory_stays_whole_and_the_front_of_the_prompt_goes(context, memory, prompt, new):
+    memory, prompt = "m" * memory, "".join(chr(97 + i % 26) for i in range(prompt))
+    text = (memory + prompt).encode()  # the tokens of this vocabulary are bytes
+    if not text:
+        assert fitted(fake_run(), memory, prompt, 1, 2) == ([BYTES.bos_id], 1)
+        return
+    if len(memory) + min(len(prompt), LEAST) >= context:
+        with pytest.raises(kobold.Refused, match="memory"):
+            fitted(fake_run(), memory, prompt, new, context)
+        return
+    ids, count = fitted(fake_run(), memory, prompt, new, context)
+    kept = len(ids) - len(memory)
+    assert bytes(ids) == memory.encode() + prompt.encode()[len(prompt) - kept :]
+    assert 1 <= count <= new and len(ids) + count <= context
+    if len(text) + new <= context:
+        assert (bytes(ids), count) == (text, new)
+    else:  # nothing lies idle: all is asked for and given, or the context is full
+        assert len(ids) + count == context or (count == new and kept == len(prompt)) or len(ids) == context - new
+        assert len(ids) >= min(len(text), context // 2)
+
+
+def test_lites_budget_is_cut_to_the_context(client, engine):
+    story = "".join(chr(32 + i % 90) for i in range(1000))
+    ask = asked(client, engine, **LITE | {"prompt": story, "memory": "MEMORY"})
+    assert len(ask.ids) == 128 and ask.config.generation.max_new_tokens == 128
+    assert bytes(ask.ids).decode() == "MEMORY" + story[-122:]
+    ask = asked(client, engine, **LITE | {"prompt": story, "max_length": 56})
+    assert bytes(ask.ids).decode() == story[-200:] and ask.config.generation.max_new_tokens == 56
+    ask = asked(client, engine, **LITE | {"prompt": story, "max_context_length": 100, "max_length": 20})
+    assert bytes(ask.ids).decode() == story[-80:]
+    refused = client.post("/api/v1/generate", json={"prompt": "a", "memory": "m" * 300})
+    assert (refused.status_code, refused.json()["detail"]["type"]) == (400, "bad_input")
+    assert "300" in refused.json()["detail"]["msg"]
+
+
+# --- places for instructions
+
+
+def special_tokenizer() -> Tokenizer:
+    """Bytes, and special tokens as chats have them."""
+    tree = json.loads(
+        train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter(["ab ab"])).to_json()
+    )
+    names = ("<|im_start|>", "<|im_end|>")
+    known = max([*tree["model"]["vocab"].values(), *(token["id"] for token in tree["added_tokens"])]) + 1
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tree["added_tokens"] += [{"id": known + i, "content": name} | flags for i, name in enumerate(names)]
+    return Tokenizer(json.dumps(tree), roles={"eos_token": "<|im_end|>"})
+
+
+SPECIAL = special_tokenizer()
+PLACES = "\n{{[INPUT]}}\nHi\n{{[OUTPUT]}}\nHo\n{{[INPUT]}}\nSo?\n{{[OUTPUT]}}\n"
+
+
+def test_places_are_filled_as_koboldcpp_does_where_there_is_no_template(client, engine):
+    ask = asked(client, engine, prompt=PLACES, stop_sequence=["{{[INPUT]}}", "{{[OUTPUT]}}", "{{[INPUT_END]}}"])
+    turn = "\n### Instruction:\nHi\n### Response:\nHo\n### Instruction:\nSo?\n### Response:\n"
+    assert bytes(ask.ids).decode() == turn
+    assert ask.config.generation.stop == ("### Instruction:", "### Response:")
+    ask = asked(client, engine, memory="{{[SYSTEM]}}Be kind{{[SYSTEM_END]}}", prompt="{{[INPUT]}}Hi{{[OUTPUT]}}")
+    assert bytes(ask.ids).decode() == "\n### Instruction:\nBe kind\n### Instruction:\nHi\n### Response:\n"
+    ask = asked(client, engine, prompt=PLACES, replace_instruct_placeholders=False)
+    assert bytes(ask.ids).decode() == PLACES
+
+
+def test_places_are_filled_as_the_template_writes_a_chat():
+    engine = FakeEngine(fake_run(tokenizer=SPECIAL))
+    template = ChatTemplate.named("chatml", SPECIAL)
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "So?"}]
+    start, end = (SPECIAL.special_tokens[name] for name in ("<|im_start|>", "<|im_end|>"))
+    for client in clients(engine, template=template):
+        ask = asked(client, engine, prompt=PLACES, stop_sequence=["{{[INPUT]}}", "{{[OUTPUT]}}"])
+        assert list(ask.ids) == template.encode(said, generation_prompt=True)
+        generation = ask.config.generation
+        assert generation.stop == () and set(generation.stop_token_ids) | set(SPECIAL.stop_ids) == {end}
+        system = {"role": "system", "content": "Be kind"}
+        ask = asked(client, engine, memory="{{[SYSTEM]}}\nBe kind\n{{[SYSTEM_END]}}\n", prompt=PLACES.lstrip())
+        assert list(ask.ids) == template.encode([system, *said], generation_prompt=True)
+        # Tags that the client writes itself are special tokens too, in the prompt and as stops.
+        ask = asked(client, engine, prompt="<|im_start|>user\nHi<|im_end|>\n", stop_sequence=["<|im_start|>user", "User:"])
+        assert [token for token in ask.ids if token in SPECIAL.special_ids] == [start, end]
+        assert (ask.config.generation.stop, ask.config.generation.stop_token_ids) == (("User:",), (start,))
+
+
+# --- generations by their key
+
+
+def slow(**options):
+    return FakeEngine(pause=0.01, **options)
+
+
+async def eventually(condition, seconds=5.0):
+    until = time.monotonic() + seconds
+    while not (found := await condition()):
+        assert time.monotonic() < until
+        await asyncio.sleep(0.005)
+    return found
+
+
+def talking(engine, **options):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(engine, Options(**options))), base_url="http://localhost")
+
+
+def test_a_generation_is_read_and_ended_by_its_key():
+    engine = slow()
+
+    async def run():
+        async with talking(engine) as client:
+
+            async def text(key):
+                found = (await client.post("/api/extra/generate/check", json={"genkey": key})).json()["results"]
+                return found[0]["text"]
+
+            bodies = [{"prompt": "x", "max_length": 200, "genkey": key} for key in ("a", "b")]
+            a, b = (asyncio.create_task(client.post("/api/v1/generate", json=body)) for body in bodies)
+            await eventually(lambda: text("a"))
+            assert await text("c") == "" and (await client.get("/api/extra/generate/check")).json()["results"] == [{"text": ""}]
+            nobody = await client.post("/api/extra/abort", json={"genkey": "c"})
+            assert nobody.json() == {"success": "false", "done": "false"}
+            assert (await client.post("/api/extra/abort")).json()["success"] == "false"  # two are under way
+            assert not engine.cancelled
+            ended = await client.post("/api/extra/abort", json={"genkey": "a"})
+            assert ended.json() == {"success": "true", "done": "true"}
+            result = (await a).json()["results"][0]
+            assert 0 < len(result["text"]) < 200 and result["finish_reason"] == "length"
+            assert await text("a") == result["text"]  # it can be had again
+            assert not b.done() and len(engine.cancelled) == 1
+            await client.post("/api/extra/abort", json={"genkey": "b"})
+            await b
+            assert (await client.post("/api/extra/abort", json={"genkey": "b"})).json()["success"] == "false"
+
+    asyncio.run(run())
+
+
+def test_without_a_key_the_only_generation_is_meant():
+    engine = slow()
+
+    async def run():
+        async with talking(engine) as client:
+            check = "/api/extra/generate/check"
+            work = asyncio.create_task(client.post("/api/v1/generate", json={"prompt": "x", "max_length": 200}))
+
+            async def seen():
+                return (await client.get(check)).json()["results"][0]["text"]
+
+            assert SAYS.startswith((await eventually(seen))[: len(SAYS)])
+            assert (await client.post("/api/extra/abort")).json()["success"] == "true"
+            result = (await work).json()["results"][0]
+            assert result["text"] and (await seen()) == ""  # nobody can say afterwards whose it was
+
+    asyncio.run(run())
+
+
+def test_what_is_remembered_is_bounded_and_forgotten(client, monkeypatch):
+    def text(number):
+        return client.post("/api/extra/generate/check", json={"genkey": f"k{number}"}).json()["results"][0]["text"]
+
+    for number in range(kobold.REMEMBERED + 3):
+        client.post("/api/v1/generate", json={"prompt": "x", "max_length": 1, "genkey": f"k{number}"})
+    assert [bool(text(number)) for number in range(5)] == [False, False, False, True, True]
+    assert text(kobold.REMEMBERED + 2) == "o"
+    now = time.monotonic()
+    monkeypatch.setattr(kobold.time, "monotonic", lambda: now + kobold.SECONDS)
+    assert text(kobold.REMEMBERED + 2) == ""
+
+
+@pytest.mark.parametrize("path", ["/api/extra/generate/stream", "/api/v1/generate"])
+def test_a_reader_that_leaves_frees_the_slots(path):
+    engine = slow()
+
+    async def leave(url):
+        async with httpx.AsyncClient() as client:
+            work = asyncio.create_task(client.post(url, json={"prompt": "x", "max_length": 200}))
+            await asyncio.sleep(0.3)
+            work.cancel()
+
+    with serving(make_app(engine)) as port:
+        asyncio.run(leave(f"http://127.0.0.1:{port}{path}"))
+        until = time.monotonic() + 1
+        while engine.tasks and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(engine.asked) == len(engine.cancelled) == 1 and not engine.tasks
+
+
+# --- what goes wrong
+
+
+def test_a_full_queue_and_an_engine_that_is_not_ready(client, engine):
+    engine.full = True
+    for path in ("/api/v1/generate", "/api/extra/generate/stream"):
+        response = client.post(path, json={"prompt": "x"})
+        assert (response.status_code, response.json()["detail"]["type"]) == (503, "service_unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+    engine.full, engine.state = False, "draining"
+    response = client.post("/api/v1/generate", json={"prompt": "x"})
+    assert (response.status_code, response.json()["detail"]["type"]) == (503, "service_unavailable")
+    assert "draining" in response.json()["detail"]["msg"]
+
+
+def test_a_stream_that_fails_is_told_and_left_without_an_end():
+    """Lite takes any proper end for a whole answer."""
+    engine = FakeEngine()
+    engine.fails = Unavailable("the engine failed")
+    with serving(make_app(engine)) as port:
+        url = f"http://127.0.0.1:{port}/api/extra/generate/stream"
+        found = b""
+        with pytest.raises(httpx.RemoteProtocolError), httpx.stream("POST", url, json={"prompt": "x"}) as response:
+            for part in response.iter_raw():
+                found += part
+    told = {"detail": {"msg": "the engine failed", "type": "service_unavailable"}}
+    assert found.endswith(f"event: error\ndata: {json.dumps(told)}\n\n".encode())
+    assert [event["token"] for event in events(found.decode())] == ["o", "n"]
+
+
+NUMBERS = (
+    "temperature", "top_p", "top_a", "min_p", "typical", "tfs", "rep_pen", "rep_pen_slope", "presence_penalty",
+    "dynatemp_range", "dynatemp_exponent", "smoothing_factor", "smoothing_curve", "nsigma",
+    "mirostat_tau", "mirostat_eta", "dry_multiplier",
+    "dry_base", "xtc_probability", "xtc_threshold",
+)  # fmt: skip
+COUNTS = ("n", "max_length", "max_context_length", "top_k", "rep_pen_range", "mirostat", "dry_allowed_length", "sampler_seed")
+BAD = [
+    *({name: value} for name in NUMBERS for value in ("1", True, [], {}, 1e300)),
+    *({name: value} for name in COUNTS for value in ("1", True, 1.5, [1], 10**19)),
+    *({name: value} for name in ("prompt", "memory", "genkey", "grammar") for value in (1, True, ["a"], {})),
+    *({name: value} for name in ("trim_stop", "bypass_eos", "logprobs", "ban_eos_token") for value in (1, "true", [])),
+    *({name: -1} for name in ("temperature", "top_p", "top_a", "min_p", "typical", "tfs", "rep_pen", "n", "max_length")),
+    *({"n": n} for n in (0, 17, 4096)),
+    *({"sampler_order": order} for order in ([0], [0] * 7, [7, 0, 1, 2, 3, 4, 5], ["a"], [6.5], 6, [[6]], list(range(99)))),
+    *({"stop_sequence": stop} for stop in (1, [1], {"a": 1}, ["a" * 600], ["ab"] * 40)),
+    *({"banned_tokens": bans} for bans in (1, [1], ["a" * 600], ["ab"] * 70)),
+    *({"custom_token_bans": bans} for bans in ("a", "1;2", "-1", "999999999", "9" * 5000, [-1], 5)),
+    *({"logit_bias": bias} for bias in ({"1": "a"}, {"1": True}, {"999999": 1}, {"9" * 5000: 1}, [1], "a", {"1": 1e300})),
+    *({"dry_multiplier": 1, "dry_sequence_breakers": value} for value in ("[", "[1]", "[" * 2000, 1, [1], "[NaN]")),
+    {"dry_multiplier": 1, "dry_base": 0.5},
+    {"mirostat": 2, "mirostat_tau": 0},
+    {"mirostat": 3},
+    {"images": ["abc"]},
+    {"genkey": "k" * 300},
+    {"no_such_limit": 1, "top_p": "x"},
+    {"kv_calibration": "/etc/passwd"},
+    {"kv_budget": 0.5},
+    {"strategy": "best"},
+]
+
+
+def test_there_are_many_bad_bodies():
+    assert len(BAD) >= 150
+
+
+@pytest.mark.parametrize("path", ["/api/v1/generate", "/api/extra/generate/stream"])
+def test_bad_bodies_are_refused_in_one_sentence(client, engine, path):
+    for body in BAD:
+        response = client.post(path, json={"prompt": "x"} | body)
+        assert response.status_code == 400, (body, response.text[:300])
+        detail = response.json()["detail"]
+        assert detail["type"] == "bad_input" and 0 < len(detail["msg"]) < 400 and "\n" not in detail["msg"], body
+    assert not engine.asked
+    assert client.post(path, json={"prompt": "x", "max_length": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content, status",
+    [
+        (b"", 415), (b"{", 400), (b"[]", 400), (b'"a"', 400), (b"null", 400), (b'{"temperature": NaN}', 400),
+        (b'{"temperature": 1e999}', 400), (b'{"prompt": "\xff"}', 400), (b'{"prompt": "\\ud800"}', 400),
+        (b'{"n": 1, "n": 2}', 400), (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", 400), (b"x" * (1 << 21), 413),
+    ],
+)  # fmt: skip
+def test_bad_bytes_are_refused_in_the_words_of_the_dialect(client, content, status):
+    for path in ("/api/v1/generate", "/api/extra/tokencount", "/api/extra/detokenize"):
+        response = client.post(path, content=content, headers={"content-type": "application/json"} if content else {})
+        assert response.status_code == status
+        assert set(response.json()["detail"]) == {"msg", "type"}
+
+
+def test_paths_that_are_not_there_and_methods_that_are_not_taken(client):
+    for method, path, status in (
+        ("GET", "/api/v1/generate", 405),
+        ("POST", "/api/v1/model", 405),
+        ("GET", "/api/nothing", 404),
+    ):
+        response = client.request(method, path)
+        assert response.status_code == status and set(response.json()["detail"]) == {"msg", "type"}
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*LITE, *NUMBERS, *COUNTS})), st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5),
+    st.lists(st.one_of(st.integers(-2, 8), st.text(max_size=3)), max_size=8),
+), max_size=6))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_no_answer_is_the_servers_fault(body):
+    engine = FakeEngine(fake_run(context=32))
+    for client in clients(engine):
+        for path in ("/api/v1/generate", "/api/extra/generate/stream", "/api/extra/generate/check", "/api/extra/abort"):
+            assert client.post(path, json=body).status_code in (200, 400)
+
+
+# --- Lite
+
+
+def test_a_copy_of_lite_is_served_and_nothing_else_of_its_folder(tmp_path, engine):
+    (tmp_path / "index.html").write_text("<p>Lite</p>")
+    (tmp_path / "niko.png").write_bytes(b"png")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "inside").mkdir()
+    (tmp_path.parent / "secret.json").write_text("{}")
+    for client in clients(engine, lite=tmp_path, key="secret"):
+        page = client.get("/lite")
+        assert (page.status_code, page.text, page.url.query) == (200, "<p>Lite</p>", b"local=1")
+        assert "connect-src 'self'" in page.headers["content-security-policy"]
+    for client in clients(engine, lite=tmp_path):
+        assert client.get("/lite/niko.png").headers["content-type"] == "image/png"
+        for name in ("notes.txt", "inside", "../secret.json", "%2e%2e%2fsecret.json", "..", "nothing.png"):
+            assert client.get(f"/lite/{name}").status_code == 404, name
+    for client in clients(engine, lite=tmp_path / "index.html"):
+        assert client.get("/lite").text == "<p>Lite</p>" and client.get("/lite/niko.png").status_code == 404
+    with pytest.raises(UserError, match="--lite must be"):
+        make_app(engine, Options(lite=tmp_path / "inside"))
