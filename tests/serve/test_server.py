@@ -1,6 +1,7 @@
 """A server's process: it loads, serves, drains, aborts and fails; and what `dantinox serve` refuses to begin with."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -8,11 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from dantinox import cli
+
+from .fakes import SAYS
+from .process import FakeRunning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +123,41 @@ def serve(capfd, run_dir, monkeypatch):
         return err
 
     return run
+
+
+def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_path):
+    """With the engine without a model in the place of the real one."""
+    made = []
+
+    class Engine(FakeRunning):
+        def __init__(self, run, **told):
+            super().__init__(run)
+            self.told, self.name = told, told["name"]
+            made.append(self)
+
+    def ask():
+        wait_for(lambda: made and made[0].state == "ready", 30)
+        url = f"http://127.0.0.1:{port}"
+        headers = {"authorization": "Bearer 0123456789", "host": "a.example"}
+        found.append(httpx.get(f"{url}/v1/models").status_code)
+        found.append(httpx.get(f"{url}/v1/models", headers=headers | {"host": "b.example"}).status_code)
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        found.append(httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers).json())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setitem(sys.modules, "dantinox.serve.engine", SimpleNamespace(Engine=Engine))
+    monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
+    (tmp_path / "key").write_text("0123456789\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    found, asking = [], threading.Thread(target=ask)
+    asking.start()
+    flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
+    code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), "--chat_template", "plain", "--top_p", "0.5"])
+    asking.join()
+    assert code == 0 and made[0].told == {"slots": 3, "context": 100, "queue": 5, "name": "x", "given": {"top_p": 0.5}}
+    assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
+    assert capfd.readouterr().out == f"x is served at http://127.0.0.1:{port} (OpenAI: http://127.0.0.1:{port}/v1)\n"
 
 
 def test_others_need_a_key(serve, tmp_path, monkeypatch):
