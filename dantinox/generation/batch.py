@@ -39,8 +39,14 @@ class Request(NamedTuple):
     ids: list[int]
 
 
-class _Row:
-    """The host's side of a row: its text so far and why it ended."""
+class RowText:
+    """The host's side of a row: its text so far and why it ended.
+
+    Attributes:
+      tokens: those that belong to it.
+      text: in the pieces that it came in.
+      reason: `eos`, `stop` or `length` once it has ended.
+    """
 
     def __init__(self, tokenizer: Tokenizer, section: GenerationSection, prompt: Sequence[int]):
         self.tokens: list[int] = []
@@ -141,7 +147,7 @@ class Batch:
             pad=pad,
         )
         self._rows = [
-            _Row(tokenizer, config.generation, request.ids)
+            RowText(tokenizer, config.generation, request.ids)
             for config, request in zip(self._configs, self._requests, strict=True)
         ]
 
@@ -210,7 +216,7 @@ class Batch:
             )
         return results
 
-    def _info(self, index: int, row: _Row, steps: StepInfo) -> dict[str, Any]:
+    def _info(self, index: int, row: RowText, steps: StepInfo) -> dict[str, Any]:
         found = columns(self._tokenizer, row.tokens, steps)
         if self.session.echo is not None:
             ids = self._requests[index].ids

@@ -28,7 +28,9 @@ from dantinox.generation.weights import Split, split, widen
 from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import platform_of
+from dantinox.programs import size
 from dantinox.sampling import SamplingParams, StepInfo, init_state
+from dantinox.sampling.chain import ALL
 from dantinox.sampling.params import WORDS
 from dantinox.sampling.report import step_info
 
@@ -47,6 +49,14 @@ class Lane(NamedTuple):
     order: tuple[str, ...]
     words: tuple[tuple[str, str], ...]
     attends: bool
+
+
+class Way(NamedTuple):
+    """How a text is decoded: the parameters of a batch of one, its lists as long as all others', and its end tokens."""
+
+    lane: Lane
+    params: SamplingParams
+    ends_1E: np.ndarray
 
 
 class Kept(NamedTuple):
@@ -136,10 +146,6 @@ class Slots:
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
 
-    def cache_bytes(self) -> int:
-        """The memory of all slots."""
-        return int(self._cache.report()["bytes"])
-
     # --- programs
 
     def lane(self, config: Config) -> Lane:
@@ -202,8 +208,8 @@ class Slots:
         params, state = self._rows[lane]
         if kind == "decode":
             return _decode.lower(self._model, _shapes(self._cache), state, params, zero, report=count).compile()
-        row = self._row(self._examples[lane], lane, 0, False)
-        tokens_1S, ends_1E = jnp.zeros((1, self.context), jnp.int32), jnp.zeros((1, END_IDS), jnp.int32)
+        _, row, ends_1E = self.way(self._examples[lane])
+        tokens_1S = np.zeros((1, self.context), np.int32)
         if kind == "begin":
             return _begun.lower(row, tokens_1S, zero, zero, ends_1E, vocab_size=V).compile()
         begun = jax.eval_shape(partial(_begun, vocab_size=V), row, tokens_1S, zero, zero, ends_1E)
@@ -211,18 +217,29 @@ class Slots:
 
     def _empty(self, lane: Lane) -> tuple[SamplingParams, DecodeState]:
         """The rows of a lane with nobody in them."""
-        row, V = self._row(self._examples[lane], lane, 0, False), self._architecture.vocab_size
-        tokens_1S, ends_1E = jnp.zeros((1, self.context), jnp.int32), jnp.full((1, END_IDS), -1, jnp.int32)
+        (_, row, ends_1E), V = self.way(self._examples[lane]), self._architecture.vocab_size
+        tokens_1S = np.zeros((1, self.context), np.int32)
         state = _begun(row, tokens_1S, jnp.int32(1), jnp.int32(0), ends_1E, vocab_size=V)
         nobody = replace(row, on=jax.tree.map(jnp.zeros_like, row.on)), replace(state, done_B=jnp.ones(1, bool))
         return jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), nobody)
 
-    def _row(self, config: Config, lane: Lane, sample_index: int, report: bool) -> SamplingParams:
-        """The sampling parameters of one text, its lists as long as those of every other."""
-        params = self._run.params([seeded(config, 0)], sample_index, also=(*EDITS, *lane.order))
-        V = self._architecture.vocab_size
+    def way(self, config: Config) -> Way:
+        """How a text with these settings is decoded; from any thread.
+
+        Raises:
+          UserError: as `lane`; or a list of the settings is too long for a server, or names what is no token.
+        """
+        lane, section, tokenizer = self.lane(config), config.generation, self._run.tokenizer
+        ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
+        if len(ends) > END_IDS:
+            raise UserError(
+                f"generation.stop_token_ids and the end tokens must be at most {END_IDS} in a server, got {len(ends)}"
+            )
+        params, V = self._run.params([seeded(config, 0)], also=(*EDITS, *lane.order)), self._architecture.vocab_size
         tables = {name: _filled(name, table, params.tables, V) for name, table in params.tables.items()}
-        return replace(params, tables=tables, reports=jnp.asarray([report]))
+        own: dict[str, Any] = {"reports": np.zeros(1, bool), "allowed": np.full((1, -(-V // 32)), ALL, np.uint32)}
+        ends_1E = np.asarray([[*ends, *[NO_ID] * (END_IDS - len(ends))]], np.int32)
+        return Way(lane, replace(params, tables=tables, **own), ends_1E)
 
     # --- texts
 
@@ -290,30 +307,32 @@ class Slots:
         self._cache = self._programs["copy",](self._cache, _number(slot), _number(to))
         self._texts[to] = _Text(text.ids, text.read, text.exact, text.longest)
 
-    def start(self, slot: int, lane: Lane, config: Config, *, limit: int, sample_index: int = 0, report: bool = False) -> None:
+    def start(self, slot: int, way: Way, *, limit: int, sample_index: int = 0, report: bool = False) -> None:
         """Begins to decode behind a prompt that has been read.
 
         Args:
-          config: how, with a seed; also which tokens end the text.
+          way: whose lane is ready.
           limit: new tokens, at most what the context has room for.
           report: give a `StepInfo` with the tokens.
-
-        Raises:
-          UserError: a list of the settings is too long for a server, or names what is no token.
         """
-        text, tokenizer, section = self._texts[slot], self._run.tokenizer, config.generation
-        ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
-        if len(ends) > END_IDS:
-            raise UserError(f"generation.stop_token_ids and end tokens must be {END_IDS} at most, got {len(ends)}")
-        ends_1E = np.full((1, END_IDS), NO_ID, np.int32)
-        ends_1E[0, : len(ends)] = ends
+        text, lane = self._texts[slot], way.lane
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(text.ids)] = text.ids
-        row = self._row(config, lane, sample_index, report)
-        state = self._programs["begin", lane](row, tokens_1S, _number(len(text.ids)), _number(limit), ends_1E)
+        told: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "reports": np.asarray([report])}
+        row = replace(way.params, **told)
+        state = self._programs["begin", lane](row, tokens_1S, _number(len(text.ids)), _number(limit), way.ends_1E)
         self._rows[lane] = self._programs["seat", lane](self._rows[lane], (row, state), _number(slot))
         text.longest = max(text.longest, len(text.ids) + limit)
         text.lane, text.reports = lane, report
+
+    def allow(self, slot: int, bits_W: np.ndarray | None) -> None:
+        """Leaves a text that is decoded these tokens alone, bit i mod 32 of word ⌊i/32⌋ being token i; None: all again."""
+        lane = self._texts[slot].lane
+        if lane is not None:
+            params, state = self._rows[lane]
+            allowed_BW = np.array(params.allowed)
+            allowed_BW[slot] = ALL if bits_W is None else bits_W
+            self._rows[lane] = replace(params, allowed=jax.device_put(allowed_BW)), state
 
     def stop(self, slot: int) -> None:
         """Ends a text now; of what is in flight nothing is its own any more."""
@@ -351,6 +370,13 @@ class Slots:
                 if done_B[slot]:
                     text.lane = None
         return gained
+
+
+def row_bytes(run: Run, config: Config, context: int) -> int:
+    """What the cache of one slot takes."""
+    kv, calibration = run.kv(config)
+    plan = plan_cache(run.model.config, kv, context, calibration)
+    return size(jax.eval_shape(partial(make_cache, run.model.config, 1, *plan)))
 
 
 def _number(value: int) -> jax.Array:

@@ -86,6 +86,17 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     detokenizer.push(tokenizer.encode(result.prompt))  # the first new token is no beginning
     texts = [detokenizer.push([token]) for token in result.tokens]
     texts[-1] += detokenizer.flush()
+    return token_records(result.tokens, texts, steps, tokenizer)
+
+
+def token_records(
+    ids: Sequence[int], texts: Sequence[str], steps: StepInfo, tokenizer: Tokenizer, count: int | None = None
+) -> list[dict[str, Any]]:
+    """A record per token, of its id, of what it added to the text, and of what was reported of it, `[tokens, …]` per field.
+
+    Args:
+      count: the alternatives to list; None: all there are.
+    """
     own = {
         "entropy": steps.entropy.tolist(),
         "varentropy": steps.varentropy.tolist(),
@@ -95,8 +106,9 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         "logprob": steps.logprob.tolist(),
         "logprob_sampled": _finite(steps.logprob_sampled),
     }
-    after = map(_finite, steps.top_logprobs_sampled)
-    lists = {"alternatives": [*zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), after, strict=True)]}
+    after = map(_finite, steps.top_logprobs_sampled[:, :count])
+    top = steps.top_ids[:, :count].tolist(), steps.top_logprobs[:, :count].tolist()
+    lists = {"alternatives": [*zip(*top, after, strict=True)]}
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
@@ -109,7 +121,7 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         {"id": token, "text": texts[n]}
         | {name: values[n] for name, values in own.items()}
         | {kind: listed(kind, n) for kind in lists}
-        for n, token in enumerate(result.tokens)
+        for n, token in enumerate(ids)
     ]
 
 

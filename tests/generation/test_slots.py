@@ -46,7 +46,7 @@ def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=Fals
     slots.begin(slot, ids, kept, echo)
     while slots.read(slot):
         pass
-    slots.start(slot, slots.lane(config), config, limit=limit, report=report)
+    slots.start(slot, slots.way(config), limit=limit, report=report)
     return kept
 
 
@@ -114,7 +114,7 @@ def test_samples_of_a_prompt_that_is_read_once(served):
     for sample, slot in enumerate((0, 3, 1)):
         if slot:
             slots.copy(0, slot)
-        slots.start(slot, slots.lane(config), config, limit=12, sample_index=sample)
+        slots.start(slot, slots.way(config), limit=12, sample_index=sample)
     tokens = decode(slots)[0]
     assert [tokens[slot] for slot in (0, 3, 1)] == expected
 
@@ -154,9 +154,8 @@ def test_what_a_server_does_not_take(served):
         with pytest.raises(UserError, match=message):
             slots.lane(run.settings(settings))
     config = run.settings({"banned_tokens": [*range(200)] * 3})
-    slots.begin(0, [1])
     with pytest.raises(UserError, match=r"generation.banned_tokens must have at most 512 entries in a server"):
-        slots.start(0, slots.lane(config), config, limit=3)
+        slots.way(config)
     with pytest.raises(UserError, match=r"context must be in \[2, 320\]"):
         Slots(run, 4, 321)
 
@@ -199,3 +198,16 @@ def test_other_caches(changes, settings):
     assert decode(slots)[0][0] == alone
     if not run.config.kv.compresses:
         assert alone == run.generate(prompt, seed=3, max_new_tokens=24, **DRAWN).tokens
+
+
+def test_a_text_of_some_tokens_alone(served):
+    run, slots = served
+    put(run, slots, 2, "hello", **DRAWN)
+    put(run, slots, 3, "hello", **DRAWN)
+    bits_W = np.zeros(-(-BYTES.vocab_size // 32), np.uint32)
+    for token in b"xyz":
+        bits_W[token // 32] |= np.uint32(1 << token % 32)
+    slots.allow(3, bits_W)
+    tokens = decode(slots)[0]
+    assert set(tokens[3]) <= set(b"xyz")
+    assert tokens[2] == run.generate("hello", seed=3, max_new_tokens=24, **DRAWN).tokens

@@ -1,0 +1,217 @@
+"""The engine: texts of many at once, each as if it were alone; queue, cancellation, faults and the end."""
+
+import asyncio
+import time
+
+import jax
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError, build_config
+from dantinox.generation import Run
+from dantinox.model import Transformer
+from dantinox.serve.ask import Ask, Busy, Unavailable
+from dantinox.serve.engine import Engine
+
+from .fakes import BYTES
+
+pytestmark = pytest.mark.slow
+
+CONTEXT, SLOTS, QUEUE = 192, 3, 4
+DRAWN = {"temperature": 1.2, "top_p": 0.95, "seed": 3}
+STORY = "x" + "once upon a time there was a fox that said " * 3
+
+
+@pytest.fixture(scope="module")
+def run():
+    size = {
+        "dim": 32,
+        "n_heads": 4,
+        "kv_heads": 2,
+        "num_blocks": 2,
+        "hidden_dim": 48,
+        "max_context": CONTEXT,
+        "dtype": "float32",
+    }
+    config = build_config({"model": size})
+    graph, state = nnx.split(Transformer(config.architecture(BYTES.vocab_size), rngs=nnx.Rngs(0)))
+    # Large weights, so that what has been said decides what is likely.
+    return Run(config, nnx.merge(graph, jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, state)), BYTES)
+
+
+@pytest.fixture(scope="module")
+def engine(run):
+    engine = started(run)
+    yield engine
+    engine.close()
+
+
+def started(run):
+    engine = Engine(run, slots=SLOTS, queue=QUEUE)
+    engine.start()
+    while engine.status().state == "loading":
+        time.sleep(0.01)
+    return engine
+
+
+def ask(engine, prompt, logprobs=None, echo=False, **settings):
+    config = engine.settings({"max_new_tokens": 16} | settings)
+    return Ask(tuple(engine.run.prompt_ids(prompt)), config, logprobs, echo)
+
+
+async def text_of(answer):
+    texts = {}
+    async for piece in answer:
+        texts[piece.sample] = texts.get(piece.sample, "") + piece.text
+    return [texts[sample] for sample in sorted(texts)]
+
+
+async def said(engine, prompt, **settings):
+    return await text_of(engine.submit(ask(engine, prompt, **settings)))
+
+
+async def idle(engine):
+    while engine.status().busy:
+        await asyncio.sleep(0.005)
+
+
+def test_seeded_asks_say_in_company_what_they_say_alone(engine, run):
+    others = ({"greedy": True}, {"top_k": 5, "repetition_penalty": 1.4}, {"dry_multiplier": 0.8, "min_p": 0.1})
+
+    async def both():
+        alone = await said(engine, STORY, **DRAWN)
+        assert alone == [run.generate(STORY, max_new_tokens=16, **DRAWN).text]
+        for number in range(12):
+            company = [said(engine, "a" * (1 + 40 * n), n=1 + (n == 1), **others[(number + n) % 3]) for n in range(3)]
+            tasks = [asyncio.create_task(one) for one in company[: number % 4]]
+            await asyncio.sleep(0.01 * (number % 3))
+            assert await said(engine, STORY, **DRAWN) == alone
+            await asyncio.gather(*tasks)
+        assert "compilations" not in engine.status().counters
+
+    asyncio.run(both())
+
+
+def test_pieces_end_with_a_reason_and_have_their_tokens(engine, run):
+    async def read():
+        answer = engine.submit(ask(engine, "hello", logprobs=2, echo=True, n=2, **DRAWN))
+        pieces = [piece async for piece in answer]
+        results = run.generate("hello", max_new_tokens=16, n=2, logprobs=2, echo=True, **DRAWN)
+        for sample, result in enumerate(results):
+            own = [piece for piece in pieces if piece.sample == sample]
+            tokens = [token for piece in own for token in piece.tokens]
+            assert [piece.finish_reason for piece in own if piece.finish_reason] == [result.finish_reason]
+            assert "".join(piece.text for piece in own) == result.text
+            assert [token["id"] for token in tokens] == result.tokens
+            assert [len(token["alternatives"]) for token in tokens] == [2] * len(tokens)
+            assert [token["logprob"] for token in tokens] == pytest.approx(result.info["logprobs"], abs=2e-5)
+        assert [token["id"] for token in answer.prompt] == list(b"hello")
+        told = [token["logprob"] for token in answer.prompt[1:]]
+        assert told == pytest.approx(results[0].info["prompt_logprobs"][1:], abs=2e-5)
+        assert answer.stats.new_tokens == sum(len(result.tokens) for result in results)
+        assert 0 <= answer.stats.queued_seconds <= answer.stats.first_token_seconds <= answer.stats.seconds
+
+    asyncio.run(read())
+
+
+def test_stop_strings_and_no_tokens_at_all(engine, run):
+    async def read():
+        whole = (await said(engine, "hello", **DRAWN))[0]
+        stop = whole[4:6]
+        pieces = [piece async for piece in engine.submit(ask(engine, "hello", stop=[stop], **DRAWN))]
+        assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
+        assert pieces[-1].finish_reason == "stop"
+        (only,) = [piece async for piece in engine.submit(ask(engine, "hello", max_new_tokens=0))]
+        assert only == (0, "", [], "length")
+        full = "a" * (CONTEXT - 5)
+        (answer,) = await said(engine, full, ignore_eos=True, max_new_tokens=50, **DRAWN)
+        assert answer == run.generate(full, max_new_tokens=5, ignore_eos=True, **DRAWN).text, "up to the end of the context"
+
+    asyncio.run(read())
+
+
+def test_a_story_is_not_read_twice(engine):
+    async def read():
+        first = await said(engine, STORY + "!", **DRAWN)
+        again = engine.submit(ask(engine, STORY + "!", **DRAWN))
+        assert await text_of(again) == first
+        assert again.stats.reused_tokens == 128 and again.stats.prompt_tokens == len(STORY) + 1
+
+    asyncio.run(read())
+
+
+def test_cancelled_wherever_it_is(engine):
+    async def read():
+        long = {"max_new_tokens": CONTEXT, "ignore_eos": True}
+        answers = [engine.submit(ask(engine, "abc", **long)) for _ in range(SLOTS + QUEUE)]
+        with pytest.raises(Busy) as busy:
+            engine.submit(ask(engine, "abc"))
+        assert 1 <= busy.value.retry_after <= 60
+        assert engine.status().busy == SLOTS or engine.status().queued == SLOTS + QUEUE - engine.status().busy
+        await anext(answers[0])
+        for answer in answers:
+            answer.cancel()
+        begun = time.monotonic()
+        for answer in answers:
+            reasons = [piece.finish_reason async for piece in answer if piece.finish_reason]
+            assert reasons in (["cancelled"], ["length"])
+        assert time.monotonic() - begun < 2
+        await idle(engine)
+        answers[0].cancel()
+        assert await said(engine, "abc", **DRAWN) == await said(engine, "abc", **DRAWN)
+
+    asyncio.run(read())
+
+
+def test_what_is_refused(engine):
+    async def refused():
+        config = engine.settings({})
+        for wrong, message in (
+            (Ask((1,) * CONTEXT, config), f"must leave room in the context of {CONTEXT}"),
+            (Ask((), config), "the prompt has 0 tokens"),
+            (Ask((999,), config), r"tokens of the prompt must be in \[0, 259\), got 999"),
+            (Ask((1,), engine.settings({"n": 4})), r"generation.n must be in \[1, 3\] in this server, got 4"),
+            (Ask((1,), config, logprobs=21), r"logprobs must be in \[0, 20\] in this server, got 21"),
+            (Ask((1,), config, echo=True), "ask for logprobs too"),
+        ):
+            with pytest.raises(UserError, match=message):
+                engine.submit(wrong)
+        with pytest.raises(UserError, match=r"kv.budget is null in this server"):
+            engine.settings({"kv_budget": 0.5})
+
+    asyncio.run(refused())
+
+
+def test_a_lane_that_nobody_used_is_compiled_beside_the_others(engine, run):
+    async def read():
+        before = engine.status().counters.get("compilations", 0)
+        other = engine.submit(ask(engine, "hello", preset="koboldcpp", top_k=9, **DRAWN))
+        quick = [await said(engine, "hello", **DRAWN) for _ in range(2)]
+        assert engine.status().counters["compilations"] == before + 1 and quick[0] == quick[1]
+        assert await text_of(other) == [run.generate("hello", max_new_tokens=16, preset="koboldcpp", top_k=9, **DRAWN).text]
+
+    asyncio.run(read())
+
+
+def test_drained_and_failed(run, monkeypatch):
+    async def end():
+        engine = started(run)
+        answer = engine.submit(ask(engine, "hello", **DRAWN))
+        task = asyncio.create_task(engine.drain(20))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="draining"):
+            engine.submit(ask(engine, "hello"))
+        assert len(await text_of(answer)) == 1
+        await task
+        assert engine.status().state == "draining" and engine.status().busy == 0
+
+        broken, failed = started(run), []
+        broken.on_failure = lambda: failed.append(broken.status().state)
+        monkeypatch.setattr(broken._slots, "collect", lambda flight: 1 / 0)
+        with pytest.raises(Unavailable, match="failed: ZeroDivisionError"):
+            await text_of(broken.submit(ask(broken, "hello")))
+        with pytest.raises(Unavailable, match="failed"):
+            broken.submit(ask(broken, "hello"))
+        assert failed == ["failed"]
+
+    asyncio.run(end())
