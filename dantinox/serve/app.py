@@ -80,7 +80,8 @@ def make_app(engine: Serving, options: Options | None = None) -> ASGIApp:
 
 def _health(engine: Serving) -> Response:
     status = engine.status()
-    known = {"status": status.state, "doing": status.doing, "model": engine.name, "slots": status.slots}
+    doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
+    known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
     known |= {"busy": status.busy, "queued": status.queued}
     return JSONResponse(known, 200 if status.state == "ready" else 503)
 

@@ -99,6 +99,12 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
     def stop() -> None:
         server.should_exit = True
 
+    def be_gone_within(seconds: float) -> None:
+        """Ends the process whatever its threads do: one that compiles cannot be stopped."""
+        last = threading.Timer(seconds, os._exit, (FAILED,))
+        last.daemon = True
+        last.start()
+
     async def drain() -> None:
         await engine.drain(DRAIN_SECONDS)
         stop()
@@ -107,19 +113,19 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
         nonlocal code
         code = FAILED
         loop.call_later(FAULT_SECONDS, stop)
+        be_gone_within(FAULT_SECONDS + ABORT_SECONDS)
 
     def signalled() -> None:
         nonlocal code, signals
         signals += 1
         if signals == 1:
+            be_gone_within(DRAIN_SECONDS + ABORT_SECONDS)
             tasks.append(loop.create_task(drain()))
         elif signals == 2:
             code = FAILED
             server.force_exit = True
             stop()
-            last = threading.Timer(ABORT_SECONDS - 0.5, os._exit, (FAILED,))
-            last.daemon = True
-            last.start()
+            be_gone_within(ABORT_SECONDS - 0.5)
 
     async def wait_until_ready() -> None:
         while engine.status().state == "loading":

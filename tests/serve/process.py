@@ -1,8 +1,9 @@
-"""A server's process around the engine without a model: `python -m tests.serve.process [pause] [fault]`."""
+"""A server's process around the engine without a model: `python -m tests.serve.process PAUSE [stuck]`."""
 
 import asyncio
 import sys
 import threading
+import time
 
 from dantinox.serve.app import make_app
 from dantinox.serve.ask import Unavailable
@@ -13,7 +14,13 @@ from .fakes import FakeEngine
 
 
 class FakeRunning(FakeEngine):
-    """Loads for a moment; drains as an engine would; fails when it is asked for the prompt "fault"."""
+    """Loads for a moment; drains as an engine would; fails when it is asked for the prompt "fault".
+
+    Attributes:
+      stuck: whether it cannot be closed, as while it compiles.
+    """
+
+    stuck = False
 
     def start(self):
         self.state = "loading"
@@ -30,6 +37,8 @@ class FakeRunning(FakeEngine):
 
     def close(self):
         self.state = "failed"
+        while self.stuck:
+            time.sleep(1)
 
     def submit(self, ask):
         if ask.ids == tuple(b"fault"):
@@ -40,6 +49,7 @@ class FakeRunning(FakeEngine):
 
 if __name__ == "__main__":
     engine = FakeRunning(pause=float(sys.argv[1]))
+    engine.stuck = "stuck" in sys.argv
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         print("listening", port, flush=True)

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def process(pause=0.0):
-    command = [sys.executable, "-m", "tests.serve.process", str(pause)]
+def process(pause=0.0, *more):
+    command = [sys.executable, "-m", "tests.serve.process", str(pause), *more]
     made = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         word, port = made.stdout.readline().split()
@@ -80,8 +80,10 @@ def test_a_signal_drains(number, interruptible):
         assert server.stderr.read() == ""
 
 
-def test_a_second_signal_aborts():
-    with process(pause=0.2) as server:
+@pytest.mark.parametrize("more", [[], ["stuck"]])
+def test_a_second_signal_aborts(more):
+    """Also where the engine cannot be closed."""
+    with process(0.2, *more) as server:
         assert server.stdout.readline() == "ready\n"
         lines = []
         reader = stream(server.url, 200, lines)
