@@ -110,4 +110,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _worded(request.url.path, Refused(500, "the server failed; its log says how", code="internal_error"))
+    # The connection is closed behind it, which a client that would use it again has to know.
+    problem = Refused(500, "the server failed; its log says how", code="internal_error", headers={"connection": "close"})
+    return _worded(request.url.path, problem)

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dantinox.config import Config, UserError
+from dantinox.config.files import flat_name
 from dantinox.files import on_one_line, shown
 from dantinox.serve.ask import Busy, Serving, Unavailable
 from dantinox.serve.options import Limits, Options
@@ -83,8 +84,8 @@ def refused(error: Exception) -> Refused:
         case Refused():
             return error
         case UserError():
-            named = re.search(r"\b(?:generation|router|kv)\.([a-z_0-9]+)", str(error))
-            return Refused(400, str(error), param=named[1] if named else None)
+            named = re.search(r"\b(?:generation|router|kv)\.[a-z_0-9]+", str(error))
+            return Refused(400, str(error), param=flat_name(named[0]) if named else None)
         case Busy():
             seconds = max(1, math.ceil(error.retry_after))
             return Refused(429, str(error), code="rate_limit_exceeded", headers={"retry-after": str(seconds)})

@@ -370,6 +370,7 @@ def test_what_is_no_http(path, data):
     ("error", "expected"),
     [
         (UserError("generation.top_p must be in [0, 1]"), (400, "top_p")),
+        (UserError("kv.budget is null in this server"), (400, "kv_budget")),
         (UserError("no"), (400, None)),
         (Unavailable("loading"), (503, None)),
     ],
@@ -393,6 +394,9 @@ def test_a_failure_is_no_hang():
         answer = http.post("/v1/completions", json=ASK)
         assert answer.status_code == 500 and "ZeroDivision" not in answer.text
         assert answer.json()["error"]["type"] == "server_error"
+    with serving(make_app(engine)) as port, httpx.Client() as http:
+        for _ in range(5):  # each on a connection that is open
+            assert http.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK).status_code == 500
 
 
 def test_the_guards_do_not_swallow_cancellation():
