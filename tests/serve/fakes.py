@@ -74,7 +74,7 @@ class FakeEngine:
             answer.prompt.extend(self._record(token, ask.logprobs, first=n == 0) for n, token in enumerate(ask.ids))
         room = min(generation.max_new_tokens, self.run.model.config.max_context - len(ask.ids))
         for sample in range(generation.n):
-            stops = StopFinder(generation.stop, generation.keep_stop)
+            stops, speech = StopFinder(generation.stop, generation.keep_stop), self.run.tokenizer.detokenizer()
             ids = list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
             for number, token in enumerate(ids):
                 await asyncio.sleep(self.pause)
@@ -84,9 +84,9 @@ class FakeEngine:
                 if self.fails is not None and number == 2:
                     answer.end(self.fails)
                     return
-                text = stops.push(self.run.tokenizer.decode([token]))
+                text = stops.push(speech.push([token]))
                 reason = "stop" if stops.found else "length" if number == len(ids) - 1 else None
-                text += stops.flush() if reason == "length" else ""
+                text += stops.push(speech.flush()) + stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
                 answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
                 answer.give([Piece(sample, text, [self._record(token, ask.logprobs)], reason)])

@@ -126,13 +126,14 @@ def test_n_gives_n_results(client):
 
 
 def test_a_stream_is_framed_to_the_byte(client):
-    for says in ("ab", "é \u2028\r\n\U0001f98a"):
+    for says, tokens in (("ab", 2), ("é \u2028\r\n\U0001f98a", 6)):
         engine = FakeEngine(says=says)
         for streaming in clients(engine):
             response = streaming.post("/api/extra/generate/stream", json={"prompt": "x", "max_length": len(says.encode())})
             assert response.headers["content-type"].startswith("text/event-stream")
             parts = response.content.split(b"\n\n")
             assert parts.pop() == b"" and b"\r" not in response.content and b"[DONE]" not in response.content
+            assert len(parts) == tokens and "".join(event["token"] for event in events(response.text)) == says
             for number, part in enumerate(parts):
                 first, second = part.split(b"\n")
                 assert first == b"event: message" and second.startswith(b"data: ") and second.isascii()
@@ -622,19 +623,18 @@ def test_whatever_comes_no_answer_is_the_servers_fault(body):
 
 def test_a_copy_of_lite_is_served_and_nothing_else_of_its_folder(tmp_path, engine):
     (tmp_path / "index.html").write_text("<p>Lite</p>")
-    (tmp_path / "niko.png").write_bytes(b"png")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "inside").mkdir()
-    (tmp_path.parent / "secret.json").write_text("{}")
-    for client in clients(engine, lite=tmp_path, key="secret"):
-        page = client.get("/lite")
-        assert (page.status_code, page.text, page.url.query) == (200, "<p>Lite</p>", b"local=1")
-        assert "connect-src 'self'" in page.headers["content-security-policy"]
-    for client in clients(engine, lite=tmp_path):
-        assert client.get("/lite/niko.png").headers["content-type"] == "image/png"
-        for name in ("notes.txt", "inside", "../secret.json", "%2e%2e%2fsecret.json", "..", "nothing.png"):
-            assert client.get(f"/lite/{name}").status_code == 404, name
-    for client in clients(engine, lite=tmp_path / "index.html"):
-        assert client.get("/lite").text == "<p>Lite</p>" and client.get("/lite/niko.png").status_code == 404
-    with pytest.raises(UserError, match="--lite must be"):
-        make_app(engine, Options(lite=tmp_path / "inside"))
+    for path in (tmp_path, tmp_path / "index.html"):
+        for client in clients(engine, lite=path, key="secret"):
+            page = client.get("/lite")  # without the key, as a browser asks for it
+            assert (page.status_code, page.text, page.url.query) == (200, "<p>Lite</p>", b"local=1")
+            assert "connect-src 'self'" in page.headers["content-security-policy"]
+        for client in clients(engine, lite=path):
+            for name in ("notes.txt", "index.html", "..", "%2e%2e%2fnotes.txt"):
+                assert client.get(f"/lite/{name}").status_code == 404, name
+    for client in clients(engine):
+        assert client.get("/lite").status_code == 404
+    for path in (tmp_path / "inside", tmp_path / "nothing.html"):
+        with pytest.raises(UserError, match="--lite must be"):
+            make_app(engine, Options(lite=path))
