@@ -1,6 +1,7 @@
 """Requests decoded together: token ids become the rows of a batch, new tokens text, and each row ends where it should."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 
 from dantinox.config import Config, GenerationSection, KVSection
 from dantinox.generation.cache_plan import CachePlan
+from dantinox.generation.constraint import Matcher
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.loop import Chunk, Session, bucket, clamp_to_context, slots_needed
 from dantinox.generation.result import Result
@@ -16,6 +18,7 @@ from dantinox.generation.trace import changed_settings, columns, router_numbers
 from dantinox.generation.words import stop_token_ids
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.sampling.chain import ALL
 from dantinox.text import Tokenizer
 
 
@@ -61,10 +64,12 @@ class RowText:
         self._stops = StopFinder(section.stop, section.keep_stop)
         self._entropy = 0.0  # the largest since text was given
 
-    def pieces(self, ids: list[int], done: bool, entropies: list[float] | None) -> Iterator[tuple[str, float | None]]:
-        """Takes new tokens, gives the texts that became certain, token by token where each has an entropy."""
+    def pieces(
+        self, ids: list[int], done: bool, entropies: list[float] | None, complete: bool = False
+    ) -> Iterator[tuple[str, float | None]]:
+        """Takes new tokens, gives the texts that became certain, token by token where each has an entropy; else as `take`."""
         if entropies is None:
-            yield self.take(ids, done), None
+            yield self.take(ids, done, complete), None
             return
         for token, entropy in zip(ids, entropies, strict=True):
             self._entropy = max(self._entropy, entropy)
@@ -73,10 +78,15 @@ class RowText:
                 self._entropy = 0.0
             if self.reason is not None:
                 return
-        yield self.take([], done), self._entropy
+        yield self.take([], done, complete), self._entropy
 
-    def take(self, ids: list[int], done: bool) -> str:
-        """Takes new tokens up to the end of the text, gives the text that became certain."""
+    def take(self, ids: list[int], done: bool, complete: bool = False) -> str:
+        """Takes new tokens up to the end of the text, gives the text that became certain.
+
+        Args:
+          done: no more will come.
+          complete: nor may any, as a constraint says.
+        """
         piece = ""
         for token in ids:
             self.tokens.append(token)
@@ -86,12 +96,12 @@ class RowText:
             if self._stops.found is not None:
                 self.reason = "stop"
                 break
-        if self.reason is None and done:
+        if self.reason is None and (done or complete):
             piece += self._stops.push(self._detokenizer.flush())
             piece += self._stops.flush()
             last = self.tokens[-1] if self.tokens else None
             stopped = self._stops.found is not None or last in self._stop_ids
-            self.reason = "stop" if stopped else "eos" if last in self._eos else "length"
+            self.reason = "stop" if stopped else "eos" if complete or last in self._eos else "length"
         self.text.append(piece)
         return piece
 
@@ -114,7 +124,13 @@ class Batch:
         logprobs: int | None,
         echo: bool,
         pad: Callable[[int], int] = bucket,
+        matcher: Callable[[Sequence[int]], Matcher] | None = None,
     ):
+        """Takes the requests' settings together.
+
+        Args:
+          matcher: what the text of a row has to be, given the ids that end it besides the end tokens.
+        """
         sections = [config.generation for config in configs]
         samples = sections[0].n
         self.results: list[Result] = []
@@ -128,6 +144,9 @@ class Batch:
         prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
+        stops = [stop_token_ids(tokenizer, section) for section in (config.generation for config in self._configs)]
+        self._matchers = [] if matcher is None else [matcher(ids) for ids in stops]
+        self._allowed_BW = np.full((len(stops), -(-model.config.vocab_size // 32)), ALL, np.uint32)
         eos = tokenizer.stop_ids
         self.session = Session(
             model,
@@ -136,8 +155,8 @@ class Batch:
             sampling,
             limits_B=np.repeat(limits_P, samples),
             eos_ids=[
-                [*stop_token_ids(tokenizer, config.generation), *([] if config.generation.ignore_eos else eos)]
-                for config in self._configs
+                [*ids, *([] if config.generation.ignore_eos else eos)]
+                for ids, config in zip(stops, self._configs, strict=True)
             ],
             samples=samples,
             use_cache=sections[0].use_cache,
@@ -172,20 +191,38 @@ class Batch:
         """Decodes to the end, yielding text as it becomes certain; afterwards `results` is filled.
 
         Args:
-          stream: keep chunks short enough for a reader; else as long as they are fast.
+          stream: keep chunks short enough for a reader; else as long as they are fast. With a constraint each is one token.
         """
-        chunks = []
-        for chunk in self.session.run(None if stream else CHUNK, ahead=not stream):
+        chunks, held = [], bool(self._matchers)
+        complete = self._constrain()
+        for chunk in self.session.run(1 if held else None if stream else CHUNK, ahead=not stream and not held):
             chunks.append(chunk)
+            complete = self._constrain(chunk)
             for index, row in enumerate(self._rows):
                 if row.reason is None:
                     count = chunk.counts[index]
                     entropies = None if chunk.info is None else chunk.info.entropy[index, :count].tolist()
-                    for text, entropy in row.pieces(chunk.tokens[index, :count].tolist(), bool(chunk.done[index]), entropies):
+                    ids, done = chunk.tokens[index, :count].tolist(), bool(chunk.done[index])
+                    for text, entropy in row.pieces(ids, done, entropies, complete[index]):
                         if text:
                             yield Piece(index, text, entropy)
             self.session.finish(np.array([row.reason is not None for row in self._rows]))
         self.results = self._finished(chunks)
+
+    def _constrain(self, chunk: Chunk | None = None) -> list[bool]:
+        """Which rows a chunk completes, as their constraints say; the others may go on with what these allow."""
+        complete = [False] * len(self._rows)
+        if not self._matchers:
+            return complete
+        for index, (matcher, row) in enumerate(zip(self._matchers, self._rows, strict=True)):
+            if row.reason is None:
+                for token in [] if chunk is None else chunk.tokens[index, : chunk.counts[index]].tolist():
+                    matcher.take(token)
+                complete[index] = matcher.done
+                self._allowed_BW[index] = matcher.mask()
+        self.session.params = replace(self.session.params, allowed=jax.device_put(self._allowed_BW.copy()))
+        self.session.finish(np.array(complete))
+        return complete
 
     def _finished(self, chunks: list[Chunk]) -> list[Result]:
         times, cache = self.session.times, self.session.cache

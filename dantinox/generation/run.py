@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from dantinox.config import Config, GenerationSection, KVSection, UserError, ove
 from dantinox.distributed import shared_over, tensor_mesh, weight_places
 from dantinox.generation.batch import Batch, Request
 from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
+from dantinox.generation.constraint import Constraint, Grammars
 from dantinox.generation.loop import bucket
 from dantinox.generation.result import Result
 from dantinox.generation.weights import HeadOrder, prepare, with_head_order
@@ -69,6 +70,7 @@ class Run:
         echo: bool = False,
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
+        constraint: Constraint | None = None,
         **settings: Any,
     ) -> Any:
         """Continues a prompt, or several in one batch.
@@ -79,6 +81,8 @@ class Run:
           score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`: the entropy router's candidates are really drawn, and
             the one that scores highest is taken (`dantinox.sampling.best_of_n.guide_score` is the guide's own score).
           show_candidates: with `logprobs`, report the candidates of the entropy router too; the text stays the same.
+          constraint: what every text has to be: the tokens that would lead away from it are never drawn, and a text that is
+            complete ends, with `eos`; one that `max_new_tokens` cuts off is only the beginning of one.
           settings: keys of the sections `generation`, `router` and `kv` (`kv_budget` and so on); they win over the run's own.
 
         Returns:
@@ -87,18 +91,18 @@ class Run:
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         report: dict[str, Any] = {"logprobs": logprobs, "echo": echo, "score_fn": score_fn, "show_candidates": show_candidates}
-        batches = self.start([(text, settings) for text in prompts], **report)
+        batches = self.start([(text, settings) for text in prompts], **report, constraint=constraint)
         for batch in batches:
             for _ in batch.pieces():
                 pass
         results = in_order(batches)
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
-    def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
+    def stream(self, prompt: str, *, constraint: Constraint | None = None, **settings: Any) -> Iterator[str]:
         """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
         if (n := self.settings(settings).generation.n) != 1:
             raise UserError(f"a stream is one sample: give n=1, got {n}, or use generate")
-        (batch,) = self.start([(prompt, settings)])
+        (batch,) = self.start([(prompt, settings)], constraint=constraint)
         return (piece.text for piece in batch.pieces(stream=True))
 
     def settings(self, given: Mapping[str, Any] | Config) -> Config:
@@ -124,6 +128,7 @@ class Run:
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         pad: Callable[[int], int] = bucket,
+        constraint: Constraint | None = None,
     ) -> list[Batch]:
         """Requests (prompt as text or as token ids, settings), each with its own numbers, in batches ready to be decoded.
 
@@ -131,6 +136,7 @@ class Run:
 
         Args:
           pad: the length that a prompt, and the text with its continuation, are padded to: each makes a program.
+          constraint: as of `generate`, for every sample of every request.
         """
         if not requests:
             raise UserError("there is no prompt to continue")
@@ -147,6 +153,7 @@ class Run:
             shared = [getattr(config.generation, name) for name in SHARED]
             groups.setdefault((*shared, config.router.use_attention, config.kv), []).append(number)
         params = partial(self.params, score_fn=score_fn, show_candidates=show_candidates)
+        matcher = None if constraint is None else partial(self.grammars.matcher, constraint.kind, constraint.source)
         batches = []
         for numbers in groups.values():
             config = configs[numbers[0]]
@@ -162,9 +169,15 @@ class Run:
                     logprobs,
                     echo,
                     pad,
+                    matcher,
                 )
             )
         return batches
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes constraints for this vocabulary; it needs the libraries of a server."""
+        return Grammars(self.tokenizer, self.model.config.vocab_size)
 
     def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
         """The settings of the cache, and what was measured on this run's heads where they read it."""

@@ -6,17 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from dantinox.config import Config
+from dantinox.generation.constraint import Constraint
 from dantinox.generation.run import Run
 
 Record = dict[str, Any]  # of one token, ready for JSON: `id` and `text`, and what was reported (`generation.trace`)
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What an answer has to be: `kind` is `json_schema`, `json_object`, `regex`, `lark` or `gbnf`, `source` its text."""
-
-    kind: str
-    source: str
 
 
 @dataclass(frozen=True)

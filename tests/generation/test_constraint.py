@@ -1,0 +1,376 @@
+"""Constraints: what may come next against every text of small languages, and what a model without any sense then writes."""
+
+import itertools
+import json
+import random
+import re
+import sys
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.generation.constraint import KINDS, LONGEST_SOURCE, Constraint, Grammars, check
+from dantinox.generation.run import Run, in_order
+from dantinox.text import train_tokenizer
+
+pytest.importorskip("llguidance")
+
+TEXT = 'The quick brown fox {"name": [1, 22, true, false, null], "é€😀": -0.5e+9} jumps\\over/a lazy dog, 34678 "\n\t\r+E:' * 3
+VOCABULARIES = {
+    "byte": {"tokenizer_type": "byte"},
+    "char": {"tokenizer_type": "char"},
+    "char with bytes": {"tokenizer_type": "char", "byte_fallback": True},
+    "bpe": {"tokenizer_type": "bpe", "vocab_size": 330},
+}
+TOKENIZERS = {
+    name: train_tokenizer(TokenizerSection(**settings), lambda: iter([TEXT])) for name, settings in VOCABULARIES.items()
+}
+every_vocabulary = pytest.mark.parametrize("vocabulary", TOKENIZERS)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["é", "b", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def meets_schema(text):
+    """What `SCHEMA` says, by hand."""
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "tags"]
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 5
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 120
+        and len(found["tags"]) <= 3
+        and all(tag in ("é", "b", None) for tag in found["tags"])
+    )
+
+
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])( é|€?😀){1,3}"
+LIST = 'root ::= "[" (item ("," item){0,4})? "]"\nitem ::= [a-c\\u00e9]+ | "\\"" [^"a-z]{0,3} "\\"" # either\n'
+CALC = 'start: sum\nsum: term ("+" term)~0..3\nterm: /[0-9]/ | "(" /[1-3]/ "*" /[0-9]{1,2}/ ")"'
+MEETS = {
+    ("json_schema", json.dumps(SCHEMA)): meets_schema,
+    ("regex", DATE): lambda text: re.fullmatch(DATE, text),
+    ("gbnf", LIST): lambda text: re.fullmatch(r'\[((,|^|(?<=\[))([a-cé]+|"[^"a-z]{0,3}"))*\]', text, re.DOTALL),
+    ("lark", CALC): lambda text: re.fullmatch(r"(\+?([0-9]|\([1-3]\*[0-9]{1,2}\))){1,4}", text) and text[0] != "+",
+}
+SOURCES = {kind: source for kind, source in MEETS}
+
+
+def allowed(matcher, size):
+    """The tokens of a mask, read by NumPy."""
+    return np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:size]).tolist()
+
+
+def written(tokenizer, matcher, seed, most=400):
+    """A text by somebody who takes any token that may come, and whether it came to an end."""
+    chance, ids = random.Random(seed), []
+    while not matcher.done and len(ids) < most:
+        token = chance.choice(allowed(matcher, tokenizer.vocab_size))
+        matcher.take(token)
+        if matcher.ended:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids), matcher.done
+
+
+# What may come
+
+
+@cache
+def language(pattern, alphabet, longest):
+    """The UTF-8 of all texts over an alphabet that a regex means, by Python's own."""
+    texts = ("".join(letters) for size in range(longest + 1) for letters in itertools.product(alphabet, repeat=size))
+    return {text.encode() for text in texts if re.fullmatch(pattern, text)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "alphabet", "longest"),
+    [
+        ("(tr|fal|true|nul)?e{0,2}", "truefalsn", 6),
+        ("[ab]{1,3}c?", "abc", 4),
+        ("(é|€|😀|e){0,3}", "é€😀e", 3),
+        ("(the|The|he )(qu)?[ox]", "Theqouxt ", 6),
+        ("([d-f]é?){0,2}|a|aé?é", "adefé", 4),
+    ],
+)
+@every_vocabulary
+def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern, alphabet, longest):
+    tokenizer = TOKENIZERS[vocabulary]
+    texts = language(pattern, alphabet, longest)
+    beginnings = {text[:size] for text in texts for size in range(len(text) + 1)}
+    spelling, compared = tokenizer.pieces.inner, 0
+    grammars = Grammars(tokenizer)
+    for seed in range(12):
+        matcher, said, chance = grammars.matcher("regex", pattern), b"", random.Random(seed)
+        while True:
+            expected = {i for i, piece in enumerate(spelling) if piece and said + piece in beginnings}
+            ways = {text[len(said)] for text in beginnings if len(text) > len(said) and text.startswith(said)}
+            ends = {tokenizer.eos_id} if said in texts else set()
+            found = set(allowed(matcher, tokenizer.vocab_size))
+            if ways and len(ways) == 1 and not ends:  # the tokenizer's own spelling of what has to come
+                assert found and found <= expected
+            else:
+                assert found == expected | ends, said
+                compared += 1
+            assert matcher.done == (not expected)
+            if not expected:
+                break
+            token = chance.choice(sorted(found))
+            matcher.take(token)
+            if matcher.ended:
+                break
+            said += spelling[token]
+        assert said in texts
+    assert compared >= 12
+
+
+@every_vocabulary
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_text_that_may_be_written_meets_it(vocabulary, kind):
+    tokenizer, source = TOKENIZERS[vocabulary], SOURCES[kind]
+    grammars, texts = Grammars(tokenizer), set()
+    for seed in range(40):
+        text, done = written(tokenizer, grammars.matcher(kind, source), seed)
+        assert done and MEETS[kind, source](text), text
+        texts.add(text)
+    assert len(texts) > 15
+
+
+@every_vocabulary
+def test_any_json_object(vocabulary):
+    tokenizer = TOKENIZERS[vocabulary]
+    grammars, ended = Grammars(tokenizer), 0
+    for seed in range(30):
+        text, done = written(tokenizer, grammars.matcher("json_object", ""), seed)
+        ended += done
+        assert not done or isinstance(json.loads(text), dict)
+    assert ended > 10
+
+
+def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
+    tokenizer = TOKENIZERS["bpe"]
+    matcher = Grammars(tokenizer, 400).matcher("regex", r"(.|\n)*")
+    assert matcher.mask().shape == (13,) and matcher.mask().dtype == np.uint32
+    found = set(allowed(matcher, 416))
+    assert found & {*tokenizer.special_ids} == {tokenizer.eos_id}
+    assert max(found) < tokenizer.vocab_size
+    first_bytes = {piece[0] for piece in (tokenizer.pieces.inner[i] for i in found) if piece}
+    assert not first_bytes & {*range(0x80, 0xC2), *range(0xF5, 0x100)}, "no character begins with these"
+
+
+def test_tokens_that_end_a_text_besides_the_end_token():
+    tokenizer = TOKENIZERS["byte"]
+    matcher = Grammars(tokenizer).matcher("regex", "ab?", ends=[tokenizer.pad_id])
+    assert allowed(matcher, 259) == [ord("a")]
+    matcher.take(ord("a"))
+    assert allowed(matcher, 259) == [ord("b"), tokenizer.pad_id, tokenizer.eos_id]
+    assert not matcher.done
+    matcher.take(tokenizer.pad_id)
+    assert matcher.ended and matcher.done
+    with pytest.raises(ValueError, match="token 98 may not come"):
+        matcher.take(ord("b"))
+
+
+def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
+    matcher = Grammars(TOKENIZERS["byte"]).matcher("regex", "ab")
+    with pytest.raises(ValueError, match="token 98 may not come"):
+        matcher.take(ord("b"))
+    matcher.take(ord("a"))
+    assert allowed(matcher, 259) == [ord("b")]
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "says"),
+    [
+        ("xml", "a", "a constraint must be one of json_schema, json_object, regex, lark, gbnf, got 'xml'"),
+        ("regex", "ab(c", "the regex cannot be used at character 3: unclosed group"),
+        ("regex", "a(?=b)", "the regex cannot be used at character 2: look-around"),
+        ("regex", "a" * LONGEST_SOURCE + "b", "the regex must have at most 64 KB, got 65"),
+        ("regex", "\ud800", "half of a character"),
+        ("regex", "a\0", "U+0000 at character 2"),
+        ("regex", "(" * 400 + "a" + ")" * 400, "nest"),
+        ("lark", "", "Empty grammar"),
+        ("lark", 'root: "a"', "no start rule found"),
+        ("lark", 'start: /a/\nfoo: "c', "the Lark grammar cannot be used in line 2: lexer error"),
+        ("lark", 'start: "a"\n  | b', 'in line 1: unknown name: "b"'),
+        ("lark", "start: " + "(" * 20_000, "nested"),
+        ("gbnf", 'root ::= "a" | b', "Rule 'b' not found"),
+        ("gbnf", 'root ::= "a"\nx ::= "b" [', "the GBNF grammar is wrong in line 2"),
+        ("gbnf", 'x ::= "a"', "No 'root' rule found"),
+        ("gbnf", "root ::= " + "(" * 20_000, "nested too deeply"),
+        ("gbnf", 'root ::= "\\ud800"', "no character"),
+        ("json_schema", '{"a"\n 1}', "the JSON schema is not JSON in line 2, column 2"),
+        ("json_schema", '{"minimum": NaN}', "it holds NaN"),
+        ("json_schema", "[]", "must be an object"),
+        ("json_schema", "false", "must be an object"),
+        ("json_schema", '{"type": "objec"}', "Invalid type: objec"),
+        ("json_schema", '{"uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "Unsatisfiable"),
+        ("json_schema", '{"$ref": "http://127.0.0.1:9/x"}', "does not fetch"),
+        ("json_schema", '{"type": "string", "pattern": "(a"}', "unclosed group"),
+        ("json_schema", "[" * 60_000, "nested too deeply"),
+        ("json_schema", '{"items":' * 200 + "{}" + "}" * 200, "nested too deeply"),
+    ],
+)
+def test_a_source_that_is_wrong_is_one_sentence(kind, source, says):
+    grammars = Grammars(TOKENIZERS["byte"])
+    for tried in (lambda: check(Constraint(kind, source)), lambda: grammars.matcher(kind, source)):
+        with pytest.raises(UserError) as caught:
+            tried()
+        sentence = str(caught.value)
+        assert says in sentence and "\n" not in sentence and len(sentence) < 300, sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("lark", "start: A\nA: " + " & ".join(f"/.*{c}.*/" for c in "abcdefghijklmnop")),
+        ("regex", r"(\p{L}{1,40}\s?){1,100}"),
+    ],
+)
+def test_what_takes_too_long_is_given_up_soon(kind, source):
+    tokenizer, begun = TOKENIZERS["bpe"], time.process_time()
+    with pytest.raises(UserError, match="takes too long to follow: make it simpler"):
+        written(tokenizer, Grammars(tokenizer).matcher(kind, source), 0)
+    assert time.process_time() - begun < 5
+
+
+def test_a_grammar_without_any_text_is_one_sentence():
+    with pytest.raises(UserError, match="the Lark grammar cannot be used: no text meets it"):
+        Grammars(TOKENIZERS["byte"]).matcher("lark", 'start: a\na: a "b"')
+
+
+def test_text_that_a_vocabulary_cannot_spell_is_said():
+    grammars = Grammars(TOKENIZERS["char"])
+    with pytest.raises(UserError, match="the regex "):
+        grammars.matcher("regex", "Ж+")
+    matcher = grammars.matcher("regex", "a(Ж|b)")
+    matcher.take(TOKENIZERS["char"].encode("a")[0])
+    assert allowed(matcher, 400) == TOKENIZERS["char"].encode("b")
+
+
+def test_good_sources_pass_the_check():
+    for kind, source in SOURCES.items():
+        check(Constraint(kind, source))
+    check(Constraint("json_object", ""))
+    assert {*SOURCES, "json_object"} == {*KINDS}
+
+
+def test_a_missing_library_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for tried in (lambda: Grammars(TOKENIZERS["byte"]), lambda: check(Constraint("regex", "a"))):
+        with pytest.raises(UserError, match=r"pip install 'dantinox\[serve\]'"):
+            tried()
+
+
+# With a model
+
+
+def make_run(vocabulary):
+    """A run whose model has random weights, and rows for tokens that the vocabulary does not have."""
+    import jax
+    from flax import nnx
+
+    from dantinox.model import Transformer
+
+    tokenizer = TOKENIZERS[vocabulary]
+    size = {"dim": 16, "n_heads": 2, "kv_heads": 1, "num_blocks": 1, "hidden_dim": 16, "max_context": 256, "dtype": "float32"}
+    config = build_config({"model": size})
+    model = Transformer(config.architecture(-(-tokenizer.vocab_size // 64) * 64), rngs=nnx.Rngs(0))
+    return Run(config, jax.tree.map(lambda x: x, model), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    made = {}
+    return lambda vocabulary: made.setdefault(vocabulary, make_run(vocabulary))
+
+
+HOT = {"temperature": 5.0, "max_new_tokens": 200}
+
+
+@pytest.mark.slow
+@every_vocabulary
+def test_a_model_without_sense_writes_what_is_asked_for(runs, vocabulary):
+    run = runs(vocabulary)
+    for kind, source in SOURCES.items():
+        constraint = Constraint(kind, source)
+        results = run.generate("The fox", constraint=constraint, n=16, seed=1, **HOT)
+        assert len({result.text for result in results}) > 8
+        for result in results:
+            assert result.finish_reason == "eos", result.text
+            assert MEETS[kind, source](result.text), result.text
+
+
+@pytest.mark.slow
+def test_every_prompt_of_a_batch_and_a_stream_have_a_constraint_of_their_own(runs):
+    run, constraint = runs("byte"), Constraint("regex", "[ab]{3}|c{9}")
+    results = run.generate(["a", "bbb", "The fox"], constraint=constraint, n=4, seed=3, **HOT)
+    assert len(results) == 12 and all(re.fullmatch("[ab]{3}|c{9}", result.text) for result in results)
+    assert {len(result.text) for result in results} == {3, 9}, "rows end on their own"
+    alone = run.generate("bbb", constraint=constraint, n=4, seed=3, **HOT)
+    assert [result.text for result in alone] == [result.text for result in results[4:8]]
+    (streamed,) = {"".join(run.stream("bbb", constraint=constraint, seed=3, **HOT)), alone[0].text}
+    assert streamed == alone[0].text
+
+
+@pytest.mark.slow
+def test_why_a_text_ends(runs):
+    run = runs("byte")
+    of = lambda source, **more: run.generate("a", constraint=Constraint("regex", source), **{"seed": 1} | HOT | more)  # noqa: E731
+    complete = of("a{5}")
+    assert (complete.text, complete.finish_reason, len(complete.tokens)) == ("aaaaa", "eos", 5), "no end token is waited for"
+    assert of("a{5}", max_new_tokens=5).finish_reason == "eos"
+    cut = of("a{5}", max_new_tokens=4)
+    assert (cut.text, cut.finish_reason) == ("aaaa", "length")
+    assert (of("a{5}b", stop=["aaa"]).text, of("a{5}b", stop=["aaa"]).finish_reason) == ("", "stop")
+    assert (of("").text, of("").finish_reason, of("").tokens) == ("", "eos", [])
+    assert of("a{3}", ignore_eos=True).text == "aaa"
+    assert of("a{3}", min_tokens=50).text == "aaa", "the constraint wins"
+    assert of("a{3}", banned_tokens=["a"]).text == "aaa", "the constraint wins"
+    either = {of("ab?", seed=seed).text for seed in range(10)}
+    assert either == {"a", "ab"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "entropy"},
+        {"greedy": True, "temperature": 1.0},
+        {"use_cache": False, "temperature": 2.0},
+        {"mirostat": 2, "temperature": 2.0},
+        {"xtc_probability": 1.0, "dry_multiplier": 2.0, "dry_breakers": ["z"], "top_n_sigma": 1.0, "min_p": 0.2, "top_k": 3},
+    ],
+)
+def test_with_every_way_to_choose(runs, settings):
+    run = runs("bpe")
+    for seed in range(3):
+        result = run.generate("fox", constraint=Constraint("regex", DATE), **HOT | {"seed": seed} | settings)
+        assert MEETS["regex", DATE](result.text), result.text
+
+
+@pytest.mark.slow
+def test_reports_are_those_of_the_model(runs):
+    run = runs("byte")
+    (batch,) = run.start([("a", {"seed": 1, **HOT})], logprobs=3, constraint=Constraint("regex", "zx"))
+    assert [piece.text for piece in batch.pieces() if piece.text] == ["z", "x"]
+    (result,) = in_order([batch])
+    assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), "to the model it was any token"
+    np.testing.assert_allclose(result.steps.logprob_sampled, 0, atol=1e-6)
+    np.testing.assert_array_equal(result.steps.survivors, 1)
