@@ -73,6 +73,42 @@ def test_the_prompt_when_none_is_given(generate):
     assert out.startswith("Nel mezzo del cammin")
 
 
+@pytest.mark.parametrize(
+    ("flag", "name", "source", "continuation"),
+    [
+        ("--regex", None, "[x-z]{3}€", "[x-z]{3}€"),
+        ("--json_schema", "a.json", '{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}', r"\[[^\[]*\]"),
+        ("--grammar", "a.lark", 'start: "no" | "yes" "!"', "no|yes!"),
+        ("--grammar", "a.gbnf", 'root ::= "no" | "yes" [.!]\n', "no|yes[.!]"),
+    ],
+)
+def test_a_text_that_has_to_be_something(generate, tmp_path, flag, name, source, continuation):
+    if name is not None:
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    code, out, _ = generate("--prompt", "a", "--n", 3, "--seed", 1, "--json", flag, tmp_path / name if name else source)
+    results = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(results) == 3
+    for result in results:
+        assert result["finish_reason"] == "eos" and re.fullmatch(continuation, result["text"]), result
+        if flag == "--json_schema":
+            assert all(type(item) is bool for item in json.loads(result["text"]))
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "content", "parts"),
+    [
+        ("--json_schema", "a.json", b'{\n"a"}', ["the JSON schema is not JSON in line 2"]),
+        ("--grammar", "a.lark", b"start: b", ["the Lark grammar cannot be used in line 1", 'unknown name: "b"']),
+        ("--grammar", "a.gbnf", b"\xff\xfe", ["cannot read --grammar", "it is not text"]),
+        ("--grammar", "a.gbnf", b"#" * 70_000, ["the GBNF grammar must have at most 64 KB"]),
+    ],
+)
+def test_a_wrong_constraint_is_told_before_the_model_is_loaded(generate, tmp_path, monkeypatch, flag, name, content, parts):
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr("dantinox.generation.load", lambda *_: pytest.fail("the model was loaded"))
+    assert_one_sentence(generate(flag, tmp_path / name), *parts)
+
+
 @pytest.mark.parametrize("flags", [["--greedy"], ["--greedy", "true"], ["--greedy=True"], ["--temperature", "0"]])
 def test_greedy_in_every_spelling(generate, flags):
     assert generate("--prompt", "a", "--max_new_tokens", 12, *flags)[1] == "a" + AROUND[:6] + "\n"
@@ -359,6 +395,11 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--show_entropy", "--json"], ["--show_entropy", "--json"]),
         (["--report", "page.pdf"], ["--report", ".html", "page.pdf"]),
         (["--trace", "nowhere/out.jsonl"], ["--trace", "nowhere", "no directory"]),
+        (["--regex", "a+", "--json_schema", "a.json"], ["--json_schema and --regex", "use one of them"]),
+        (["--regex", "a(b"], ["the regex cannot be used at character 2", "unclosed group"]),
+        (["--grammar", "a.txt"], ["--grammar must name a .lark or .gbnf file", "a.txt"]),
+        (["--grammar", "nowhere.gbnf"], ["cannot read --grammar nowhere.gbnf", "No such file"]),
+        (["--json_schema", "."], ["cannot read --json_schema ."]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(generate, argv, parts):

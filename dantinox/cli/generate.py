@@ -32,6 +32,11 @@ def generate_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
     command.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
     command.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
+    command.add_argument("--json_schema", type=Path, metavar="FILE", help="the text has to be JSON of this schema")
+    command.add_argument("--regex", metavar="R", help="the text has to match this regex, from its beginning to its end")
+    command.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="the text has to follow this grammar, a .lark or .gbnf file"
+    )
     add_config_flags(command, ("generation", "router", "kv"))
 
 
@@ -46,6 +51,7 @@ def generate(options: argparse.Namespace) -> int:
         raise UserError("--prompt and --prompt_file both give prompts: use one of them")
     as_json = options.json or options.prompt_file is not None
     _check_outputs(options, as_json)
+    constraint = _constraint(options)
     traced = options.show_entropy or options.trace is not None or options.report is not None
     from dantinox.run import load_run_config, open_run
 
@@ -61,7 +67,8 @@ def generate(options: argparse.Namespace) -> int:
     run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in requests), default=1))
     alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
-    batches = run.start(requests, logprobs=reported, echo=options.echo, show_candidates=options.show_candidates)
+    report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
+    batches = run.start(requests, **report, constraint=constraint)
     stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     stream = stream and not options.show_entropy
     if stream:
@@ -88,6 +95,32 @@ def generate(options: argparse.Namespace) -> int:
         for batch in batches:
             print(batch.summary(), file=sys.stderr)
     return 0
+
+
+def _constraint(options: argparse.Namespace) -> Any:
+    """What the flags say that a text has to be, checked; None where they say nothing."""
+    flags = {"--json_schema": options.json_schema, "--regex": options.regex, "--grammar": options.grammar}
+    given = [flag for flag, value in flags.items() if value is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} each say what the text has to be: use one of them")
+    from dantinox.generation.constraint import LONGEST_SOURCE, Constraint, check
+
+    if options.regex is not None:
+        constraint = Constraint("regex", options.regex)
+    else:
+        path = options.json_schema or options.grammar
+        kind = "json_schema" if options.json_schema else path.suffix[1:]
+        if kind not in ("json_schema", "lark", "gbnf"):
+            raise UserError(f"--grammar must name a .lark or .gbnf file, got {path}")
+        try:
+            with path.open(encoding="utf-8") as file:
+                constraint = Constraint(kind, file.read(LONGEST_SOURCE + 1))
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {given[0]} {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+    check(constraint)
+    return constraint
 
 
 def _json_line(record: dict[str, Any], options: argparse.Namespace) -> str:
