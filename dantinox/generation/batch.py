@@ -155,8 +155,7 @@ class Batch:
             sampling,
             limits_B=np.repeat(limits_P, samples),
             eos_ids=[
-                [*ids, *([] if config.generation.ignore_eos else eos)]
-                for ids, config in zip(stops, self._configs, strict=True)
+                [*ids, *([] if config.generation.ignore_eos else eos)] for ids, config in zip(stops, self._configs, strict=True)
             ],
             samples=samples,
             use_cache=sections[0].use_cache,

@@ -13,8 +13,8 @@ from dantinox.files import first_line, shown
 from dantinox.text import Tokenizer
 
 LONGEST_SOURCE = 64 << 10  # bytes
-# What the library may spend on a grammar and on each token, in units of its own: with a vocabulary of 100,000 the worst grammars
-# tried take .2 s to be built and .15 s a token.
+# What the library may spend on a grammar and on each token, in units of its own: with a vocabulary of 100,000 the worst of the
+# grammars tried takes .2 s to be built and .15 s a token.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
@@ -76,7 +76,9 @@ class Grammars:
         """
         self._library = _library()
         if tokenizer.pieces is None:
-            raise UserError("constraints need a tokenizer whose tokens spell the same wherever they stand, which this one's do not")
+            raise UserError(
+                "constraints need a tokenizer whose tokens spell the same beside any others, which this one's do not"
+            )
         self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
         spelling = _Spelling(tokenizer, tokenizer.pieces.inner)

@@ -14,7 +14,7 @@ import pytest
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation.constraint import KINDS, LONGEST_SOURCE, Constraint, Grammars, check
 from dantinox.generation.run import Run, in_order
-from dantinox.text import train_tokenizer
+from dantinox.text import Tokenizer, train_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -168,6 +168,22 @@ def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
     assert max(found) < tokenizer.vocab_size
     first_bytes = {piece[0] for piece in (tokenizer.pieces.inner[i] for i in found) if piece}
     assert not first_bytes & {*range(0x80, 0xC2), *range(0xF5, 0x100)}, "no character begins with these"
+
+
+def test_a_lark_grammar_may_name_special_tokens_but_for_the_end():
+    tokenizer = TOKENIZERS["bpe"]
+    named = Grammars(tokenizer).matcher("lark", "start: <bos> /[a-c]/")
+    assert allowed(named, 400) == [tokenizer.bos_id]
+    named.take(tokenizer.bos_id)
+    assert {tokenizer.spelt(token) for token in allowed(named, 400)} == {"a", "b", "c"}
+    with pytest.raises(UserError, match="no token of this vocabulary goes on"):
+        Grammars(tokenizer).matcher("lark", 'start: <eos> "a"')
+
+
+def test_a_tokenizer_whose_tokens_look_at_their_neighbours_has_none():
+    tree = json.loads(TOKENIZERS["bpe"].to_json()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    with pytest.raises(UserError, match="constraints need a tokenizer whose tokens spell the same"):
+        Grammars(Tokenizer(json.dumps(tree)))
 
 
 def test_tokens_that_end_a_text_besides_the_end_token():
