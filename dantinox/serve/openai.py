@@ -369,15 +369,17 @@ async def _pieces(engine: Serving, asks: Sequence[Ask]) -> AsyncGenerator[tuple[
         except Exception as failure:
             arrived.put_nowait((number, answer, failure))
 
+    room = True  # as far as is known
     try:
         while waiting or live:
-            while waiting:
+            while waiting and room:
                 number, ask = waiting[0]
                 try:
                     answer = live[number] = engine.submit(ask)
                 except Busy:
                     if not live:
                         raise
+                    room = False
                     break
                 waiting.popleft()
                 tasks.append(asyncio.create_task(pump(number, answer)))
@@ -386,6 +388,7 @@ async def _pieces(engine: Serving, asks: Sequence[Ask]) -> AsyncGenerator[tuple[
                 yield number, answer, found
             else:
                 del live[number]
+                room = True
                 if found is not None:
                     raise found
     finally:
