@@ -137,10 +137,9 @@ class Matcher:
         return self.ended or (complete and not np.any(bits & ~self._bits(self._ends)))
 
     def take(self, token: int) -> None:
-        """Goes on by a token.
+        """Goes on by a token; where the library cannot, the next `mask` or `done` says so.
 
         Raises:
-          UserError: as `mask`.
           ValueError: the token is none that may come.
         """
         bits, complete = self._look()
@@ -149,8 +148,8 @@ class Matcher:
         self._next = None
         if complete and token in self._ends:
             self.ended = True
-        elif not self._matcher.consume_token(token):
-            raise _mistake(self._kind, self._matcher.get_error())
+        else:
+            self._matcher.consume_token(token)
 
     def _look(self) -> tuple[np.ndarray, bool]:
         """The mask, and whether the text is complete."""

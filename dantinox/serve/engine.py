@@ -13,18 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from dantinox.config import Config, UserError, overlay
 from dantinox.generation.batch import RowText
+from dantinox.generation.constraint import Constraint, Matcher
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.loop import READER_SECONDS
 from dantinox.generation.run import Run
 from dantinox.generation.slots import ALTERNATIVES, NOTHING, Flight, Gained, Lane, Slots, Way, row_bytes
 from dantinox.generation.trace import token_records
-from dantinox.generation.words import seeded
+from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.programs import available_bytes
 from dantinox.sampling import StepInfo
 from dantinox.serve.ask import Answer, Ask, Busy, Piece, Record, Status, Unavailable
@@ -34,6 +36,8 @@ MOST_SAMPLES = 16
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of what is free
 FIRST_STEPS = 4  # tokens of a chunk in which a text gets its first ones
+
+MakeMatcher = Callable[[Sequence[int]], Matcher]  # given the ids that end a text besides the end tokens
 
 
 class _Sample:
@@ -46,15 +50,19 @@ class _Sample:
         self._job = job
         self._detokenizer = tokenizer.detokenizer()
         self._detokenizer.push(job.ask.ids)
-        self.matcher = None if job.grammar is None else job.grammar()
+        self.matcher = None if job.grammar is None else job.grammar(stop_token_ids(tokenizer, section))
 
     def take(self, ids: list[int], done: bool, info: StepInfo | None) -> Piece:
-        """What it gains by new tokens."""
+        """What it gains by new tokens.
+
+        Raises:
+          UserError: its constraint takes too long to follow, or cannot be met.
+        """
         before, ask = len(self.row.tokens), self._job.ask
         if self.matcher is not None:
             for token in ids:
                 self.matcher.take(token)
-        text = self.row.take(ids, done)
+        text = self.row.take(ids, done, complete=self.matcher is not None and self.matcher.done)
         ids = ids[: len(self.row.tokens) - before]
         texts = [self._detokenizer.push([token]) for token in ids]
         records: list[Record] = [{"id": token, "text": added} for token, added in zip(ids, texts, strict=True)]
@@ -68,7 +76,7 @@ class _Sample:
 class _Job:
     """An ask that is being met."""
 
-    def __init__(self, ask: Ask, answer: Answer, way: Way, limit: int, run: Run, grammar: Callable[[], Any] | None):
+    def __init__(self, ask: Ask, answer: Answer, way: Way, limit: int, run: Run, grammar: MakeMatcher | None):
         self.ask, self.answer, self.way, self.limit, self.grammar = ask, answer, way, limit, grammar
         self.tokenizer = run.tokenizer
         self.samples = ask.config.generation.n
@@ -123,7 +131,6 @@ class Engine:
         self._later = [overlay(self._config, settings) for settings in later]
         self._compiling: set[tuple[Lane, bool]] = set()
         self._job_seconds, self._step_seconds = 1.0, 0.01  # running means: of a job, of a token of all rows
-        self._grammars: Any = None
         self._steps = 1  # of the newest chunk
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self.on_failure: Callable[[], None] = lambda: None
@@ -223,15 +230,11 @@ class Engine:
         limit = min(generation.max_new_tokens, context - length)
         return _Job(ask, Answer(ask, self._cancel), way, limit, self.run, grammar)
 
-    def _grammar(self, constraint: Any) -> Callable[[], Any]:
+    def _grammar(self, constraint: Constraint) -> MakeMatcher:
         """Makes matchers of a constraint, of which one has been made to see whether it can be."""
-        from dantinox.generation.constraint import Grammars
-
-        with self._lock:
-            if self._grammars is None:
-                self._grammars = Grammars(self.run.tokenizer, self.run.model.config.vocab_size)
-        self._grammars.matcher(constraint.kind, constraint.source)
-        return lambda: self._grammars.matcher(constraint.kind, constraint.source)
+        make = partial(self.run.grammars.matcher, constraint.kind, constraint.source)
+        make(())
+        return make
 
     def _cancel(self, answer: Answer) -> None:
         with self._lock:
@@ -354,7 +357,7 @@ class Engine:
             self._slots.copy(first, slot)
         for number, slot in enumerate(slots):
             sample = job.rows[slot] = _Sample(job, number)
-            if job.limit == 0:
+            if job.limit == 0 or (sample.matcher is not None and sample.matcher.done):
                 self._give(job, slot, sample.take([], True, None))
                 continue
             report = ask.logprobs is not None
@@ -388,7 +391,12 @@ class Engine:
             row = job.rows[one.slot]
             if job.answer.stats.new_tokens == 0:
                 job.answer.stats.first_token_seconds = job.seconds()
-            self._give(job, one.slot, row.take(one.tokens.tolist(), one.done, one.info))
+            try:
+                piece = row.take(one.tokens.tolist(), one.done, one.info)
+            except UserError as error:
+                self._give_up(job, error)
+                continue
+            self._give(job, one.slot, piece)
             if row.matcher is not None and not row.done:
                 self._allow(job, one.slot, row)
 
@@ -398,13 +406,17 @@ class Engine:
         try:
             self._slots.allow(slot, row.matcher.mask())
             return True
-        except UserError as error:  # the grammar takes longer than it may
-            for other in self._scheduler.slots_of(job):
-                self._slots.stop(other)
-            with self._lock:
-                self._scheduler.remove(job)
-            self._end(job, "finished", error)
+        except UserError as error:
+            self._give_up(job, error)
             return False
+
+    def _give_up(self, job: _Job, error: UserError) -> None:
+        """Ends a job whose constraint takes longer than it may, or that no token of the vocabulary can meet."""
+        for slot in self._scheduler.slots_of(job):
+            self._slots.stop(slot)
+        with self._lock:
+            self._scheduler.remove(job)
+        self._end(job, "finished", error)
 
     def _give(self, job: _Job, slot: int, piece: Piece) -> None:
         job.answer.stats.new_tokens += len(piece.tokens)

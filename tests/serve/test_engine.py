@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ from flax import nnx
 
 from dantinox.config import UserError, build_config
 from dantinox.generation import Run
+from dantinox.generation.constraint import Constraint
 from dantinox.model import Transformer
 from dantinox.serve.ask import Ask, Busy, Unavailable
 from dantinox.serve.engine import Engine
@@ -191,6 +193,55 @@ def test_a_lane_that_nobody_used_is_compiled_beside_the_others(engine, run):
         assert await text_of(other) == [run.generate("hello", max_new_tokens=16, preset="koboldcpp", top_k=9, **DRAWN).text]
 
     asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "[a-c]{3}x|yes!{1,4}|fox( fox){0,5}"),
+        ("json_schema", '{"type": "array", "items": {"enum": ["a", "b", 1]}, "maxItems": 4}'),
+        ("regex", "a{3}"),
+        ("regex", ""),
+    ],
+)
+def test_constrained_texts_are_those_of_generate_beside_others(engine, run, kind, source):
+    pytest.importorskip("llguidance")
+    constraint = Constraint(kind, source)
+
+    async def both():
+        for settings in (
+            DRAWN | {"temperature": 3.0},
+            {"greedy": True},
+            {"seed": 4, "ignore_eos": True},
+            {"seed": 5, "stop": ["x"]},
+        ):
+            expected = run.generate("hello", max_new_tokens=64, n=2, constraint=constraint, **settings)
+            held = replace(ask(engine, "hello", n=2, max_new_tokens=64, **settings), constraint=constraint)
+            free = asyncio.create_task(said(engine, STORY, **DRAWN))
+            await asyncio.sleep(0.005)
+            pieces = [piece async for piece in engine.submit(held)]
+            for sample, result in enumerate(expected):
+                own = [piece for piece in pieces if piece.sample == sample]
+                assert "".join(piece.text for piece in own) == result.text
+                assert [piece.finish_reason for piece in own if piece.finish_reason] == [result.finish_reason]
+            assert await free == [run.generate(STORY, max_new_tokens=16, **DRAWN).text]
+
+    asyncio.run(both())
+
+
+def test_a_constraint_that_cannot_be_met_ends_its_own_ask_alone(engine):
+    pytest.importorskip("llguidance")
+    slow = Constraint("lark", 'start: "b" a\na: "c" a')
+
+    async def both():
+        with pytest.raises(UserError, match="unclosed group"):
+            engine.submit(replace(ask(engine, "hello"), constraint=Constraint("regex", "(a")))
+        free = asyncio.create_task(said(engine, STORY, **DRAWN))
+        with pytest.raises(UserError, match="takes too long to follow"):
+            await text_of(engine.submit(replace(ask(engine, "hello", n=2, max_new_tokens=150, **DRAWN), constraint=slow)))
+        assert len(await free) == 1 and len(await said(engine, "a", n=SLOTS, **DRAWN)) == SLOTS
+
+    asyncio.run(both())
 
 
 def test_drained_and_failed(run, monkeypatch):
