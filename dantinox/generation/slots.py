@@ -251,9 +251,10 @@ class Slots:
         for slot, text in enumerate(self._texts):
             if text.longest > self._ring:  # a windowed layer has written over its beginning
                 continue
-            most = min(text.exact, len(ids) - 1)
-            same = next((i for i in range(most) if text.ids[i] != ids[i]), most)
-            if (length := same - same % self.part) > best.length:
+            most, length = min(text.exact, len(ids) - 1), 0
+            while (end := length + self.part) <= most and text.ids[length:end] == tuple(ids[length:end]):
+                length = end
+            if length > best.length:
                 best = Kept(slot, length)
         return best
 

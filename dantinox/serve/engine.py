@@ -132,6 +132,7 @@ class Engine:
         self._compiling: set[tuple[Lane, bool]] = set()
         self._job_seconds, self._step_seconds = 1.0, 0.01  # running means: of a job, of a token of all rows
         self._steps = 1  # of the newest chunk
+        self._fault: Exception | None = None  # of a thread besides the engine's
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self.on_failure: Callable[[], None] = lambda: None
 
@@ -270,6 +271,8 @@ class Engine:
         handed = time.monotonic()
         while not self._closing:
             self._wake.clear()
+            if self._fault is not None:
+                raise self._fault
             self._end_cancelled()
             self._admit()
             read = self._read()
@@ -329,7 +332,10 @@ class Engine:
         self._counters["compilations"] += 1
 
         def compile() -> None:
-            self._slots.compile(lane, echo)
+            try:
+                self._slots.compile(lane, echo)
+            except Exception as error:
+                self._fault = error
             self._wake.set()
 
         threading.Thread(target=compile, name="compiler", daemon=True).start()

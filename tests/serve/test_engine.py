@@ -244,6 +244,7 @@ def test_a_constraint_that_cannot_be_met_ends_its_own_ask_alone(engine):
     asyncio.run(both())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_drained_and_failed(run, monkeypatch):
     async def end():
         engine = started(run)
@@ -264,5 +265,10 @@ def test_drained_and_failed(run, monkeypatch):
         with pytest.raises(Unavailable, match="failed"):
             broken.submit(ask(broken, "hello"))
         assert failed == ["failed"]
+
+        uncompiled = started(run)
+        monkeypatch.setattr(uncompiled._slots, "compile", lambda lane, echo: 1 / 0)
+        with pytest.raises(Unavailable, match="failed: ZeroDivisionError"):
+            await text_of(uncompiled.submit(ask(uncompiled, "hello", preset="llamacpp")))
 
     asyncio.run(end())
