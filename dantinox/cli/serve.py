@@ -76,7 +76,7 @@ def serve(options: argparse.Namespace) -> int:
         print(f"{name} is loaded and warms up", file=sys.stderr, flush=True)
 
         def ready() -> None:
-            print(f"{name} is served at {where} (OpenAI: {where}/v1)", flush=True)
+            print(f"{name} is served at {where} (OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
         return run_server(make_app(engine, told), engine, listener, told.limits, ready)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -65,6 +66,7 @@ def serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits
     Args:
       ready: called when asks are taken for the first time.
     """
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # who leaves is no news: "socket.send() raised exception"
     return asyncio.run(_serve(app, engine, listener, limits, ready))
 
 

@@ -137,7 +137,6 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
 
     def ask():
         wait_for(lambda: made and made[0].state == "ready", 30)
-        url = f"http://127.0.0.1:{port}"
         headers = {"authorization": "Bearer 0123456789", "host": "a.example"}
         found.append(httpx.get(f"{url}/v1/models").status_code)
         found.append(httpx.get(f"{url}/v1/models", headers=headers | {"host": "b.example"}).status_code)
@@ -150,6 +149,7 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     (tmp_path / "key").write_text("0123456789\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     found, asking = [], threading.Thread(target=ask)
     asking.start()
     flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
@@ -157,7 +157,7 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     asking.join()
     assert code == 0 and made[0].told == {"slots": 3, "context": 100, "queue": 5, "name": "x", "given": {"top_p": 0.5}}
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
-    assert capfd.readouterr().out == f"x is served at http://127.0.0.1:{port} (OpenAI: http://127.0.0.1:{port}/v1)\n"
+    assert capfd.readouterr().out == f"x is served at {url} (OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 
 
 def test_others_need_a_key(serve, tmp_path, monkeypatch):
