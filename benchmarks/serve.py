@@ -1,0 +1,319 @@
+"""A server under load, and what it costs beside the same model without one.
+
+Starts `dantinox serve` with a random model of 10 M parameters (or a run of yours) and asks it by `/v1/completions`, streamed:
+
+* closed loop: 1, 8 and 32 clients, each asking again when it is answered; open loop: requests that come by chance, at .7 of the
+  rate that the closed loop reached, and at ten times that rate, where most are turned away
+* `of offline`: tokens per second over those of `Run.generate`, measured before, with as many rows as the server has slots
+* HTTP minus in-process: one token for an idle server, over HTTP and from an `Engine` in this process
+* seeded requests alone and then in the company of others: how many say the same
+* abandoned requests, and how long the next one takes
+
+A peer is a server of OpenAI's dialect that is running already, with the same weights: the run is kept by `--keep`, and
+`dantinox export` makes of it what `llama_cpp.server` (gguf) or `transformers serve` (hf) reads.
+
+    python benchmarks/serve.py [--quick]
+    python benchmarks/serve.py --keep /tmp/r --peer llama.cpp=http://127.0.0.1:8081/v1=model.gguf
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+
+Row = tuple[str, ...]
+HEAD: Row = ("", "answered", "refused", "req/s", "tok/s", "of offline", "first token", "between tokens", "total", "refused in")
+
+
+class Timing(NamedTuple):
+    """One request: its status, seconds to the first text, between texts, and in all, its tokens and its text."""
+
+    status: int
+    first: float
+    gaps: list[float]
+    total: float
+    tokens: int
+    text: str
+
+
+class Target(NamedTuple):
+    """A server: where it is, what it calls the model, and fields of a request that it alone understands."""
+
+    name: str
+    url: str
+    model: str
+    extra: dict[str, bool]
+
+
+def parse() -> argparse.Namespace:
+    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a.add_argument("--run_dir", type=Path, help="a run (default: a random model)")
+    a.add_argument("--keep", type=Path, metavar="FOLDER", help="make the random run there, for peers")
+    a.add_argument("--peer", action="append", default=[], metavar="NAME=URL=MODEL")
+    a.add_argument("--slots", type=int, default=8)
+    a.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    a.add_argument("--prompt", type=int, default=64, help="characters")
+    a.add_argument("--new", type=int, default=64)
+    a.add_argument("--requests", type=int, default=160, help="of each row")
+    a.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    o = a.parse_args()
+    if o.quick:
+        o.requests, o.new = 24, 24
+    return o
+
+
+def random_run(folder: Path) -> Path:
+    """A run directory with a vocabulary of bytes and random weights."""
+    from dantinox.config import TokenizerSection, build_config
+    from dantinox.model.parameters import blueprint
+    from dantinox.run import create_run, save_config, save_tokenizer, save_weights
+    from dantinox.text import train_tokenizer
+
+    size = {
+        "dim": 384,
+        "n_heads": 6,
+        "kv_heads": 3,
+        "num_blocks": 6,
+        "hidden_dim": 1024,
+        "max_context": 512,
+        "dtype": "float32",
+    }
+    config = build_config({"model": size | {"dtype": "float32"}, "tokenizer": {"tokenizer_type": "byte"}})
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    shapes, rng = blueprint(config.architecture(tokenizer.vocab_size))[1], np.random.default_rng(0)
+    run = create_run(folder)
+    save_config(run, config)
+    save_tokenizer(run, tokenizer.to_json())
+    arrays = {name: rng.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
+    save_weights(run.weights, {name: 0.03 * x if x.ndim > 1 else x for name, x in arrays.items()})
+    return run.path
+
+
+def prompt(o: argparse.Namespace, number: int) -> str:
+    return "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=o.prompt))
+
+
+# Without HTTP
+
+
+def offline(o: argparse.Namespace, run_dir: Path) -> float:
+    """Tokens per second of a batch of as many rows as the server has slots, the best of three."""
+    import dantinox
+
+    run, best = dantinox.load(run_dir), 0.0
+    for repeat in range(4):  # the first compiles
+        begun = time.perf_counter()
+        results = run.generate(
+            [prompt(o, n) for n in range(o.slots)], max_new_tokens=o.new, seed=repeat, temperature=1.0, ignore_eos=True
+        )
+        seconds = time.perf_counter() - begun
+        best = max(best, sum(len(result.tokens) for result in results) / seconds) if repeat else 0.0
+    return best
+
+
+async def in_process(o: argparse.Namespace, run_dir: Path) -> np.ndarray:
+    """Seconds of asks for one token of an idle engine."""
+    import dantinox
+    from dantinox.serve.ask import Ask
+    from dantinox.serve.engine import Engine
+
+    run = dantinox.load(run_dir)
+    engine = Engine(run, slots=o.slots)
+    engine.start()
+    while engine.status().state == "loading":
+        await asyncio.sleep(0.05)
+    seconds = []
+    for number in range(o.requests):
+        begun = time.perf_counter()
+        config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0})
+        async for _ in engine.submit(Ask(tuple(run.prompt_ids(prompt(o, number))), config)):
+            pass
+        seconds.append(time.perf_counter() - begun)
+    engine.close()
+    return np.array(seconds)
+
+
+# Over HTTP
+
+
+@contextlib.contextmanager
+def served(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
+    """`dantinox serve` in a process of its own, ready; its queue has room for the most clients."""
+    command = [
+        sys.executable,
+        "-m",
+        "dantinox",
+        "serve",
+        "--run_dir",
+        run_dir,
+        "--port",
+        0,
+        "--slots",
+        o.slots,
+        "--name",
+        "run",
+    ]
+    command += ["--queue", max(1, max(o.clients) - o.slots)]
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "is served at" not in line:
+            raise SystemExit(f"the server did not start: {line}")
+        yield Target("dantinox", line.split("is served at ")[1].split()[0] + "/v1", "run", {"ignore_eos": True})
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def ask(client: httpx.AsyncClient, target: Target, o: argparse.Namespace, number: int, new: int | None = None) -> Timing:
+    body = {"model": target.model, "prompt": prompt(o, number), "max_tokens": new or o.new, "seed": number, "temperature": 1.0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, **target.extra}
+    begun = last = time.perf_counter()
+    first, gaps, tokens, text = 0.0, list[float](), 0, ""
+    async with client.stream("POST", f"{target.url}/completions", json=body) as answer:
+        if answer.status_code == 200:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now, event = time.perf_counter(), httpx.Response(200, content=line[6:]).json()
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                if event["choices"]:
+                    first, gaps = (first, [*gaps, now - last]) if first else (now - begun, gaps)
+                    last, text = now, text + event["choices"][0]["text"]
+    return Timing(answer.status_code, first, gaps, time.perf_counter() - begun, tokens, text)
+
+
+async def closed(client: httpx.AsyncClient, target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
+    """So many clients, each asking again when it is answered; what each request took, and seconds in all."""
+    numbers, found, begun = iter(range(max(o.requests, 2 * clients))), list[Timing](), time.perf_counter()
+
+    async def one() -> None:
+        for number in numbers:
+            found.append(await ask(client, target, o, number))
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return found, time.perf_counter() - begun
+
+
+async def opened(client: httpx.AsyncClient, target: Target, o: argparse.Namespace, rate: float) -> tuple[list[Timing], float]:
+    """Requests that come by chance, so many a second, whether the earlier ones are answered or not; more than have places."""
+    chance, begun, asked = random.Random(0), time.perf_counter(), list[asyncio.Task[Timing]]()
+    for number in range(max(o.requests, 3 * max(o.clients))):
+        asked.append(asyncio.create_task(ask(client, target, o, number)))
+        await asyncio.sleep(chance.expovariate(rate))
+    return list(await asyncio.gather(*asked)), time.perf_counter() - begun
+
+
+async def same_in_company(client: httpx.AsyncClient, target: Target, o: argparse.Namespace) -> str:
+    """How many seeded requests say in company what they say alone."""
+    count = o.requests // 4
+    alone = [(await ask(client, target, o, number)).text for number in range(count)]
+    together = list[Timing]()
+    for begin in range(0, count, o.slots - 1):
+        numbers = range(begin, min(begin + o.slots - 1, count))
+        *some, _ = await asyncio.gather(*(ask(client, target, o, n) for n in numbers), ask(client, target, o, 10_000 + begin))
+        together += some
+    return f"{sum(a == b.text for a, b in zip(alone, together, strict=True))} of {count}"
+
+
+async def abandoned(client: httpx.AsyncClient, target: Target, o: argparse.Namespace) -> float:
+    """Seconds of a request behind others that were left alone as soon as they were sent, all slots and places taken."""
+    tasks = [asyncio.create_task(ask(client, target, o, number)) for number in range(o.requests)]
+    await asyncio.sleep(0.3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    begun = time.perf_counter()
+    while (await ask(client, target, o, 1)).status != 200:
+        await asyncio.sleep(0.01)
+    return time.perf_counter() - begun
+
+
+# What is shown
+
+
+def milliseconds(seconds: list[float] | np.ndarray) -> str:
+    """p50 / p90 / p99."""
+    if not len(seconds):
+        return "-"
+    return " / ".join(f"{1000 * value:.{0 if value >= 0.1 else 1}f}" for value in np.percentile(seconds, (50, 90, 99)))
+
+
+def row(name: str, timings: list[Timing], seconds: float, best: float) -> Row:
+    good, refused = [t for t in timings if t.status == 200], [t for t in timings if t.status != 200]
+    rate = sum(t.tokens for t in good) / seconds
+    return (
+        name, str(len(good)), str(len(refused)), f"{len(good) / seconds:.1f}", f"{rate:.0f}", f"{rate / best:.0%}",
+        milliseconds([t.first for t in good]), milliseconds([gap for t in good for gap in t.gaps]),
+        milliseconds([t.total for t in good]), milliseconds([t.total for t in refused]),
+    )  # fmt: skip
+
+
+def show(rows: list[Row]) -> None:
+    widths = [max(len(each[column]) for each in rows) for column in range(len(HEAD))]
+    for each in [rows[0], tuple("-" * width for width in widths), *rows[1:]]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)) + " |")
+
+
+async def load(target: Target, o: argparse.Namespace, best: float) -> tuple[list[Row], float]:
+    """The closed loops of one server, and the requests a second of the last one."""
+    rows, rate = list[Row](), 0.0
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=600) as client:
+        await ask(client, target, o, 0)
+        for clients in o.clients:
+            found, seconds = await closed(client, target, o, clients)
+            rows.append(row(f"{target.name}, {clients} clients", found, seconds, best))
+            rate = len(found) / seconds
+    return rows, rate
+
+
+async def more(target: Target, o: argparse.Namespace, best: float, rate: float, inside: np.ndarray) -> list[Row]:
+    """What is asked of our own server besides."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=600) as client:
+        rows = [
+            row(f"open loop, {share:g} of {rate:.1f} req/s", *await opened(client, target, o, share * rate), best)
+            for share in (0.7, 10)
+        ]
+        outside = [(await ask(client, target, o, number, new=1)).total for number in range(o.requests)]
+        difference = np.percentile(outside, (50, 99)) - np.percentile(inside, (50, 99))
+        print(f"one token, idle: HTTP {milliseconds(outside)} ms, in-process {milliseconds(inside)} ms (p50 / p90 / p99)")
+        print(f"HTTP minus in-process: p50 {1000 * difference[0]:.2f} ms, p99 {1000 * difference[1]:.2f} ms")
+        print(f"seeded alone = in company: {await same_in_company(client, target, o)}")
+        print(f"behind {o.requests} abandoned requests: {await abandoned(client, target, o):.2f} s")
+        metrics = (await client.get(target.url.removesuffix("/v1") + "/metrics")).text
+    print(*(line for line in metrics.splitlines() if line.startswith("dantinox_compilations_total")))
+    return rows
+
+
+def main() -> None:
+    o = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = o.run_dir or random_run(o.keep or Path(folder) / "run")
+        best = offline(o, run_dir)
+        print(f"offline, a batch of {o.slots}: {best:.0f} tok/s")
+        inside = asyncio.run(in_process(o, run_dir))
+        with served(o, run_dir) as target:
+            rows, rate = asyncio.run(load(target, o, best))
+            rows += asyncio.run(more(target, o, best, rate, inside))
+        for peer in o.peer:
+            name, url, model = peer.split("=", 2)
+            rows += asyncio.run(load(Target(name, url, model, {}), o, best))[0]
+    print("milliseconds: p50 / p90 / p99")
+    show([HEAD, *rows])
+
+
+if __name__ == "__main__":
+    main()
