@@ -32,6 +32,11 @@ OTHER_NAMES = {"stop", "seed", "max_new_tokens"}  # of fields, as SillyTavern se
 UNKNOWN_THERE = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # steps of ours that an order of codes has no place for
 
 
+def usual(base: GenerationSection) -> list[dict[str, Any]]:
+    """The settings that clients of this dialect ask with whatever they ask, of which an engine needs another program."""
+    return [] if base.strategy == "entropy" or base.preset == "koboldcpp" else [{"preset": "koboldcpp"} | UNKNOWN_THERE]
+
+
 def _whole(value: Any) -> Any:
     """Integers that JavaScript or a slider has written as 2.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

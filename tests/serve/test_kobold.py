@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, UserError
+from dantinox.config.generation import order_of
 from dantinox.serve import kobold
 from dantinox.serve.app import make_app
 from dantinox.serve.ask import Unavailable
+from dantinox.serve.kobold_bodies import usual
 from dantinox.serve.kobold_prompt import LEAST, fitted
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
@@ -273,6 +275,19 @@ def test_what_lite_sends_of_itself(client, engine):
     default = fake_run().config.generation.model_copy(update=on | {"max_new_tokens": 252}).model_dump()
     off = {"typical", "tail_free", "min_p"}
     assert {k: v for k, v in found.model_dump().items() if k not in off} == {k: v for k, v in default.items() if k not in off}
+
+
+@pytest.mark.parametrize(
+    "own, more",
+    [({}, 1), ({"preset": "hf"}, 1), ({"eta_cutoff": 0.1}, 1), ({"preset": "koboldcpp"}, 0), ({"strategy": "entropy"}, 0)],
+)
+def test_what_is_compiled_ahead_for_lite_runs_the_steps_that_it_asks_for(own, more):
+    engine = FakeEngine(fake_run(**own))
+    base = engine.run.config.generation
+    ahead = [order_of(engine.settings(settings).generation) for settings in usual(base)]
+    for client in clients(engine):
+        found = asked(client, engine, **LITE).config.generation
+        assert order_of(found) in [order_of(base), *ahead] and len(ahead) == more
 
 
 def test_what_is_not_given_is_as_the_run_has_it():

@@ -149,7 +149,9 @@ def test_abort_keeps_what_came_and_frees_the_slot(page):
     assert len(page.engine.cancelled) == 1 and not page.engine.tasks
     assert any(url.endswith("/api/extra/abort") for url, _ in page.asked())
     assert 10 < len("".join(page.run("return gametext_arr"))) < 400
-    time.sleep(0.5)  # what is sent within its abort's round trip is aborted with it
+    # What is sent within its abort's round trip is aborted with it.
+    page.wait("performance.getEntriesByType('resource').some(one => one.name.endsWith('/abort') && one.responseEnd > 0)")
+    time.sleep(1)
     page.send("more")  # and it goes on
     page.wait("document.getElementById('gametext').innerText.includes('morethe fox')")
     assert len(page.engine.asked) == 2
@@ -184,6 +186,21 @@ def test_log_probabilities_are_fetched_after_a_stream(page):
     page.wait("last_response_obj && last_response_obj.results[0].logprobs")
     content = page.run("return last_response_obj.results[0].logprobs.content")
     assert [token["token"] for token in content] == list("the f")
+
+
+def test_a_key_can_be_entered(chromium):
+    engine = FakeEngine(fake_run(context=512), says=SAYS)
+    with serving(make_app(engine, Options(lite=Path(LITE), key="secret-key"))) as port:
+        chromium.get(f"http://127.0.0.1:{port}/lite")
+        until = time.monotonic() + 15
+        while "try a different URL or API type" not in chromium.find_element("tag name", "body").text:
+            assert time.monotonic() < until
+        chromium.find_element("link text", "try a different URL or API type").click()
+        chromium.find_element("id", "customkoboldkey").send_keys("secret-key")
+        chromium.execute_script("connect_custom_endpoint()")  # the form's button, of which there are several
+        while chromium.execute_script("return koboldcpp_version") != "1.74":
+            assert time.monotonic() < until
+        chromium.get("about:blank")
 
 
 def test_a_full_queue_is_said(page):

@@ -147,15 +147,19 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     monkeypatch.setitem(sys.modules, "dantinox.serve.engine", SimpleNamespace(Engine=Engine))
     monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
     (tmp_path / "key").write_text("0123456789\n")
+    (tmp_path / "lite.html").write_text("Lite")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     found, asking = [], threading.Thread(target=ask)
     asking.start()
+    lite = ["--lite", str(tmp_path / "lite.html")]
     flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
-    code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), "--chat_template", "plain", "--top_p", "0.5"])
+    code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
     asking.join()
-    assert code == 0 and made[0].told == {"slots": 3, "context": 100, "queue": 5, "name": "x", "given": {"top_p": 0.5}}
+    told = {"slots": 3, "context": 100, "queue": 5, "name": "x", "given": {"top_p": 0.5}}
+    later = [{"preset": "koboldcpp", "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}]
+    assert code == 0 and made[0].told == told | {"later": later}
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 
