@@ -88,7 +88,7 @@ def random_run(folder: Path) -> Path:
         "max_context": 512,
         "dtype": "float32",
     }
-    config = build_config({"model": size | {"dtype": "float32"}, "tokenizer": {"tokenizer_type": "byte"}})
+    config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     shapes, rng = blueprint(config.architecture(tokenizer.vocab_size))[1], np.random.default_rng(0)
     run = create_run(folder)
