@@ -1,73 +1,4 @@
-"use strict";
-// One state: the sample, the selected token, the one under the pointer, the shading. Everything on the page is drawn from it.
-// Whatever the model wrote reaches the page as text nodes only.
-
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const EVERY = 2 ** 30; // a top_k from here on cuts nothing
-const STRATEGIES = DATA.strategies;
-const GLYPH = Object.fromEntries(STRATEGIES.map((name, s) => [name, DATA.glyphs[s]]));
-const METRICS = {
-  entropy: ["entropy H", "bits"],
-  varentropy: ["varentropy V", "bits²"],
-  surprisal: ["surprisal", "bits"],
-  attn_entropy: ["attention entropy", "bits"],
-  attn_varentropy: ["attention varentropy", "bits²"],
-  attn_agreement: ["agreement of heads", ""],
-  attn_disagreement: ["disagreement of heads", ""],
-  interaction_strength: ["interaction strength", ""],
-  temperature: ["temperature T", ""],
-};
-const ENDED = {eos: "ended by the end token", stop: "ended by a stop string", length: "ended by the length limit"};
-const SHADINGS = ["entropy", "varentropy", "surprisal", "strategy"];
-const state = {sample: null, nodes: [], at: 0, pointed: null, shading: "entropy"};
-const byId = (id) => document.getElementById(id);
-const isRouted = () => state.sample.strategy === "entropy";
-
-// Numbers.
-
-const known = (value) => value !== null && value !== undefined;
-const chance = (logprob) => (known(logprob) ? Math.exp(logprob) : 0);
-const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
-const largest = (values) => values.reduce((most, value) => (value > most && value < Infinity ? value : most), 0);
-const valuesOf = (tokens, name) => tokens.map((token) => token[name]).filter(known);
-
-const [TWO, THREE] = [2, 3].map((digits) => new Intl.NumberFormat("en", {maximumSignificantDigits: digits}));
-const WHOLE = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
-const whole = (x) => (known(x) ? WHOLE.format(x) : "–");
-
-function number(x) {
-  if (!known(x)) return "–";
-  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
-  const size = Math.abs(x);
-  const text = size && size < 1e-4 ? x.toExponential(0) : (size < 0.1 ? TWO : size < 1000 ? THREE : WHOLE).format(x);
-  return text.replaceAll("-", "−");
-}
-
-function percent(p) {
-  if (p === 0 || p === 1) return `${100 * p} %`;
-  if (p < 1e-5) return "<0.001 %";
-  if (p > 0.9999) return ">99.99 %";
-  const decimals = p < 1e-3 ? 3 : p < 0.01 || p > 0.99 ? 2 : 1;
-  return `${(100 * p).toFixed(decimals)} %`;
-}
-
-function measured(name, x) {
-  const unit = METRICS[name][1];
-  return `${number(x)}${unit && " "}${unit}`;
-}
-
-function roundUp(x) {
-  const unit = 10 ** Math.floor(Math.log10(x));
-  return unit * [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((step) => step >= x / unit - 1e-9);
-}
-
-/** The end of a scale for all samples, so that they can be compared: above all but two in a hundred finite values. */
-function endOfScale(name) {
-  const values = DATA.samples.flatMap((sample) => valuesOf(sample.tokens, name)).filter(Number.isFinite);
-  values.sort((a, b) => a - b);
-  const top = values[Math.min(values.length - 1, Math.floor(0.98 * values.length))];
-  return top > 0 ? roundUp(top) : 1;
-}
+// The report: samples that are complete, one of them on the screen.
 
 // A sample, its columns made into tokens again.
 
@@ -86,71 +17,9 @@ function unpack(sample) {
   sample.tokens = columns.word.map((word, i) => {
     const token = Object.fromEntries(Object.keys(columns).map((name) => [name, columns[name][i]]));
     [token.id, token.text] = DATA.words[word];
-    token.surprisal = known(token.logprob) ? Math.max(0, -token.logprob / Math.LN2) : Infinity;
+    token.surprisal = surprisalOf(token.logprob);
     return Object.assign(token, {alternatives: listed("alternatives", i), candidates: listed("candidates", i)});
   });
-}
-
-// Elements. Control characters, and those that turn the direction of writing, are shown by a sign.
-
-const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/;
-
-function sign(character) {
-  const code = character.codePointAt(0);
-  if (character === "\n") return "↵";
-  if (character === "\t") return "⇥";
-  return code < 32 ? String.fromCodePoint(0x2400 + code) : `‹${code.toString(16).padStart(4, "0")}›`;
-}
-
-function visible(text) {
-  if (text === "") return "◌";
-  const signed = text.replace(new RegExp(UNSEEN, "g"), sign);
-  return signed.replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
-}
-
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-function tableOf(kind, caption, head, rows) {
-  const titles = head.map((text) => element("th", {scope: "col"}, text));
-  const parts = [element("thead", {}, element("tr", {}, ...titles)), element("tbody", {}, ...rows)];
-  return element("table", {class: kind}, element("caption", {}, caption), ...parts);
-}
-
-function rowOf(name, ...cells) {
-  return element("tr", {}, element("th", {scope: "row"}, name), ...cells.map((cell) => element("td", {}, cell)));
-}
-
-function pair(name, ...values) {
-  return element("div", {}, element("dt", {}, name), element("dd", {}, ...values));
-}
-
-function strategyLabel(name) {
-  return element("span", {class: `strategy ${name}`}, element("b", {"aria-hidden": "true"}, GLYPH[name]), ` ${name}`);
-}
-
-// The text.
-
-function tokenNode(token, i) {
-  const word = visible(token.text).replaceAll("↵", "line break");
-  const label = [word, token.strategy, `entropy ${measured("entropy", token.entropy)}`].filter(Boolean).join(", ");
-  const node = element("span", {class: "token", role: "option", "aria-label": label});
-  mark(node, false);
-  if (token.text === "") node.append(element("i", {}, "◌"));
-  for (const part of token.text.split(new RegExp(`(${UNSEEN.source})`)).filter(Boolean)) {
-    if (UNSEEN.test(part)) node.append(element("i", {}, sign(part)), "\n\t".includes(part) ? part : "");
-    else node.append(part);
-  }
-  if (token.strategy) {
-    node.classList.add(token.strategy);
-    node.dataset.glyph = GLYPH[token.strategy];
-  }
-  node.index = i;
-  return node;
 }
 
 function drawText() {
@@ -160,95 +29,6 @@ function drawText() {
   const nothing = element("em", {role: "option", "aria-selected": "false"}, "no token was generated");
   byId("tokens").replaceChildren(...(state.nodes.length ? state.nodes : [nothing]));
   shade();
-}
-
-function shade() {
-  const {shading, sample, nodes} = state;
-  byId("text").dataset.shading = shading;
-  const share = (x) => Math.round(100 * Math.min(1, (x ?? 0) / ENDS[shading]));
-  if (shading in ENDS) {
-    nodes.forEach((node, i) => node.style.setProperty("--share", `${share(sample.tokens[i][shading])}%`));
-  }
-  drawLegend();
-}
-
-function drawLegend() {
-  const {shading} = state;
-  const scale = element("span", {class: "scale"}, ...(shading in ENDS ? ramp(shading) : ["coloured by strategy"]));
-  const names = isRouted() ? STRATEGIES.map(strategyLabel) : [];
-  byId("legend").replaceChildren(scale, element("span", {class: "names"}, ...names));
-}
-
-function ramp(name) {
-  const labels = ["0", number(ENDS[name] / 2), `≥ ${measured(name, ENDS[name])}`].map((text) => element("span", {}, text));
-  return [element("span", {class: "ramp"}), element("span", {class: "ticks"}, ...labels)];
-}
-
-// Selecting.
-
-function select(i, focus = false) {
-  const {nodes, sample} = state;
-  if (nodes.length) {
-    mark(nodes[state.at], false);
-    state.at = Math.max(0, Math.min(nodes.length - 1, i));
-    mark(nodes[state.at], true);
-    reveal(nodes[state.at]);
-    if (focus) nodes[state.at].focus({preventScroll: true});
-  }
-  drawToken(sample.tokens[state.at]);
-  drawMarks();
-}
-
-function mark(node, isSelected) {
-  node.tabIndex = isSelected ? 0 : -1;
-  node.setAttribute("aria-selected", isSelected);
-}
-
-/** Scrolls the text, and nothing around it, until the token can be seen. */
-function reveal(node) {
-  const frame = byId("text").getBoundingClientRect();
-  const box = node.getBoundingClientRect();
-  if (box.top > frame.top + 8 && box.bottom < frame.bottom - 16) return;
-  byId("text").scrollTop += box.top - frame.top - frame.height / 2;
-}
-
-function point(i) {
-  if (i === state.pointed) return;
-  state.nodes[state.pointed]?.classList.remove("pointed");
-  state.nodes[i]?.classList.add("pointed");
-  state.pointed = i;
-  drawMarks();
-}
-
-/** The token of the line above (way -1) or below (1) that begins nearest to where this one does. */
-function acrossLines(i, way) {
-  const {nodes} = state;
-  const away = (j) => Math.abs(nodes[j].offsetLeft - nodes[i].offsetLeft);
-  let j = i;
-  while (nodes[j] && nodes[j].offsetTop === nodes[i].offsetTop) j += way;
-  let best = nodes[j] ? j : j - way;
-  for (const line = nodes[best].offsetTop; nodes[j]?.offsetTop === line; j += way) {
-    if (away(j) < away(best)) best = j;
-  }
-  return best;
-}
-
-const MOVES = {
-  ArrowLeft: () => state.at - 1,
-  ArrowRight: () => state.at + 1,
-  ArrowUp: () => acrossLines(state.at, -1),
-  ArrowDown: () => acrossLines(state.at, 1),
-  PageUp: () => state.at - 50,
-  PageDown: () => state.at + 50,
-  Home: () => 0,
-  End: () => state.nodes.length - 1,
-};
-
-function onKey(event, focus) {
-  const isOther = event.ctrlKey || event.altKey || event.metaKey || !Object.hasOwn(MOVES, event.key);
-  if (isOther || !state.nodes.length) return;
-  event.preventDefault();
-  select(MOVES[event.key](), focus);
 }
 
 // Around the text.
@@ -276,26 +56,6 @@ function fillPairs(id, numbers, none) {
   byId(id).closest("details").hidden = pairs.length === 0;
 }
 
-function drawColours() {
-  const choices = SHADINGS.filter((name) => name !== "strategy" || isRouted()).map((name) => {
-    const radio = element("input", {type: "radio", name: "shading", value: name});
-    radio.checked = name === state.shading;
-    return element("label", {}, radio, element("span", {}, name));
-  });
-  byId("colours").replaceChildren(byId("colours").firstElementChild, ...choices);
-}
-
-function isDark() {
-  const {theme} = document.documentElement.dataset;
-  return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-}
-
-function drawTheme() {
-  byId("theme").textContent = isDark() ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-label", isDark() ? "Light colours" : "Dark colours");
-  drawPlots();
-}
-
 function show(sample) {
   Object.assign(state, {sample, at: 0, pointed: null});
   if (!isRouted() && state.shading === "strategy") state.shading = "entropy";
@@ -311,35 +71,16 @@ function show(sample) {
   select(0);
 }
 
-function listen() {
-  const index = (event) => event.target.closest(".token")?.index ?? null;
-  const tokens = byId("tokens");
-  tokens.addEventListener("click", (event) => index(event) !== null && select(index(event), true));
-  tokens.addEventListener("pointerover", (event) => point(index(event)));
-  tokens.addEventListener("pointerleave", () => point(null));
-  tokens.addEventListener("keydown", (event) => onKey(event, true));
-  byId("colours").addEventListener("change", (event) => {
-    state.shading = event.target.value;
-    shade();
-  });
-  byId("theme").addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    drawTheme();
-  });
-  byId("sample").addEventListener("change", (event) => show(DATA.samples[event.target.value]));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTheme);
-  listenToPlots();
-}
-
 function start() {
   const count = DATA.samples.length;
   const names = DATA.samples.map(({seed, tokens}, s) => `${s + 1} of ${count}, seed ${seed}, ${whole(tokens.length)} tokens`);
   byId("sample").append(...names.map((name, s) => element("option", {value: s}, name)));
   byId("chooser").hidden = count < 2;
   listen();
+  byId("sample").addEventListener("change", (event) => show(DATA.samples[event.target.value]));
   show(DATA.samples[0]);
 }
 
 DATA.samples.forEach(unpack);
-const ENDS = Object.fromEntries(["entropy", "varentropy", "surprisal"].map((name) => [name, endOfScale(name)]));
+for (const name of Object.keys(ENDS)) ENDS[name] = endOfScale(name, DATA.samples.flatMap(({tokens}) => tokens));
 document.addEventListener("DOMContentLoaded", start);

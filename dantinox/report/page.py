@@ -19,7 +19,8 @@ from dantinox.report.trace import LISTS, finite
 
 Words = dict[tuple[int, str], int]  # (token id, text) → its place in the table that all samples share
 
-SCRIPTS = ("page.js", "page_plots.js", "page_token.js")
+SHARED = ("page_core.js", "page_plots.js", "page_token.js")  # by the page of a server too
+SCRIPTS = (*SHARED, "page.js")
 GLYPHS = {"greedy": "▬", "clarify": "?", "explore": "▲", "resample": "↻", "adaptive": "•"}
 DIGITS = 5
 EXACT = {"entropy": 9, "varentropy": 9}  # float32 to the last bit: these are compared with thresholds
@@ -38,14 +39,28 @@ def page(traces: Sequence[Mapping[str, Any]]) -> str:
     """
     if not traces:
         raise ValueError("a page needs at least one sample")
-    style = _asset("page.css")
-    script = "".join(map(_asset, SCRIPTS))
-    return Template(_asset("page.html")).substitute(
-        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=_escaped(_packed(traces))
+    return _page(_packed(traces))
+
+
+def empty_page() -> str:
+    """The page with `"words":[],"samples":[]` in the place of its data, for who puts them there without this package."""
+    return _page(vocabulary() | {"words": [], "samples": []})
+
+
+def _page(data: Mapping[str, Any]) -> str:
+    style, script = asset("page.css"), "".join(map(asset, SCRIPTS))
+    return Template(asset("page.html")).substitute(
+        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=escaped(data), **parts()
     )
 
 
-def _asset(name: str) -> str:
+def parts() -> dict[str, str]:
+    """The parts of HTML that the pages share, by the names that stand for them."""
+    return {"plots": asset("page_plots.html"), "words": asset("page_words.html")}
+
+
+def asset(name: str) -> str:
+    """A file of the page, as text."""
     return resources.files("dantinox.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -54,7 +69,7 @@ def _hash(source: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
 
-def _escaped(value: Any) -> str:
+def escaped(value: Any) -> str:
     """JSON that may stand inside a script element and can be written as UTF-8: without `<` and without half characters."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
@@ -64,12 +79,15 @@ def _packed(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All samples, and what they share: the table of words, the rules and the signs of the strategies."""
     words: Words = {}
     samples = [_sample(trace, words) for trace in traces]
+    return vocabulary() | {"words": list(words), "samples": samples}
+
+
+def vocabulary() -> dict[str, Any]:
+    """What the pages know of strategies: their names in order, their signs, and the rules that choose them."""
     return {
         "strategies": STRATEGIES,
         "glyphs": [GLYPHS[name] for name in STRATEGIES],
         "rules": [[name, conditions] for name, conditions in RULES.items()],
-        "words": list(words),
-        "samples": samples,
     }
 
 

@@ -90,8 +90,10 @@ function judged(value, relation, bound) {
   return {holds: margin > 0, margin};
 }
 
-function ruled(metrics) {
-  const {router} = state.sample;
+/** The numbers that chose a token's strategy; of a text in several parts each has its own. */
+const routerOf = (token) => token.router ?? state.sample.router;
+
+function ruled(metrics, router) {
   const holds = ([metric, relation, threshold]) => judged(metrics[metric], relation, router[threshold]).holds;
   return (DATA.rules.find(([, conditions]) => conditions.every(holds)) ?? ["adaptive"])[0];
 }
@@ -127,7 +129,7 @@ function regionsOf({x, y}) {
   return x.edges.slice(1).flatMap((right, i) =>
     y.edges.slice(1).map((top, j) => {
       const [left, bottom] = [x.edges[i], y.edges[j]];
-      const name = ruled({entropy: (left + right) / 2, varentropy: (bottom + top) / 2});
+      const name = ruled({entropy: (left + right) / 2, varentropy: (bottom + top) / 2}, state.sample.router);
       return {name, left: x.at(left), top: y.at(top), wide: x.at(right) - x.at(left), tall: y.at(bottom) - y.at(top)};
     }),
   );
@@ -180,7 +182,7 @@ function drawAxes(pen, {x, y}, width, height) {
 function drawPoints(pen, {x, y}) {
   pen.save();
   Object.assign(pen, {font: FONT, textAlign: "center", textBaseline: "middle", globalAlpha: 0.65});
-  for (const strategy of isRouted() ? STRATEGIES : [undefined]) {
+  for (const strategy of [undefined, ...STRATEGIES]) {
     pen.fillStyle = paint(strategy ?? "data");
     const mine = state.sample.tokens.filter((token) => token.strategy === strategy);
     mine.forEach((token) => pen.fillText(GLYPH[strategy] ?? "•", x.at(token.entropy), y.at(token.varentropy)));

@@ -1,7 +1,7 @@
 // The selected token: its chances, what else could have stood there, the rules that chose the strategy, the numbers behind it.
 
 function drawToken(token) {
-  const views = [headOf, chances, alternatives, ...(isRouted() ? [reasons, candidates, parameters] : []), metrics];
+  const views = [headOf, chances, alternatives, ...(token?.strategy ? [reasons, candidates, parameters] : []), metrics];
   const nothing = element("p", {class: "note"}, "Nothing was generated.");
   byId("token").replaceChildren(...(token ? views.map((view) => view(token)) : [nothing]));
 }
@@ -38,12 +38,20 @@ function alternatives(token) {
   return tableOf("alternatives", "Alternatives under the model and after the chain", head, rows);
 }
 
-function alternativeRow({text, before, after}, end, isChosen) {
+function alternativeRow(one, end, isChosen) {
+  const {text, before, after} = one;
   const [light, strong] = [element("i", {class: "before"}), element("i", {class: "after"})];
   const bars = element("div", {class: "bars", "aria-hidden": "true"}, light, strong);
   [before, after].forEach((p, b) => (bars.children[b].style.width = `${Math.min(100, (100 * p) / end)}%`));
   const removed = element("span", {class: "muted", role: "img", "aria-label": "removed"}, "×");
-  return chosenRow(isChosen, "chosen", visible(text), bars, percent(before), after > 0 ? percent(after) : removed);
+  const name = state.pick ? pickButton(one) : visible(text);
+  return chosenRow(isChosen, "chosen", name, bars, percent(before), after > 0 ? percent(after) : removed);
+}
+
+function pickButton(one) {
+  const button = element("button", {type: "button", class: "pick", title: "Go on from here with this token"}, visible(one.text));
+  button.addEventListener("click", () => state.pick(one));
+  return button;
 }
 
 function chosenRow(isChosen, word, ...cells) {
@@ -89,14 +97,14 @@ function reasons(token) {
   last.lastElementChild.className = "left";
   const head = ["strategy", "condition", "", "margin"];
   const all = element("div", {}, tableOf("reasons", "Rules in order: the first that holds is taken", head, [...rows, last]));
-  const named = ruled(token);
+  const named = ruled(token, routerOf(token));
   const odd = `By these rules it would be ${named}; the trace says ${token.strategy}.`;
   if (named !== token.strategy) all.append(element("p", {class: "note"}, odd));
   return all;
 }
 
 function conditionCells(token, [metric, relation, threshold]) {
-  const bound = state.sample.router[threshold];
+  const bound = routerOf(token)[threshold];
   const {holds, margin} = judged(token[metric], relation, bound);
   const [kind, word, tick] = holds ? ["yes", "holds", "✓"] : ["no", "fails", "✗"];
   const comparison = ` ${metric === "entropy" ? "H" : "V"} ${number(token[metric])} ${relation} ${number(bound ?? Infinity)}`;
@@ -120,7 +128,7 @@ function gauge(metric, relation, bound, value) {
 // Numbers.
 
 function parameters(token) {
-  const {router} = state.sample;
+  const router = routerOf(token);
   const k = (value) => (value >= EVERY ? "no cut" : whole(value));
   return tableOf("numbers", "Sampling parameters", ["", "used", "base"], [
     rowOf("temperature", token.temperature === 0 ? "0: argmax" : number(token.temperature), number(router.base_temperature)),

@@ -84,31 +84,31 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """An object that a client sends: null is what is not given, no value is converted, unknown fields are kept aside."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     include_usage: bool | None = None
 
 
-class JSONSchema(_Part):
+class JSONSchema(Part):
     source: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     type: str
     json_schema: JSONSchema | None = None
 
 
-class Message(_Part):
+class Message(Part):
     role: str
     content: Annotated[str, BeforeValidator(_content)] = ""
 
 
-class Body(_Part):
+class Body(Part):
     """What both kinds of requests have."""
 
     model: str | None = None
@@ -192,7 +192,7 @@ class ChatBody(Body):
     top_logprobs: Alternatives | None = None
 
 
-class TokenizeBody(_Part):
+class TokenizeBody(Part):
     """Of `/tokenize`."""
 
     model: str | None = None
@@ -202,14 +202,14 @@ class TokenizeBody(_Part):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Part):
+class DetokenizeBody(Part):
     """Of `/detokenize`."""
 
     model: str | None = None
     tokens: list[int]
 
 
-Kind = TypeVar("Kind", bound=_Part)
+Kind = TypeVar("Kind", bound=Part)
 
 
 def read(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
@@ -233,7 +233,7 @@ def read(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
     return body
 
 
-def _check_combination(body: _Part) -> None:
+def _check_combination(body: Part) -> None:
     if not isinstance(body, Body):
         return
     if body.stream_options is not None and not body.stream:
