@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
-from dantinox.serve import kobold, lite, openai, tokens
+from dantinox.serve import kobold, lite, openai, own, tokens
 from dantinox.serve.ask import Busy, Serving, Unavailable
 from dantinox.serve.guard import Refused, guarded, refused
 from dantinox.serve.metrics import Measured, Metrics, counted
@@ -39,6 +39,7 @@ DIALECTS = (
     Dialect(openai.routes, "/", openai.error),
     Dialect(tokens.routes, "/tokenize", openai.error),
     Dialect(kobold.routes, "/api/", kobold.error),
+    Dialect(own.routes, "/api/dantinox", openai.error, own.PUBLIC),
     Dialect(lite.routes, "/lite", openai.error, ("/lite",)),
 )
 
