@@ -11,7 +11,7 @@ help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
 	@echo "make test          the tests (about 8 minutes on two cores)"
 	@echo "make test-all      the same, and what takes minutes"
-	@echo "make test-browser  the trace page in chromium"
+	@echo "make test-browser  the pages in chromium"
 	@echo "make serve-test    the clients that people use, against a server"
 	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
 	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"

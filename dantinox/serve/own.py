@@ -1,11 +1,15 @@
-"""Our own events, in which a model is watched as it decides: `/api/dantinox/about`, `/api/dantinox/generate`, and the page at `/`."""
+"""Our own events, in which a model is watched as it decides, and the page that shows them.
+
+`/api/dantinox/about` says what can be asked for, `/api/dantinox/generate` tells a text token by token, `/` is the page.
+"""
 
 import asyncio
 import json
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Mapping, X import resources
+from collections.abc import AsyncGenerator, Mapping
+from importlib import resources
 from string import Template
 from typing import Annotated, Any
 
@@ -16,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
-from dantinox.config.generation import GREEDY_BELOW, KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
+from dantinox.config.generation import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
 from dantinox.config.overlay import settings_of
 from dantinox.config.router import RouterSection
 from dantinox.config.sections import Config
@@ -60,7 +64,7 @@ class GenerateBody(Part):
 
     prompt: str | list[str | int] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field({})
     alternatives: Annotated[int, Field(ge=0, le=ALTERNATIVES)] = 10
     fit: bool = False
 
@@ -146,7 +150,7 @@ def _settings(config: Config) -> list[dict[str, Any]]:
 
 
 def _typed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The type of a setting and its range, of a JSON Schema: `number`, `integer`, `boolean`, `choice`, `text`, `list`, `map`."""
+    """Of a JSON Schema the type, `number`, `integer`, `boolean`, `choice`, `text`, `list` or `map`, and the range."""
     options = [option for option in schema.get("anyOf", (schema,)) if option.get("type") != "null"]
     one = options[0]
     kind = {"string": "text", "array": "list", "object": "map"}.get(one["type"], one["type"])
@@ -197,8 +201,7 @@ def _surplus(length: int, context: int, config: Config) -> int:
 
 
 async def _router(run: Run, config: Config) -> dict[str, float | None] | None:
-    g = config.generation
-    if g.strategy != "entropy" or g.greedy or g.temperature < GREEDY_BELOW:
+    if config.generation.strategy != "entropy":
         return None
     return await asyncio.to_thread(lambda: router_numbers(run.params([config]), 0))
 

@@ -160,7 +160,7 @@ function trimEnd(part) {
   const own = part.tokens.slice(part.kept);
   const last = own.at(-1);
   if (last && part.reason === "eos" && last.text === "") last.ends = true;
-  if (part.reason !== STOPPED && own.length) {
+  if (part.reason === "stop" && own.length) {
     let room = part.text.length;
     const stays = own.flatMap((token) => {
       const fits = token.text.slice(0, room);
@@ -316,7 +316,8 @@ function drawAll() {
   drawColours();
   shade();
   drawNumbers();
-  select(wasLast ? tokens.length - 1 : Math.min(state.at, tokens.length - 1));
+  state.at = Math.max(0, Math.min(wasLast ? Infinity : state.at, tokens.length - 1));
+  select(state.at);
   drawControls();
   if (wasLast) byId("text").scrollTop = byId("text").scrollHeight;
 }
@@ -440,11 +441,13 @@ function drawControls() {
   byId("legend").hidden = isEditing || !state.nodes.length;
   byId("editing").hidden = !isEditing;
   byId("editor-label").textContent = writing.edited === "all" ? "Edit the text: up to the first change its tokens stay as they are" : "Edit the turn: it becomes plain words";
+  byId("token").closest(".panel").hidden = !state.nodes.length;
   byId("nothing").hidden = parts.length > 0;
   byId("nothing").textContent = WORDS[writing.mode].nothing;
   byId("draft-label").textContent = WORDS[writing.mode].draft;
   byId("go").textContent = WORDS[writing.mode].go;
   document.body.classList.toggle("writing", isBusy);
+  document.body.classList.toggle("empty", !state.nodes.length);
   document.querySelectorAll("#mode input").forEach((radio) => {
     radio.checked = radio.value === writing.mode;
     radio.disabled = isBusy || isEditing || (radio.value === "chat" && !writing.about?.chat);

@@ -51,7 +51,7 @@ function settingRow(setting) {
   const text = `${help}.${lines}${range && ` Allowed: ${range}.`}`;
   const label = element("label", {for: `setting-${name}`}, title(name));
   const note = element("span", {id: `help-${name}`, class: "help"}, text);
-  return element("div", {class: `setting${["list", "map"].includes(type) ? " wide" : ""}`, "data-of": name}, label, fieldOf(setting), note);
+  return element("div", {class: `setting${["list", "map"].includes(type) || name === "strategy" ? " wide" : ""}`, "data-of": name}, label, fieldOf(setting), note);
 }
 
 function ownRow(id, label, field, help) {

@@ -103,13 +103,21 @@ function listenToButtons() {
     clear: clearText,
     edited: () => finishEditing(true),
     unedited: () => finishEditing(false),
-    toggle: () => (openSettings(byId("settings-panel").hidden), keep()),
+    toggle: () => {
+      openSettings(byId("settings-panel").hidden);
+      if (!byId("settings-panel").hidden) byId("settings-panel").scrollIntoView({block: "nearest"});
+      keep();
+    },
     reset: resetSettings,
-    enter: () => (sessionStorage.setItem("dantinox.key", byId("key").value), connect()),
     "save-lines": () => exported("lines"),
     "save-report": () => exported("report"),
   };
   for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", () => action());
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem("dantinox.key", byId("key").value);
+    connect();
+  });
   byId("mode").addEventListener("change", (event) => setMode(event.target.value));
   byId("settings").addEventListener("change", () => (problem(null), settingsChanged()));
   byId("draft").addEventListener("change", keep);

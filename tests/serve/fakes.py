@@ -75,7 +75,7 @@ class FakeEngine:
         room = min(generation.max_new_tokens, self.run.model.config.max_context - len(ask.ids))
         for sample in range(generation.n):
             stops, speech = StopFinder(generation.stop, generation.keep_stop), self.run.tokenizer.detokenizer()
-            ids = list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
+            ids = self._said(ask, sample, room)
             for number, token in enumerate(ids):
                 await asyncio.sleep(self.pause)
                 if answer in self.cancelled:
@@ -97,6 +97,9 @@ class FakeEngine:
                     answer.give([Piece(sample, "", [], "length")])
         answer.stats.seconds = now() - began
         answer.end()
+
+    def _said(self, ask, sample, room):
+        return list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
 
     def _record(self, token, logprobs, first=False):
         record = {"id": int(token), "text": self.run.tokenizer.spelt(token)}

@@ -1,0 +1,99 @@
+"""The page as files: nothing that runs but the package's own, nothing from elsewhere, and what it may do."""
+
+import json
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from dantinox.report.page import page
+from dantinox.serve.own import PUBLIC, STATIC
+from tests.report.page_sample import trace
+
+from .fakes import FakeEngine
+from .varied import app
+
+SCRIPTS = [name for name in STATIC if name.endswith(".js")]
+
+
+@pytest.fixture(scope="module")
+def client():
+    return TestClient(app(FakeEngine()), base_url="http://localhost")
+
+
+def test_every_file_may_do_what_its_policy_says_and_no_more(client):
+    for path in PUBLIC:
+        answer = client.get(path)
+        assert answer.status_code == 200 and client.post(path).status_code == 405
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+        assert policy == {
+            "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'", "img-src": "data:",
+            "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'", "require-trusted-types-for": "'script'",
+        }  # fmt: skip
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    kinds = {path: client.get(path).headers["content-type"].split(";")[0] for path in PUBLIC}
+    assert kinds["/"] == "text/html" and kinds["/page/write.js"] == "text/javascript" and kinds["/page/page.css"] == "text/css"
+    assert client.get("/page/own.py").status_code == 404 and client.get("/page/..%2fown.py").status_code == 404
+
+
+def test_the_page_names_only_files_of_its_server(client):
+    html = client.get("/").text
+    asked = re.findall(r'(?:src|href)="([^"]*)"', html)
+    assert set(asked) == {"data:,", *(f"/page/{name}" for name in STATIC)}
+    assert re.findall(r"<script(?![^>]*(?:src=|application/json))", html) == [] and "<style" not in html
+    assert " style=" not in html and not re.search(r"\son\w+=", html)
+    data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', html, re.S)[1])
+    assert data["strategies"] == ["greedy", "clarify", "explore", "resample", "adaptive"] and len(data["rules"]) == 4
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_make_no_markup_and_ask_nobody_else(client, name):
+    source = client.get(f"/page/{name}").text
+    for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function", "srcdoc", "import("):
+        assert word not in source
+    assert not re.search(r"https?:|//\w+\.", re.sub(r"^\s*//.*$", "", source, flags=re.M))
+    assert not re.search(r'setAttribute\("(?:style|on)', source)
+
+
+@pytest.mark.parametrize("name", [name for name in STATIC if name.endswith(".css")])
+def test_styles_ask_nobody(client, name):
+    source = client.get(f"/page/{name}").text
+    assert "url(" not in source and "@import" not in source
+
+
+def test_every_element_that_a_script_asks_for_is_there(client):
+    html = client.get("/").text
+    ids = set(re.findall(r'\bid="([^"]+)"', html))
+    assert len(ids) == len(re.findall(r'\bid="([^"]+)"', html))
+    made = {
+        "strip-hover",
+        "strip-at",
+        "alternatives-wanted",
+        "system",
+        "system-row",
+        "preset",
+        "order",
+        "setting-seed",
+        "prompt",
+    }
+    for name in SCRIPTS:
+        asked = set(re.findall(r'byId\("([^"]+)"\)', client.get(f"/page/{name}").text))
+        assert asked <= ids | made, (name, asked - ids - made)
+
+
+def test_labels_name_what_is_there(client):
+    html = client.get("/").text
+    ids = set(re.findall(r'\bid="([^"]+)"', html))
+    for attribute in ("for", "aria-labelledby", "aria-describedby", "aria-controls"):
+        assert set(re.findall(rf'\b{attribute}="([^"]+)"', html)) <= ids
+    for field in re.findall(r'<(?:textarea|input(?! type="radio"))[^>]*id="([^"]+)"', html):
+        assert f'for="{field}"' in html
+
+
+def test_the_empty_report_is_the_report_without_its_data(client):
+    empty = client.get("/page/report.html").text
+    place = '"words":[],"samples":[]'
+    assert empty.count(place) == 1
+    whole = page([trace(5)])
+    before, behind = empty.split(place)
+    assert whole.startswith(before) and whole.endswith(behind)
