@@ -646,7 +646,7 @@ def test_a_copy_of_lite_is_served_and_nothing_else_of_its_folder(tmp_path, engin
             assert (page.status_code, page.text, page.url.query) == (200, "<p>Lite</p>", b"local=1")
             assert "connect-src 'self'" in page.headers["content-security-policy"]
         for client in clients(engine, lite=path):
-            for name in ("notes.txt", "index.html", "..", "%2e%2e%2fnotes.txt"):
+            for name in ("notes.txt", "index.html", "%2e%2e", "%2e%2e%2fnotes.txt"):
                 assert client.get(f"/lite/{name}").status_code == 404, name
     for client in clients(engine):
         assert client.get("/lite").status_code == 404
