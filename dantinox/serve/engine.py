@@ -7,11 +7,12 @@ async for piece in engine.submit(Ask(ids, engine.settings({"temperature": 0.7}))
 """
 
 import asyncio
+import contextlib
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -130,6 +131,7 @@ class Engine:
         self._counters: Counter[str] = Counter()
         self._later = [overlay(self._config, settings) for settings in later]
         self._compiling: set[tuple[Lane, bool]] = set()
+        self._compilers: list[threading.Thread] = []
         self._job_seconds, self._step_seconds = 1.0, 0.01  # running means: of a job, of a token of all rows
         self._steps = 1  # of the newest chunk
         self._fault: Exception | None = None  # of a thread besides the engine's
@@ -160,24 +162,35 @@ class Engine:
           Busy: the queue is full.
           Unavailable: no ask is taken now.
         """
-        if self._state != "ready":
-            raise Unavailable(f"the server is {self._state}: {self._doing}")
         ask = replace(ask, config=seeded(ask.config, secrets.randbits(32)))
+        self._check(ask)
+        with self._queueing():  # before the work of making a job, so that a full queue is told at once
+            self._scheduler.check(ask.config.generation.n)
         job = self._job(ask)
-        with self._lock:
-            if self._state != "ready":  # it may have changed meanwhile
-                raise Unavailable(f"the server is {self._state}: {self._doing}")
-            try:
-                self._scheduler.add(job)
-            except Full:
-                self._counters["refused"] += 1
-                waiting = len(self._scheduler.waiting)
-                seconds = self._job_seconds * (waiting + 1) / self._slots.count
-                raise Busy(min(60.0, max(1.0, seconds))) from None
+        with self._queueing():
+            self._scheduler.add(job)
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(ask.ids)
         self._wake.set()
         return job.answer
+
+    @contextlib.contextmanager
+    def _queueing(self) -> Iterator[None]:
+        """The queue, for this thread alone.
+
+        Raises:
+          Busy: it was found full.
+          Unavailable: no ask is taken now.
+        """
+        with self._lock:
+            if self._state != "ready":
+                raise Unavailable(f"the server is {self._state}: {self._doing}")
+            try:
+                yield
+            except Full:
+                self._counters["refused"] += 1
+                seconds = self._job_seconds * (len(self._scheduler.waiting) + 1) / self._slots.count
+                raise Busy(min(60.0, max(1.0, seconds))) from None
 
     def status(self) -> Status:
         """How the engine is now."""
@@ -204,15 +217,12 @@ class Engine:
             if self._state in ("ready", "loading"):
                 self._state, self._doing = "draining", "it is being closed"
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        for thread in (self._thread, *self._compilers):  # a process that ends while one compiles is aborted
+            if thread.is_alive():
+                thread.join()
 
-    def _job(self, ask: Ask) -> _Job:
-        """An ask that can be met.
-
-        Raises:
-          UserError: it cannot.
-        """
+    def _check(self, ask: Ask) -> None:
+        """Raises a UserError for an ask of more than there is."""
         generation, length, context = ask.config.generation, len(ask.ids), self._slots.context
         most = min(MOST_SAMPLES, self._slots.count)
         if not 1 <= generation.n <= most:
@@ -226,9 +236,16 @@ class Engine:
             raise UserError(f"logprobs must be in [0, {ALTERNATIVES}] in this server, got {ask.logprobs}")
         if ask.echo and ask.logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: ask for logprobs too")
+
+    def _job(self, ask: Ask) -> _Job:
+        """How an ask is met.
+
+        Raises:
+          UserError: its settings or its constraint cannot be.
+        """
         way = self._slots.way(ask.config)
         grammar = None if ask.constraint is None else self._grammar(ask.constraint)
-        limit = min(generation.max_new_tokens, context - length)
+        limit = min(ask.config.generation.max_new_tokens, self._slots.context - len(ask.ids))
         return _Job(ask, Answer(ask, self._cancel), way, limit, self.run, grammar)
 
     def _grammar(self, constraint: Constraint) -> MakeMatcher:
@@ -338,7 +355,9 @@ class Engine:
                 self._fault = error
             self._wake.set()
 
-        threading.Thread(target=compile, name="compiler", daemon=True).start()
+        thread = threading.Thread(target=compile, name="compiler", daemon=True)
+        thread.start()
+        self._compilers.append(thread)
 
     def _read(self) -> bool:
         """Reads prompts: about one part of one while others are being decoded, else all of the first one; whether any."""

@@ -52,18 +52,22 @@ class Scheduler(Generic[J]):
         """The slots that a job holds, ascending."""
         return [slot for slot, holder in enumerate(self.holders) if holder is job]
 
-    def add(self, job: J) -> None:
-        """Puts a job behind all others.
+    def check(self, samples: int) -> None:
+        """Whether a job of so many samples could be added.
 
         Raises:
           ValueError: it wants more slots than there are.
           Full: it would have to wait, and as many do as may.
         """
-        if job.samples > len(self.holders):
-            raise ValueError(f"a job of {job.samples} samples does not fit {len(self.holders)} slots")
-        wanted = sum(other.samples for other in self.waiting) + job.samples
+        if samples > len(self.holders):
+            raise ValueError(f"a job of {samples} samples does not fit {len(self.holders)} slots")
+        wanted = sum(other.samples for other in self.waiting) + samples
         if wanted > self.free and len(self.waiting) >= self.queue:
             raise Full
+
+    def add(self, job: J) -> None:
+        """Puts a job behind all others; raises as `check` does."""
+        self.check(job.samples)
         self.waiting.append(job)
 
     def admit(self, ready: Callable[[J], bool], prefer: Callable[[J], int | None] = lambda job: None) -> J | None:
