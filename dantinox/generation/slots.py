@@ -37,6 +37,7 @@ from dantinox.sampling.report import step_info
 READ_AT_ONCE = 128  # tokens of a prompt: long enough to be fast, short enough for others not to wait
 SHORTEST = 16
 ALTERNATIVES = 20  # reported at most
+REMEMBERED = 64  # settings whose arrays are kept
 # Entries that a list of a request may have, and tokens of a sequence: with more it would need a program of its own.
 ENTRIES, SEQUENCES, LONGEST, END_IDS = 1024, 256, 16, 32
 ENTRIES_OF = {"stop_ids": END_IDS, "protected_ids": END_IDS, "dry_breakers": 8192}
@@ -144,7 +145,8 @@ class Slots:
         self._examples: dict[Lane, Config] = {}
         self._rows: dict[Lane, tuple[SamplingParams, DecodeState]] = {}
         self._programs: dict[Hashable, Any] = {}
-        self._compiling = Lock()
+        self._compiling, self._remembering = Lock(), Lock()
+        self._ways: dict[str, Way] = {}  # by the settings, those used last at the end
 
     # --- programs
 
@@ -229,6 +231,20 @@ class Slots:
         Raises:
           UserError: as `lane`; or a list of the settings is too long for a server, or names what is no token.
         """
+        # Making the arrays takes some ten milliseconds beside a running program, and clients ask with the same settings again.
+        same = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # what no array but the seed has of these
+        key = repr((config.generation.model_copy(update=same), config.router, config.kv))
+        with self._remembering:
+            way = self._ways.pop(key, None)
+        way = self._way(config) if way is None else way
+        with self._remembering:
+            self._ways[key] = way
+            if len(self._ways) > REMEMBERED:
+                del self._ways[next(iter(self._ways))]
+        own: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
+        return way._replace(params=replace(way.params, **own))
+
+    def _way(self, config: Config) -> Way:
         lane, section, tokenizer = self.lane(config), config.generation, self._run.tokenizer
         ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
         if len(ends) > END_IDS:

@@ -61,8 +61,11 @@ class Scheduler(Generic[J]):
         """
         if samples > len(self.holders):
             raise ValueError(f"a job of {samples} samples does not fit {len(self.holders)} slots")
-        wanted = sum(other.samples for other in self.waiting) + samples
-        if wanted > self.free and len(self.waiting) >= self.queue:
+        left, stuck = self.free, 0  # those for whom slots are free will have them in a moment
+        for wanted in [*(other.samples for other in self.waiting), samples]:
+            left -= wanted
+            stuck += left < 0
+        if stuck > self.queue:
             raise Full
 
     def add(self, job: J) -> None:

@@ -94,6 +94,22 @@ def test_seeded_asks_say_in_company_what_they_say_alone(engine, run):
     asyncio.run(both())
 
 
+def test_settings_that_come_again_are_looked_up(engine, run, monkeypatch):
+    """Only what differs besides seed, length, samples and stop strings is made anew; the text is that of `generate`."""
+    made, make = [], engine._slots._way
+    monkeypatch.setattr(engine._slots, "_way", lambda config: made.append(config) or make(config))
+
+    async def read():
+        for seed, size in ((1, 9), (2, 20), (1, 9)):
+            (text,) = await said(engine, "hello", temperature=1.1, top_k=7, seed=seed, max_new_tokens=size)
+            assert text == run.generate("hello", temperature=1.1, top_k=7, seed=seed, max_new_tokens=size).text
+        await said(engine, "hello", temperature=1.1, top_k=8, seed=1)
+        return engine.submit(ask(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
+
+    asyncio.run(read())
+    assert [config.generation.top_k for config in made] == [7, 8]
+
+
 def test_pieces_end_with_a_reason_and_have_their_tokens(engine, run):
     async def read():
         answer = engine.submit(ask(engine, "hello", logprobs=2, echo=True, n=2, **DRAWN))
