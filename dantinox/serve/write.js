@@ -301,29 +301,29 @@ function drawAll() {
   const wasLast = state.at >= state.nodes.length - 1;
   state.sample = sampleOf(parts);
   const {tokens} = state.sample;
+  state.at = Math.max(0, Math.min(wasLast ? Infinity : state.at, tokens.length - 1));
+  state.pointed = null;
   if (!isRouted() && state.shading === "strategy") state.shading = "entropy";
   document.body.classList.toggle("routed", isRouted());
   scale();
   state.nodes = tokens.map(nodeOf);
   const nodes = parts.map((part, number) => state.nodes.filter((_, i) => tokens[i].at.part === number));
   byId("tokens").replaceChildren(...parts.map((part, number) => (isChat() ? turnOf(part, number, nodes[number]) : passageOf(part, nodes[number]))));
-  const list = {role: "listbox", "aria-label": "Tokens of the model", "aria-orientation": "horizontal"};
-  for (const [name, value] of Object.entries(list)) {
-    if (tokens.length) byId("tokens").setAttribute(name, value);
-    else byId("tokens").removeAttribute(name);
-  }
-  state.pointed = null;
   drawColours();
   shade();
   drawNumbers();
-  state.at = Math.max(0, Math.min(wasLast ? Infinity : state.at, tokens.length - 1));
   select(state.at);
   drawControls();
   if (wasLast) byId("text").scrollTop = byId("text").scrollHeight;
 }
 
 function passageOf(part, nodes) {
-  return nodes.length ? element("span", {class: "passage"}, ...nodes) : element("span", {class: "own"}, part.text);
+  return nodes.length ? listOf(nodes) : element("span", {class: "own"}, part.text);
+}
+
+function listOf(nodes) {
+  const attributes = {class: "passage", role: "listbox", "aria-label": "Tokens of the model", "aria-orientation": "horizontal"};
+  return element("span", attributes, ...nodes);
 }
 
 function turnOf(part, number, nodes) {
@@ -358,7 +358,7 @@ function appendTokens(part, tokens) {
   const body = byId("tokens").lastElementChild;
   let passage = isChat() ? body.querySelector(".passage") : body;
   if (!passage?.matches(".passage")) {
-    passage = element("span", {class: "passage"});
+    passage = listOf([]);
     const own = isChat() ? body.querySelector(".own") : body;
     own.replaceWith(passage);
   }

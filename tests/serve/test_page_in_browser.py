@@ -1,0 +1,359 @@
+"""The page as a browser shows it: writing, stopping, trying again, going on from a token, and what is kept and saved."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dantinox.report.page import page
+from dantinox.report.trace import trace_lines
+from tests.report.page_sample import HOSTILE
+from tests.report.test_page import tokens_of
+from tests.report.test_page_in_browser import browser as browser
+from tests.report.test_page_in_browser import find, focused, press
+
+from .sockets import serving
+from .varied import VariedEngine, app
+
+pytestmark = pytest.mark.browser
+AXE = os.environ.get("DANTINOX_AXE")
+
+
+@pytest.fixture
+def engine():
+    return VariedEngine(pause=0.002, max_new_tokens=30)
+
+
+@pytest.fixture
+def opened(browser, engine):
+    """The page of a server; in the end nothing may have been complained of or asked of anybody else."""
+    with serving(app(engine)) as port:
+        browser.get(f"http://localhost:{port}/")
+        browser.execute_script("localStorage.clear(); sessionStorage.clear(); localStorage.setItem = () => {}")
+        browser.get_log("browser"), browser.get_log("performance")
+        browser.get(f"http://localhost:{port}/")
+        wait(browser, "return typeof writing === 'object' && writing.about !== null")
+        yield browser
+        wrong = [entry for entry in browser.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+        events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+        asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        browser.get("about:blank")
+    assert wrong == []
+    assert {url for url in asked if not url.startswith(f"http://localhost:{port}/")} <= {"data:,", "about:blank"}
+
+
+def wait(browser, script, *arguments, seconds=15):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, seconds, 0.02).until(lambda browser: browser.execute_script(script, *arguments))
+
+
+def done(browser):
+    wait(browser, "return writing.abort === null")
+
+
+def write(browser, text=""):
+    """Types and sends, and waits for the end."""
+    find(browser, "#draft").send_keys(text)
+    find(browser, "#go").click()
+    done(browser)
+
+
+def setting(browser, name, value):
+    script = "byId(arguments[0]).value = arguments[1]; settingsChanged()"
+    browser.execute_script(script, f"setting-{name}", value)
+
+
+def text_of(browser):
+    return browser.execute_script("return current().parts.map(textOf).join('')")
+
+
+def on_screen(browser):
+    """The text without the signs that stand for line breaks and the like."""
+    return browser.execute_script(
+        "const copy = byId('tokens').cloneNode(true); copy.querySelectorAll('i').forEach((i) => i.remove());"
+        "return copy.textContent"
+    )
+
+
+def ids(browser):
+    return browser.execute_script("return state.sample.tokens.map((token) => token.id)")
+
+
+def test_a_story_is_written_on(opened, engine):
+    write(opened, "Nel mezzo")
+    tokenizer = engine.run.tokenizer
+    prompt = list(engine.asked[0].ids)
+    assert len(ids(opened)) == 30 and text_of(opened) == "Nel mezzo" + tokenizer.decode(ids(opened)) == on_screen(opened)
+    assert "30 tokens" in find(opened, "#status").text and find(opened, "#problem").text == ""
+    first = ids(opened)
+    write(opened, " e poi")
+    assert list(engine.asked[1].ids) == prompt + first + tokenizer.encode(" e poi")
+    write(opened)
+    assert list(engine.asked[2].ids) == [*engine.asked[1].ids, *ids(opened)[30:60]]
+    assert len(ids(opened)) == 90
+    used = opened.execute_script("return writing.use.tokens")
+    assert used == len(engine.asked[2].ids) + 30 and f"{used} of 1,024" in find(opened, "#totals").text
+
+
+def test_stop_retry_undo_and_redo(opened, engine):
+    engine.pause = 0.03
+    find(opened, "#draft").send_keys("Nel mezzo")
+    find(opened, "#go").click()
+    wait(opened, "return state.nodes.length > 2")
+    find(opened, "#stop").click()
+    done(opened)
+    stopped = ids(opened)
+    assert 2 < len(stopped) < 30 and "Stopped" in find(opened, "#status").text
+    wait(opened, "return true")
+    engine.pause = 0.002
+    find(opened, "#retry").click()
+    done(opened)
+    assert engine.asked[1].ids == engine.asked[0].ids
+    assert engine.asked[1].config.generation.seed != engine.asked[0].config.generation.seed
+    assert len(ids(opened)) == 30 and len(engine.cancelled) >= 1
+    find(opened, "#undo").click()
+    assert ids(opened) == stopped
+    find(opened, "#undo").click()
+    assert text_of(opened) == "" and not find(opened, "#undo").is_enabled()
+    find(opened, "#redo").click()
+    find(opened, "#redo").click()
+    assert len(ids(opened)) == 30 and not find(opened, "#redo").is_enabled()
+
+
+def test_an_alternative_is_chosen_and_the_text_goes_on_from_it(opened, engine):
+    write(opened, "Nel mezzo")
+    first = ids(opened)
+    opened.execute_script("select(9)")
+    rows = opened.find_elements("css selector", ".alternatives tbody tr:not(.muted)")
+    other = next(i for i, row in enumerate(rows) if "is-chosen" not in row.get_attribute("class"))
+    one = opened.execute_script("return state.sample.tokens[9].alternatives[arguments[0]]", other)
+    rows[other].find_element("css selector", ".pick").click()
+    done(opened)
+    assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *first[:9], one["id"]]
+    assert ids(opened)[:10] == [*first[:9], one["id"]] and len(ids(opened)) == 40
+    record = opened.execute_script("return state.sample.tokens[9]")
+    assert (record["rank"], record["forced"], record["logprob"]) == (other, True, one["logprob"])
+    find(opened, "#retry").click()
+    done(opened)
+    assert engine.asked[2].ids == engine.asked[1].ids and ids(opened)[:10] == [*first[:9], one["id"]]
+    find(opened, "#undo").click()
+    find(opened, "#undo").click()
+    assert ids(opened) == first
+
+
+def test_an_edit_keeps_the_tokens_before_it(opened, engine):
+    write(opened, "Nel mezzo")
+    before, first = text_of(opened), ids(opened)
+    find(opened, "#edit").click()
+    editor = find(opened, "#editor")
+    assert focused(opened) == editor and editor.get_attribute("value") == before
+    cut = len("Nel mezzo" + engine.run.tokenizer.decode(first[:12]))
+    opened.execute_script("byId('editor').value = arguments[0]", before[:cut] + "XYZ")
+    find(opened, "#edited").click()
+    assert ids(opened) == first[:12] and text_of(opened) == before[:cut] + "XYZ"
+    write(opened)
+    assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *first[:12], *engine.run.tokenizer.encode("XYZ")]
+    find(opened, "#edit").click()
+    press(opened, "ESCAPE")
+    assert find(opened, "#text").is_displayed() and len(ids(opened)) == 42
+
+
+def test_a_reload_keeps_text_draft_and_settings(opened, engine):
+    setting(opened, "temperature", "0.5")
+    write(opened, "Nel mezzo")
+    find(opened, "#draft").send_keys("not sent yet")
+    shown, tokens = text_of(opened), opened.execute_script("return state.sample.tokens")
+    opened.refresh()
+    wait(opened, "return typeof writing === 'object' && writing.about !== null && state.nodes.length > 0")
+    assert text_of(opened) == shown == on_screen(opened)
+    again = opened.execute_script("return state.sample.tokens")
+    assert [one["id"] for one in again] == [one["id"] for one in tokens]
+    assert [one["entropy"] for one in again] == pytest.approx([one["entropy"] for one in tokens], rel=1e-8)
+    assert find(opened, "#draft").get_attribute("value") == "not sent yet"
+    find(opened, "#go").click()
+    done(opened)
+    assert engine.asked[-1].config.generation.temperature == 0.5
+    assert list(engine.asked[-1].ids[: len(engine.asked[0].ids)]) == list(engine.asked[0].ids)
+
+
+def test_the_keyboard_is_enough(opened, engine):
+    opened.execute_script("byId('draft').focus()")
+    press(opened, *"Nel mezzo")
+    with_key(opened, "CONTROL", "ENTER")
+    done(opened)
+    assert len(ids(opened)) == 30
+    engine.pause = 0.03
+    with_key(opened, "CONTROL", "ENTER")
+    wait(opened, "return state.nodes.length > 33")
+    press(opened, "ESCAPE")
+    done(opened)
+    engine.pause = 0.002
+    opened.execute_script("byId('draft').focus()")
+    with_key(opened, "SHIFT", "TAB")
+    assert "token" in focused(opened).get_attribute("class").split()
+    press(opened, "HOME", "ARROW_RIGHT", "ARROW_RIGHT")
+    assert opened.execute_script("return state.at") == 2
+    press(opened, "ENTER")
+    assert "pick" in focused(opened).get_attribute("class")
+    press(opened, "ESCAPE")
+    assert "token" in focused(opened).get_attribute("class")
+    press(opened, "ENTER", "ENTER")
+    done(opened)
+    assert len(ids(opened)) == 33
+
+
+def with_key(browser, held, key):
+    from selenium.webdriver import ActionChains, Keys
+
+    held = getattr(Keys, held)
+    ActionChains(browser).key_down(held).send_keys(getattr(Keys, key)).key_up(held).perform()
+
+
+def test_a_chat(opened, engine):
+    find(opened, "#mode input[value=chat] + span").click()
+    write(opened, "Who are you?")
+    prompt = engine.run.tokenizer.decode(engine.asked[0].ids)
+    assert "User:\nWho are you?" in prompt and prompt.endswith("Assistant:\n")
+    answer = ids(opened)
+    opened.execute_script("select(4)")
+    one = opened.execute_script("return state.sample.tokens[4].alternatives.find(({id}) => id !== state.sample.tokens[4].id)")
+    opened.execute_script("pick(arguments[0])", one)
+    done(opened)
+    assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *answer[:4], one["id"]]
+    write(opened, "And now?")
+    third = engine.run.tokenizer.decode(engine.asked[2].ids)
+    assert third.count("User:") == 2 and third.count("Assistant:") == 2
+    assert [turn.text.split("\n")[0].split()[0] for turn in opened.find_elements("css selector", ".turn")] == [
+        "You", "Model", "You", "Model",
+    ]  # fmt: skip
+    find(opened, "#mode input[value=story] + span").click()
+    assert text_of(opened) == ""
+
+
+def test_settings_are_sent_and_a_wrong_one_is_shown(opened, engine):
+    for name, value in {"top_p": "0.9", "min_p": "0.05", "stop": "zzz\nyyy", "dry_multiplier": "0.8", "seed": "5"}.items():
+        setting(opened, name, value)
+    write(opened, "Nel mezzo")
+    generation = engine.asked[0].config.generation
+    assert (generation.top_p, generation.min_p, generation.dry_multiplier, generation.seed) == (0.9, 0.05, 0.8, 5)
+    assert generation.stop == ("zzz", "yyy")
+    opened.execute_script("byId('order-group').open = true")
+    find(opened, '#order [data-step="top_p"] button').click()
+    setting(opened, "temperature", "0.5")
+    write(opened)
+    order = engine.asked[1].config.generation.sampler_order
+    assert order.index("top_p") == order.index("top_k") - 1
+    setting(opened, "dynatemp_high", "2")
+    find(opened, "#draft").send_keys("my words")
+    find(opened, "#go").click()
+    done(opened)
+    assert "dynatemp_high" in find(opened, "#problem").text and len(engine.asked) == 2
+    assert find(opened, "#draft").get_attribute("value") == "my words" and len(ids(opened)) == 60
+    setting(opened, "dynatemp_high", "")
+    setting(opened, "top_p", "1.5")
+    find(opened, "#go").click()
+    assert "top p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
+    opened.get_log("browser")  # the browser notes the answer 400
+
+
+def test_what_the_model_writes_is_text(opened, engine):
+    from tests.serve.fakes import BYTES
+
+    engine.run.tokenizer, engine.says = BYTES, HOSTILE
+    engine._record = lambda token, logprobs, first=False: {
+        "id": int(token), "text": BYTES.decode([token]), "entropy": 1.0, "varentropy": 1.0, "logprob": -1.0,
+        "logprob_sampled": -1.0, "rank": 0, "survivors": 1, "alternatives": [{"id": 1, "text": HOSTILE, "logprob": -1.0,
+        "logprob_sampled": -1.0}],
+    }  # fmt: skip
+    setting(opened, "max_new_tokens", "90")
+    write(opened, HOSTILE.split("<!")[0])
+    opened.execute_script("select(3)")
+    assert opened.execute_script("return window.ran") is None and opened.find_elements("css selector", "img") == []
+    assert "</script>" in on_screen(opened)
+
+
+def test_saved_files_are_those_of_a_trace(opened, engine, tmp_path):
+    setting(opened, "strategy", '"entropy"')
+    write(opened, "Nel <b>mezzo")
+    write(opened, " e poi")
+    documents = opened.execute_script("return documentsOf(current().parts)")
+    lines = opened.execute_script("return linesOf(documentsOf(current().parts))")
+    assert [json.loads(line) for line in lines.splitlines()] == [json.loads(line) for line in trace_lines(documents)]
+    assert [document["prompt"][:12] for document in documents] == ["Nel <b>mezzo"] * 2 and len(documents[1]["tokens"]) == 30
+    html = opened.execute_async_script("const end = arguments[0]; reportOf(documentsOf(current().parts)).then(end)")
+
+    def data(html):
+        return json.loads(html.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+
+    ours, theirs = data(html), data(page(documents))
+    assert ours.keys() == theirs.keys()
+    for sample in (0, 1):
+        assert tokens_of(ours, sample) == tokens_of(theirs, sample)
+        rest = [{k: v for k, v in one["samples"][sample].items() if k not in ("columns", "lists")} for one in (ours, theirs)]
+        assert rest[0] == rest[1]
+    file = tmp_path / "saved.html"
+    file.write_text(html, encoding="utf-8")
+    opened.execute_script("window.open('about:blank')")
+    opened.switch_to.window(opened.window_handles[-1])
+    opened.get(file.as_uri())
+    assert len(opened.find_elements("css selector", ".token")) == 30
+    assert "Generation trace" in find(opened, "h1").text
+    opened.close()
+    opened.switch_to.window(opened.window_handles[0])
+    opened.get_log("performance")  # the file that was opened is no request of the page
+
+
+@pytest.mark.parametrize("width", [320, 400, 900, 1600])
+def test_nothing_is_wider_than_the_window(opened, width):
+    setting(opened, "strategy", '"entropy"')
+    write(opened, "Nel mezzo")
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        opened.execute_script("openSettings(true); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        wide = opened.execute_script(
+            "const edge = document.documentElement.clientWidth; return [...document.querySelectorAll('body *')].filter((one) =>"
+            "one.getBoundingClientRect().right > edge + 0.5).map((one) => `${one.tagName} ${one.id} ${one.className}`)"
+        )
+        assert wide == []
+    finally:
+        opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_page_asks_for_a_key(browser, engine):
+    with serving(app(engine, key="a long secret")) as port:
+        browser.get(f"http://localhost:{port}/")
+        browser.execute_script("localStorage.clear(); sessionStorage.clear()")
+        browser.refresh()
+        wait(browser, "return !byId('key-panel').hidden")
+        assert not find(browser, "#go").is_enabled() and "API key" in find(browser, "#problem").text
+        find(browser, "#key").send_keys("a long secret")
+        find(browser, "#key-form button").click()
+        wait(browser, "return typeof writing === 'object' && writing.about !== null")
+        assert not find(browser, "#key-panel").is_displayed()
+        write(browser, "Nel mezzo")
+        assert len(ids(browser)) == 30
+        browser.get("about:blank")
+        browser.get_log("browser")
+
+
+@pytest.mark.skipif(AXE is None, reason="DANTINOX_AXE is not the path of axe-core's axe.min.js")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("mode", ["empty", "story", "chat", "editing"])
+def test_axe_finds_nothing_serious(opened, theme, mode):
+    opened.execute_script("document.documentElement.dataset.theme = arguments[0]; drawTheme()", theme)
+    setting(opened, "strategy", '"entropy"')
+    if mode == "chat":
+        find(opened, "#mode input[value=chat] + span").click()
+    if mode != "empty":
+        write(opened, "Nel mezzo")
+    if mode == "editing":
+        find(opened, "#edit").click()
+    opened.execute_script("openSettings(true); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    opened.execute_script(Path(str(AXE)).read_text(encoding="utf-8"))
+    found = opened.execute_async_script("const end = arguments[0]; axe.run(document).then(end)")
+    serious = [(one["id"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]
+               if one["impact"] in ("serious", "critical")]  # fmt: skip
+    assert serious == []
