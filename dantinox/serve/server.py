@@ -20,7 +20,7 @@ from dantinox.serve.options import Limits
 
 DRAIN_SECONDS = 30.0  # that answers in the making have, behind the first signal
 ABORT_SECONDS = 4.0  # until the process is gone, behind the second
-FAULT_SECONDS = 1.0  # in which readers hear of a fault of the engine, and /health says so
+FAULT_SECONDS = 2.0  # in which readers hear of a fault of the engine, and /health says so
 CONNECTIONS = 1000  # at once; more are answered with 503
 FAILED = 1
 
@@ -80,6 +80,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:
     loop, code, signals = asyncio.get_running_loop(), 0, 0
+    timers = list[threading.Timer]()
     server = _Server(
         uvicorn.Config(
             app,
@@ -103,7 +104,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
 
     def be_gone_within(seconds: float) -> None:
         """Ends the process whatever its threads do: one that compiles cannot be stopped."""
-        last = threading.Timer(seconds, os._exit, (FAILED,))
+        timers.append(last := threading.Timer(seconds, os._exit, (FAILED,)))
         last.daemon = True
         last.start()
 
@@ -146,4 +147,6 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(engine.close)
+        for timer in timers:
+            timer.cancel()
     return code

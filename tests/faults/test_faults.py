@@ -43,6 +43,7 @@ def rows(run, config):
     return [{name: value for name, value in row.items() if name not in TIMES} for row in found]
 
 
+@pytest.mark.exhaustive
 def test_skip_leaves_the_update_out_and_says_so(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__checkpoint_every=5)
     run = workshop.train("run", config, store=poisoned(config, 9, 13))

@@ -114,6 +114,7 @@ def decoded(model, rows, prompts, steps):
     return np.concatenate([chunk.tokens[:, : chunk.counts.max()] for chunk in chunks], axis=1).tolist()
 
 
+@pytest.mark.exhaustive
 def test_every_chain_in_one_batch():
     """Token for token as steps on the host by name and the same draw; most rows in their window, some forced out of it."""
     model = builder.model(builder.config(vocab_size=WIDE))

@@ -291,6 +291,7 @@ def test_wrong_settings_are_one_sentence(run, settings, sentence):
         run.generate("a", **settings)
 
 
+@pytest.mark.exhaustive
 def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
     requests = [
         ("a", {"n": 1}), ("b", {"n": 2}), ("c", {"preset": "kobold", "top_a": 0.1}), ("d", {"seed": 4, "top_k": 3}),

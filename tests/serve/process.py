@@ -22,8 +22,11 @@ class FakeRunning(FakeEngine):
 
     stuck = False
 
-    def start(self):
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
         self.state = "loading"
+
+    def start(self):
         threading.Timer(0.3, self.be_ready).start()
 
     def be_ready(self):

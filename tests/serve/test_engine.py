@@ -84,8 +84,8 @@ def test_seeded_asks_say_in_company_what_they_say_alone(engine, run):
         alone = await said(engine, STORY, **DRAWN)
         assert alone == [run.generate(STORY, max_new_tokens=16, **DRAWN).text]
         for number in range(12):
-            company = [said(engine, "a" * (1 + 40 * n), n=1 + (n == 1), **others[(number + n) % 3]) for n in range(3)]
-            tasks = [asyncio.create_task(one) for one in company[: number % 4]]
+            company = [("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]}) for n in range(number % 4)]
+            tasks = [asyncio.create_task(said(engine, prompt, **settings)) for prompt, settings in company]
             await asyncio.sleep(0.01 * (number % 3))
             assert await said(engine, STORY, **DRAWN) == alone
             await asyncio.gather(*tasks)

@@ -389,8 +389,8 @@ def test_busy_says_when_to_come_back():
 
 def test_a_failure_is_no_hang():
     engine = FakeEngine()
-    engine.settings = lambda given: 1 / 0
     with client(engine) as http:
+        engine.submit = lambda ask: 1 / 0
         answer = http.post("/v1/completions", json=ASK)
         assert answer.status_code == 500 and "ZeroDivision" not in answer.text
         assert answer.json()["error"]["type"] == "server_error"

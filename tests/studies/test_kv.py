@@ -451,6 +451,7 @@ def calibrate(toy):
     save_kv_calibration(open_run(toy).kv, {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_entropies": entropies})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_record_of_an_evaluation(toy, monkeypatch):
     calibrate(toy)

@@ -127,6 +127,7 @@ def real(folder, steps):
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sweep_of_the_command_line(tmp_path, capsys):
     """Trained in processes of their own; what diverges is noted."""
