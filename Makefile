@@ -31,7 +31,7 @@ test-all: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot and not faults"
 
 test-browser: $(VENV)/.browser
-	$(PY) -m pytest -m browser tests/report tests/serve
+	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)
 
 serve-test: $(VENV)/.dev $(VENV)/.clients
 	$(PY) -m pytest tests/serve/test_clients.py

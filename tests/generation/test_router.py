@@ -283,6 +283,7 @@ def test_rows_of_one_batch_have_one_kind_of_router():
         SamplingParams.build({"strategy": "entropy", "router_preset": "calibrated", "seed": 1})
 
 
+@pytest.mark.exhaustive
 def test_a_users_score_chooses_among_drawn_candidates():
     model, prompt = builder.model(), builder.prompts(6)[0]
     rules = {"low_entropy": 0.0, "clarify_entropy": 1e6, "high_varentropy": 1e6}  # so that every token is adaptive
@@ -300,6 +301,7 @@ def test_a_users_score_chooses_among_drawn_candidates():
         generate(model, [prompt], 2, seed=1, score_fn=guide_score)
 
 
+@pytest.mark.exhaustive
 def test_candidates_can_be_seen_and_the_text_stays_the_same():
     """Of every adaptive token n draws, it being the first of the likeliest; the others have none, and nothing else changes."""
     model, prompt = builder.model(), builder.prompts(6)[0]
