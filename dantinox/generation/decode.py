@@ -123,7 +123,8 @@ def _generate_toks(
 
     shapes = jax.eval_shape(step, cache, state)[2]
     buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
-    steps = jnp.where(jnp.all(state.done_B), 0, jnp.minimum(steps, chunk))
+    most = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))  # that any row may still have
+    steps = jnp.minimum(jnp.minimum(steps, chunk), most)
     cache, state, emitted = jax.lax.fori_loop(0, steps, body, (cache, state, buffers))
     return cache, state, emitted, None
 

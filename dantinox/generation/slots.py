@@ -94,6 +94,7 @@ class _Text:
       longest: the number of positions that may have been written.
       told: what was reported about the prompt's tokens, part by part; None where nobody wants to know.
       lane: where it is decoded; None before and after that.
+      left: new tokens that it may still have in chunks that are not begun.
     """
 
     ids: Sequence[int] = ()
@@ -102,6 +103,7 @@ class _Text:
     longest: int = 0
     told: list[StepInfo] | None = None
     lane: Lane | None = None
+    left: int = 0
     reports: bool = False
 
 
@@ -340,7 +342,7 @@ class Slots:
         state = self._programs["begin", lane](row, tokens_1S, _number(len(text.ids)), _number(limit), way.ends_1E)
         self._rows[lane] = self._programs["seat", lane](self._rows[lane], (row, state), _number(slot))
         text.longest = max(text.longest, len(text.ids) + limit)
-        text.lane, text.reports = lane, report
+        text.left, text.lane, text.reports = limit, lane, report
 
     def allow(self, slot: int, bits_W: np.ndarray | None) -> None:
         """Leaves a text that is decoded these tokens alone, bit i mod 32 of word ⌊i/32⌋ being token i; None: all again."""
@@ -360,26 +362,36 @@ class Slots:
             text.lane = None
 
     def dispatch(self, steps: int) -> Flight:
-        """Begins a chunk of at most `steps` ≤ 32 tokens of every text that is being decoded; returns without waiting."""
-        chunks = []
-        for lane in dict.fromkeys(text.lane for text in self._texts if text.lane is not None):
+        """Begins a chunk of at most `steps` ≤ 32 tokens of every text that is being decoded; returns without waiting.
+
+        A text whose last token is in the chunk is not being decoded any more, and something else may be begun in its slot.
+        """
+        chunks, steps = [], min(steps, CHUNK)
+        decoding = {slot: self._texts[slot] for slot in self.left()}
+        for lane in dict.fromkeys(text.lane for text in decoding.values() if text.lane is not None):
             params, state = self._rows[lane]
             self._cache, state, emitted = self._programs["decode", lane](
-                self._model, self._cache, state, params, _number(min(steps, CHUNK))
+                self._model, self._cache, state, params, _number(steps)
             )
             self._rows[lane] = params, state
-            texts = {slot: text for slot, text in enumerate(self._texts) if text.lane == lane}
+            texts = {slot: text for slot, text in decoding.items() if text.lane == lane}
+            for text in texts.values():
+                text.left = max(0, text.left - steps)
             chunks.append((emitted, state.done_B, texts))
         return Flight(chunks)
 
+    def left(self) -> dict[int, int]:
+        """For each slot with a text that is being decoded the new tokens it may still have in chunks that are not begun."""
+        return {slot: text.left for slot, text in enumerate(self._texts) if text.lane is not None and text.left > 0}
+
     def collect(self, flight: Flight) -> list[Gained]:
-        """Waits for a chunk; in the order they were begun. A text that is done leaves its slot free."""
+        """Waits for a chunk; in the order they were begun. What was stopped meanwhile is left out."""
         gained = []
         for emitted, done, texts in flight.chunks:
             info = emitted.info if any(text.reports for text in texts.values()) else None
             tokens_BN, active_BN, done_B, info = jax.device_get((emitted.tokens, emitted.active, done, info))
             for slot, text in texts.items():
-                if self._texts[slot] is not text or text.lane is None:
+                if text.lane is None:
                     continue
                 count = int(active_BN[slot].sum())
                 told = jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info) if text.reports else None

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,7 +25,7 @@ from dantinox.generation.constraint import Constraint, Matcher
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.loop import READER_SECONDS
 from dantinox.generation.run import Run
-from dantinox.generation.slots import ALTERNATIVES, NOTHING, Flight, Gained, Lane, Slots, Way, row_bytes
+from dantinox.generation.slots import ALTERNATIVES, NOTHING, Flight, Lane, Slots, Way, row_bytes
 from dantinox.generation.trace import token_records
 from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.programs import available_bytes
@@ -75,19 +75,36 @@ class _Sample:
 
 
 class _Job:
-    """An ask that is being met."""
+    """An ask that is being met.
+
+    Attributes:
+      rows: its samples by the slots they were begun in.
+    """
 
     def __init__(self, ask: Ask, answer: Answer, way: Way, limit: int, run: Run, grammar: MakeMatcher | None):
         self.ask, self.answer, self.way, self.limit, self.grammar = ask, answer, way, limit, grammar
         self.tokenizer = run.tokenizer
         self.samples = ask.config.generation.n
-        self.rows: dict[int, _Sample] = {}  # by their slots
+        self.rows: dict[int, _Sample] = {}
         self.cancelled = False
         self.begun = time.monotonic()
 
     def seconds(self) -> float:
         """Since the ask."""
         return time.monotonic() - self.begun
+
+    @property
+    def running(self) -> list[int]:
+        """The numbers of the samples that have not ended."""
+        ended = {row.number for row in self.rows.values() if row.done}
+        return [number for number in range(self.samples) if number not in ended]
+
+
+class _Chunk(NamedTuple):
+    """Tokens that the device is at, and whose they are by the slots."""
+
+    flight: Flight
+    rows: dict[int, tuple[_Job, _Sample]]
 
 
 class Engine:
@@ -126,6 +143,7 @@ class Engine:
         slots = _fitting_slots(run, self._config, context) if slots is None else slots
         self._slots = Slots(run, slots, context, self._config)
         self._scheduler: Scheduler[_Job] = Scheduler(slots, queue)
+        self._jobs: dict[_Job, None] = {}  # asks that have not ended, the oldest first
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
@@ -169,6 +187,7 @@ class Engine:
         job = self._job(ask)
         with self._queueing():
             self._scheduler.add(job)
+            self._jobs[job] = None
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(ask.ids)
         self._wake.set()
@@ -206,7 +225,7 @@ class Engine:
             if self._state in ("ready", "loading"):
                 self._state, self._doing = "draining", "it takes no more requests"
         until = time.monotonic() + seconds
-        while self._scheduler.jobs and self._state == "draining" and time.monotonic() < until:
+        while self._jobs and self._state == "draining" and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.close)
 
@@ -256,7 +275,7 @@ class Engine:
 
     def _cancel(self, answer: Answer) -> None:
         with self._lock:
-            for job in self._scheduler.jobs:
+            for job in self._jobs:
                 if job.answer is answer:
                     job.cancelled = True
         self._wake.set()
@@ -279,12 +298,12 @@ class Engine:
             raise
         finally:
             with self._lock:
-                for job in self._scheduler.jobs:
+                for job in self._jobs:
                     self._scheduler.remove(job)
                     job.answer.end(Unavailable(f"the server is {self._state}: {self._doing}"))
 
     def _loop(self) -> None:
-        flight: Flight | None = None
+        chunk: _Chunk | None = None
         handed = time.monotonic()
         while not self._closing:
             self._wake.clear()
@@ -294,29 +313,27 @@ class Engine:
             self._admit()
             read = self._read()
             # A chunk is begun before the last one is handed out, but where the tokens allowed next depend on it.
-            constrained = any(row.matcher is not None for row in self._rows())
-            ahead, flight = flight, None if flight is not None and constrained else self._dispatch(constrained)
+            rows = self._decoding()
+            constrained = any(row.matcher is not None for _, row in rows.values())
+            ahead, chunk = chunk, None if chunk is not None and constrained else self._dispatch(rows, constrained)
             if ahead is not None:
-                self._hand_out(self._slots.collect(ahead))
+                self._hand_out(ahead)
                 took, handed = time.monotonic() - handed, time.monotonic()
                 self._step_seconds += 0.3 * (took / self._steps - self._step_seconds)
-            elif flight is None and not read:
+            elif chunk is None and not read:
                 self._wake.wait()
             if ahead is None:
                 handed = time.monotonic()
 
-    def _rows(self) -> list[_Sample]:
-        """The samples that are being decoded."""
-        return [row for job in self._scheduler.jobs for row in job.rows.values() if not row.done]
+    def _decoding(self) -> dict[int, tuple[_Job, _Sample]]:
+        """By their slots the samples that may have more tokens than those the device is at, and whose they are."""
+        holders = {slot: self._scheduler.holders[slot] for slot in self._slots.left()}
+        return {slot: (job, job.rows[slot]) for slot, job in holders.items() if job is not None}
 
     def _end_cancelled(self) -> None:
         with self._lock:
-            for job in [job for job in self._scheduler.jobs if job.cancelled]:
-                for slot in self._scheduler.slots_of(job):
-                    self._slots.stop(slot)
-                self._scheduler.remove(job)
-                running = [row.number for row in job.rows.values() if not row.done] if job.rows else range(job.samples)
-                job.answer.give([Piece(number, "", [], "cancelled") for number in running])
+            for job in [job for job in self._jobs if job.cancelled]:
+                job.answer.give([Piece(number, "", [], "cancelled") for number in job.running])
                 self._end(job, "cancelled")
 
     def _admit(self) -> None:
@@ -360,9 +377,14 @@ class Engine:
         self._compilers.append(thread)
 
     def _read(self) -> bool:
-        """Reads prompts: about one part of one while others are being decoded, else all of the first one; whether any."""
-        budget, begun = self._slots.part, False
-        while self._scheduler.reading and (budget > 0 or not self._rows()):
+        """Reads prompts; whether any.
+
+        While others are being decoded it is about one part, and more where those who wait for their first token are more than
+        those who would wait for their next one; else all of the first prompt.
+        """
+        decoding, begun = len(self._slots.left()), False
+        budget = self._slots.part * max(1, len(self._scheduler.reading) // max(1, decoding))
+        while self._scheduler.reading and (budget > 0 or not self._slots.left()):
             job = self._scheduler.reading[0]
             slots, begun = self._scheduler.slots_of(job), True
             left = self._slots.read(slots[0])
@@ -398,22 +420,26 @@ class Engine:
             records += token_records(ids[1:], [spelt(token) for token in ids[1:]], told, job.tokenizer, job.ask.logprobs)
         return records
 
-    def _dispatch(self, constrained: bool) -> Flight | None:
-        rows = self._rows()
+    def _dispatch(self, rows: dict[int, tuple[_Job, _Sample]], constrained: bool) -> _Chunk | None:
+        """Begins a chunk; the slot of a text that ends with it at the latest is free for the next one."""
         if not rows:
             return None
-        steps = min(CHUNK, max(1, int(READER_SECONDS / self._step_seconds)))
-        if self._scheduler.reading or any(not row.row.tokens for row in rows):
+        steps = min(CHUNK, max(1, int(READER_SECONDS / self._step_seconds)), *self._slots.left().values())
+        if self._scheduler.reading or any(not row.row.tokens for _, row in rows.values()):
             steps = min(steps, FIRST_STEPS)
         self._steps = 1 if constrained else steps
-        return self._slots.dispatch(self._steps)
+        chunk = _Chunk(self._slots.dispatch(self._steps), rows)
+        with self._lock:
+            for slot in rows.keys() - self._slots.left().keys():
+                self._scheduler.release(slot)
+        return chunk
 
-    def _hand_out(self, gained: Sequence[Gained]) -> None:
-        for one in gained:
-            job = self._scheduler.holders[one.slot]
-            if job is None or job.cancelled:
+    def _hand_out(self, chunk: _Chunk) -> None:
+        """Waits for a chunk and gives everyone what is theirs."""
+        for one in self._slots.collect(chunk.flight):
+            job, row = chunk.rows[one.slot]
+            if job not in self._jobs or job.cancelled:
                 continue
-            row = job.rows[one.slot]
             if job.answer.stats.new_tokens == 0:
                 job.answer.stats.first_token_seconds = job.seconds()
             try:
@@ -437,25 +463,28 @@ class Engine:
 
     def _give_up(self, job: _Job, error: UserError) -> None:
         """Ends a job whose constraint takes longer than it may, or that no token of the vocabulary can meet."""
-        for slot in self._scheduler.slots_of(job):
-            self._slots.stop(slot)
-        with self._lock:
-            self._scheduler.remove(job)
         self._end(job, "finished", error)
 
     def _give(self, job: _Job, slot: int, piece: Piece) -> None:
         job.answer.stats.new_tokens += len(piece.tokens)
         self._counters["new_tokens"] += len(piece.tokens)
         job.answer.give([piece])
-        if piece.finish_reason is not None:
+        if piece.finish_reason is None:
+            return
+        if self._scheduler.holders[slot] is job:
             self._slots.stop(slot)
             with self._lock:
                 self._scheduler.release(slot)
-                ended = not self._scheduler.slots_of(job)
-            if ended:
-                self._end(job, "finished")
+        if not job.running:
+            self._end(job, "finished")
 
     def _end(self, job: _Job, how: str, error: UserError | None = None) -> None:
+        """Takes a job out; the slots it still holds are free."""
+        with self._lock:
+            for slot in self._scheduler.slots_of(job):
+                self._slots.stop(slot)
+            self._scheduler.remove(job)
+            del self._jobs[job]
         job.answer.stats.seconds = job.seconds()
         self._job_seconds += 0.2 * (job.seconds() - self._job_seconds)
         self._counters[how] += 1
