@@ -4,7 +4,7 @@ Starts `dantinox serve` with a random model of 10 M parameters (or a run of your
 
 * closed loop: 1, 8 and 32 clients, each asking again when it is answered; open loop: requests that come by chance, at .7 of the
   rate that the closed loop reached, and at ten times that rate, where most are turned away
-* `of offline`: tokens per second over those of `Run.generate`, measured before, with as many rows as the server has slots
+* `of offline`: tokens per second over those of `Run.generate` before and after, with as many rows as the server has slots
 * HTTP minus in-process: one token for an idle server, over HTTP and from an `Engine` in this process
 * seeded requests alone and then in the company of others: how many say the same
 * abandoned requests, and how long the next one takes
@@ -19,12 +19,14 @@ A peer is a server of OpenAI's dialect that is running already, with the same we
 import argparse
 import asyncio
 import contextlib
+import itertools
+import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,23 +108,25 @@ def prompt(o: argparse.Namespace, number: int) -> str:
 # Without HTTP
 
 
-def offline(o: argparse.Namespace, run_dir: Path) -> float:
-    """Tokens per second of a batch of as many rows as the server has slots, the best of three."""
+def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
+    """What measures tokens per second of a batch of as many rows as the server has slots, the median of five."""
     import dantinox
 
-    run, best = dantinox.load(run_dir), 0.0
-    for repeat in range(4):  # the first compiles
+    run = dantinox.load(run_dir)
+
+    def rate() -> float:
         begun = time.perf_counter()
         results = run.generate(
-            [prompt(o, n) for n in range(o.slots)], max_new_tokens=o.new, seed=repeat, temperature=1.0, ignore_eos=True
+            [prompt(o, n) for n in range(o.slots)], max_new_tokens=o.new, seed=0, temperature=1.0, ignore_eos=True
         )
-        seconds = time.perf_counter() - begun
-        best = max(best, sum(len(result.tokens) for result in results) / seconds) if repeat else 0.0
-    return best
+        return sum(len(result.tokens) for result in results) / (time.perf_counter() - begun)
+
+    rate()  # compiles
+    return lambda: float(np.median([rate() for _ in range(5)]))
 
 
-async def in_process(o: argparse.Namespace, run_dir: Path) -> np.ndarray:
-    """Seconds of asks for one token of an idle engine."""
+async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.ndarray:
+    """Seconds `[requests, 2]` that one token takes, over HTTP and from an engine in this process, in turns; both are idle."""
     import dantinox
     from dantinox.serve.ask import Ask
     from dantinox.serve.engine import Engine
@@ -134,11 +138,12 @@ async def in_process(o: argparse.Namespace, run_dir: Path) -> np.ndarray:
         await asyncio.sleep(0.05)
     seconds = []
     for number in range(o.requests):
+        outside = (await ask(target, o, number, new=1)).total
         begun = time.perf_counter()
-        config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0})
+        config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0, "ignore_eos": True})
         async for _ in engine.submit(Ask(tuple(run.prompt_ids(prompt(o, number))), config)):
             pass
-        seconds.append(time.perf_counter() - begun)
+        seconds.append((outside, time.perf_counter() - begun))
     engine.close()
     return np.array(seconds)
 
@@ -176,66 +181,69 @@ def served(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
         process.wait(60)
 
 
-async def ask(client: httpx.AsyncClient, target: Target, o: argparse.Namespace, number: int, new: int | None = None) -> Timing:
+async def ask(target: Target, o: argparse.Namespace, number: int, new: int | None = None) -> Timing:
+    """One request on a connection of its own. What comes is read when all is over: the client has the server's cores."""
     body = {"model": target.model, "prompt": prompt(o, number), "max_tokens": new or o.new, "seed": number, "temperature": 1.0}
     body |= {"stream": True, "stream_options": {"include_usage": True}, **target.extra}
-    begun = last = time.perf_counter()
-    first, gaps, tokens, text = 0.0, list[float](), 0, ""
-    async with client.stream("POST", f"{target.url}/completions", json=body) as answer:
-        if answer.status_code == 200:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                now, event = time.perf_counter(), httpx.Response(200, content=line[6:]).json()
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                if event["choices"]:
-                    first, gaps = (first, [*gaps, now - last]) if first else (now - begun, gaps)
-                    last, text = now, text + event["choices"][0]["text"]
-    return Timing(answer.status_code, first, gaps, time.perf_counter() - begun, tokens, text)
+    content, url = json.dumps(body).encode(), httpx.URL(f"{target.url}/completions")
+    head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    begun = time.perf_counter()
+    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1 << 20)
+    try:
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        lines = [(line, time.perf_counter()) async for line in reader]
+    finally:
+        writer.close()
+    total, status = time.perf_counter() - begun, int(lines[0][0].split()[1])
+    events = [(json.loads(line[6:]), at) for line, at in lines if line.startswith(b"data: {")]  # between them lengths of parts
+    tokens = max([(event.get("usage") or {}).get("completion_tokens", 0) for event, _ in events], default=0)
+    texts = [(event["choices"][0]["text"], at) for event, at in events if event["choices"]]
+    gaps = [after - before for (_, before), (_, after) in itertools.pairwise(texts)]
+    return Timing(status, texts[0][1] - begun if texts else 0.0, gaps, total, tokens, "".join(text for text, _ in texts))
 
 
-async def closed(client: httpx.AsyncClient, target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
+async def closed(target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
     """So many clients, each asking again when it is answered; what each request took, and seconds in all."""
     numbers, found, begun = iter(range(max(o.requests, 2 * clients))), list[Timing](), time.perf_counter()
 
     async def one() -> None:
         for number in numbers:
-            found.append(await ask(client, target, o, number))
+            found.append(await ask(target, o, number))
 
     await asyncio.gather(*(one() for _ in range(clients)))
     return found, time.perf_counter() - begun
 
 
-async def opened(client: httpx.AsyncClient, target: Target, o: argparse.Namespace, rate: float) -> tuple[list[Timing], float]:
+async def opened(target: Target, o: argparse.Namespace, rate: float) -> tuple[list[Timing], float]:
     """Requests that come by chance, so many a second, whether the earlier ones are answered or not; more than have places."""
     chance, begun, asked = random.Random(0), time.perf_counter(), list[asyncio.Task[Timing]]()
     for number in range(max(o.requests, 3 * max(o.clients))):
-        asked.append(asyncio.create_task(ask(client, target, o, number)))
+        asked.append(asyncio.create_task(ask(target, o, number)))
         await asyncio.sleep(chance.expovariate(rate))
     return list(await asyncio.gather(*asked)), time.perf_counter() - begun
 
 
-async def same_in_company(client: httpx.AsyncClient, target: Target, o: argparse.Namespace) -> str:
+async def same_in_company(target: Target, o: argparse.Namespace) -> str:
     """How many seeded requests say in company what they say alone."""
     count = o.requests // 4
-    alone = [(await ask(client, target, o, number)).text for number in range(count)]
+    alone = [(await ask(target, o, number)).text for number in range(count)]
     together = list[Timing]()
     for begin in range(0, count, o.slots - 1):
         numbers = range(begin, min(begin + o.slots - 1, count))
-        *some, _ = await asyncio.gather(*(ask(client, target, o, n) for n in numbers), ask(client, target, o, 10_000 + begin))
+        *some, _ = await asyncio.gather(*(ask(target, o, n) for n in numbers), ask(target, o, 10_000 + begin))
         together += some
     return f"{sum(a == b.text for a, b in zip(alone, together, strict=True))} of {count}"
 
 
-async def abandoned(client: httpx.AsyncClient, target: Target, o: argparse.Namespace) -> float:
+async def abandoned(target: Target, o: argparse.Namespace) -> float:
     """Seconds of a request behind others that were left alone as soon as they were sent, all slots and places taken."""
-    tasks = [asyncio.create_task(ask(client, target, o, number)) for number in range(o.requests)]
+    tasks = [asyncio.create_task(ask(target, o, number)) for number in range(o.requests)]
     await asyncio.sleep(0.3)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     begun = time.perf_counter()
-    while (await ask(client, target, o, 1)).status != 200:
+    while (await ask(target, o, 1)).status != 200:
         await asyncio.sleep(0.01)
     return time.perf_counter() - begun
 
@@ -250,11 +258,11 @@ def milliseconds(seconds: list[float] | np.ndarray) -> str:
     return " / ".join(f"{1000 * value:.{0 if value >= 0.1 else 1}f}" for value in np.percentile(seconds, (50, 90, 99)))
 
 
-def row(name: str, timings: list[Timing], seconds: float, best: float) -> Row:
+def row(name: str, timings: list[Timing], seconds: float, alone: float) -> Row:
     good, refused = [t for t in timings if t.status == 200], [t for t in timings if t.status != 200]
     rate = sum(t.tokens for t in good) / seconds
     return (
-        name, str(len(good)), str(len(refused)), f"{len(good) / seconds:.1f}", f"{rate:.0f}", f"{rate / best:.0%}",
+        name, str(len(good)), str(len(refused)), f"{len(good) / seconds:.1f}", f"{rate:.0f}", f"{rate / alone:.0%}",
         milliseconds([t.first for t in good]), milliseconds([gap for t in good for gap in t.gaps]),
         milliseconds([t.total for t in good]), milliseconds([t.total for t in refused]),
     )  # fmt: skip
@@ -266,34 +274,32 @@ def show(rows: list[Row]) -> None:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)) + " |")
 
 
-async def load(target: Target, o: argparse.Namespace, best: float) -> tuple[list[Row], float]:
-    """The closed loops of one server, and the requests a second of the last one."""
-    rows, rate = list[Row](), 0.0
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=600) as client:
-        await ask(client, target, o, 0)
-        for clients in o.clients:
-            found, seconds = await closed(client, target, o, clients)
-            rows.append(row(f"{target.name}, {clients} clients", found, seconds, best))
-            rate = len(found) / seconds
+async def load(target: Target, o: argparse.Namespace, alone: Callable[[], float]) -> tuple[list[Row], float]:
+    """The closed loops of one server, each between two measurements without one, and the requests a second of the last."""
+    rows, rate, before = list[Row](), 0.0, alone()
+    await ask(target, o, 0)
+    for clients in o.clients:
+        found, seconds = await closed(target, o, clients)
+        after = alone()
+        print(f"{target.name}, {clients} clients: without a server {before:.0f} tok/s before, {after:.0f} after")
+        rows.append(row(f"{target.name}, {clients} clients", found, seconds, (before + after) / 2))
+        rate, before = len(found) / seconds, after
     return rows, rate
 
 
-async def more(target: Target, o: argparse.Namespace, best: float, rate: float, inside: np.ndarray) -> list[Row]:
+async def more(target: Target, o: argparse.Namespace, alone: Callable[[], float], rate: float, run_dir: Path) -> list[Row]:
     """What is asked of our own server besides."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=600) as client:
-        rows = [
-            row(f"open loop, {share:g} of {rate:.1f} req/s", *await opened(client, target, o, share * rate), best)
-            for share in (0.7, 10)
-        ]
-        outside = [(await ask(client, target, o, number, new=1)).total for number in range(o.requests)]
-        difference = np.percentile(outside, (50, 99)) - np.percentile(inside, (50, 99))
-        print(f"one token, idle: HTTP {milliseconds(outside)} ms, in-process {milliseconds(inside)} ms (p50 / p90 / p99)")
-        print(f"HTTP minus in-process: p50 {1000 * difference[0]:.2f} ms, p99 {1000 * difference[1]:.2f} ms")
-        print(f"seeded alone = in company: {await same_in_company(client, target, o)}")
-        print(f"behind {o.requests} abandoned requests: {await abandoned(client, target, o):.2f} s")
-        metrics = (await client.get(target.url.removesuffix("/v1") + "/metrics")).text
+    best = alone()
+    rows = [
+        row(f"open loop, {share:g} of {rate:.1f} req/s", *await opened(target, o, share * rate), best) for share in (0.7, 10)
+    ]
+    outside, inside = (await one_token(target, o, run_dir)).T
+    difference = np.percentile(outside, (50, 99)) - np.percentile(inside, (50, 99))
+    print(f"one token, idle: HTTP {milliseconds(outside)} ms, in-process {milliseconds(inside)} ms (p50 / p90 / p99)")
+    print(f"HTTP minus in-process: p50 {1000 * difference[0]:.2f} ms, p99 {1000 * difference[1]:.2f} ms")
+    print(f"seeded alone = in company: {await same_in_company(target, o)}")
+    print(f"behind {o.requests} abandoned requests: {await abandoned(target, o):.2f} s")
+    metrics = httpx.get(target.url.removesuffix("/v1") + "/metrics").text
     print(*(line for line in metrics.splitlines() if line.startswith("dantinox_compilations_total")))
     return rows
 
@@ -302,15 +308,13 @@ def main() -> None:
     o = parse()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = o.run_dir or random_run(o.keep or Path(folder) / "run")
-        best = offline(o, run_dir)
-        print(f"offline, a batch of {o.slots}: {best:.0f} tok/s")
-        inside = asyncio.run(in_process(o, run_dir))
+        alone = offline(o, run_dir)
         with served(o, run_dir) as target:
-            rows, rate = asyncio.run(load(target, o, best))
-            rows += asyncio.run(more(target, o, best, rate, inside))
+            rows, rate = asyncio.run(load(target, o, alone))
+            rows += asyncio.run(more(target, o, alone, rate, run_dir))
         for peer in o.peer:
             name, url, model = peer.split("=", 2)
-            rows += asyncio.run(load(Target(name, url, model, {}), o, best))[0]
+            rows += asyncio.run(load(Target(name, url, model, {}), o, alone))[0]
     print("milliseconds: p50 / p90 / p99")
     show([HEAD, *rows])
 

@@ -408,8 +408,8 @@ def row_bytes(run: Run, config: Config, context: int) -> int:
     return size(jax.eval_shape(partial(make_cache, run.model.config, 1, *plan)))
 
 
-def _number(value: int) -> jax.Array:
-    return jnp.int32(value)
+def _number(value: int) -> np.ndarray:
+    return np.asarray(value, np.int32)  # jnp.int32 would be an operation of its own, of a third of a millisecond
 
 
 def _wide(length: int, least: int = 1) -> int:

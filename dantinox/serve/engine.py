@@ -36,7 +36,7 @@ from dantinox.serve.scheduler import Full, Scheduler
 MOST_SAMPLES = 16
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of what is free
-FIRST_STEPS = 4  # tokens of a chunk in which a text gets its first ones
+FEW_STEPS = 4  # tokens of a chunk for which somebody waits
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]  # given the ids that end a text besides the end tokens
 
@@ -425,8 +425,11 @@ class Engine:
         if not rows:
             return None
         steps = min(CHUNK, max(1, int(READER_SECONDS / self._step_seconds)), *self._slots.left().values())
-        if self._scheduler.reading or any(not row.row.tokens for _, row in rows.values()):
-            steps = min(steps, FIRST_STEPS)
+        first = any(not row.row.tokens for _, row in rows.values())
+        if self._scheduler.reading or first:
+            steps = min(steps, FEW_STEPS)
+        if first and not self._scheduler.waiting:
+            steps = 1
         self._steps = 1 if constrained else steps
         chunk = _Chunk(self._slots.dispatch(self._steps), rows)
         with self._lock:

@@ -145,6 +145,22 @@ def test_a_text_that_was_stopped_is_gone(served):
     assert len(decode(slots)[0][0]) == 3
 
 
+def test_a_slot_is_taken_again_while_its_last_token_is_computed(served):
+    run, slots = served
+    first, second = (run.generate(prompt, seed=3, max_new_tokens=6, **DRAWN).tokens for prompt in ("a slot", LONG))
+    put(run, slots, 1, "a slot", limit=6, **DRAWN)
+    assert slots.left() == {1: 6}
+    ending = slots.dispatch(6)
+    assert slots.left() == {}
+    put(run, slots, 1, LONG, limit=6, **DRAWN)
+    following = slots.dispatch(2)
+    (end,) = slots.collect(ending)
+    assert end.tokens.tolist() == first and end.done
+    (begin,) = slots.collect(following)
+    assert not begin.done and slots.left() == {1: 4}
+    assert [*begin.tokens, *decode(slots)[0][1]] == second
+
+
 def test_what_a_server_does_not_take(served):
     run, slots = served
     for settings, message in (
