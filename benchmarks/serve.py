@@ -7,6 +7,7 @@ Starts `dantinox serve` with a random model of 10 M parameters (or a run of your
 * `of offline`: tokens per second over those of `Run.generate` before and after, with as many rows as the server has slots
 * HTTP minus in-process: one token for an idle server, over HTTP and from an `Engine` in this process
 * seeded requests alone and then in the company of others: how many say the same
+* a story that is sent again with its continuation: how much sooner its first token comes
 * abandoned requests, and how long the next one takes
 
 A peer is a server of OpenAI's dialect that is running already, with the same weights: the run is kept by `--keep`, and
@@ -34,6 +35,7 @@ import httpx
 import numpy as np
 
 Row = tuple[str, ...]
+STORY = 1500  # tokens, which are characters
 HEAD: Row = ("", "answered", "refused", "req/s", "tok/s", "of offline", "first token", "between tokens", "total", "refused in")
 
 
@@ -87,7 +89,7 @@ def random_run(folder: Path) -> Path:
         "kv_heads": 3,
         "num_blocks": 6,
         "hidden_dim": 1024,
-        "max_context": 512,
+        "max_context": 2048,
         "dtype": "float32",
     }
     config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
@@ -181,10 +183,10 @@ def served(o: argparse.Namespace, run_dir: Path) -> Iterator[Target]:
         process.wait(60)
 
 
-async def ask(target: Target, o: argparse.Namespace, number: int, new: int | None = None) -> Timing:
+async def ask(target: Target, o: argparse.Namespace, number: int, new: int | None = None, text: str | None = None) -> Timing:
     """One request on a connection of its own. What comes is read when all is over: the client has the server's cores."""
-    body = {"model": target.model, "prompt": prompt(o, number), "max_tokens": new or o.new, "seed": number, "temperature": 1.0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, **target.extra}
+    body = {"model": target.model, "prompt": text or prompt(o, number), "max_tokens": new or o.new, "seed": number}
+    body |= {"temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}, **target.extra}
     content, url = json.dumps(body).encode(), httpx.URL(f"{target.url}/completions")
     head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     begun = time.perf_counter()
@@ -235,6 +237,17 @@ async def same_in_company(target: Target, o: argparse.Namespace) -> str:
     return f"{sum(a == b.text for a, b in zip(alone, together, strict=True))} of {count}"
 
 
+async def second_turn(target: Target, o: argparse.Namespace) -> np.ndarray:
+    """Seconds `[stories, 2]` to the first token of a story, and of the story with its continuation and one more line."""
+    firsts = []
+    for number in range(8):
+        story = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=STORY))
+        one = await ask(target, o, number, new=40, text=story)
+        two = await ask(target, o, number, new=40, text=story + one.text + "\n> and then what happened?\n")
+        firsts.append((one.first, two.first))
+    return np.array(firsts)
+
+
 async def abandoned(target: Target, o: argparse.Namespace) -> float:
     """Seconds of a request behind others that were left alone as soon as they were sent, all slots and places taken."""
     tasks = [asyncio.create_task(ask(target, o, number)) for number in range(o.requests)]
@@ -276,8 +289,13 @@ def show(rows: list[Row]) -> None:
 
 async def load(target: Target, o: argparse.Namespace, alone: Callable[[], float]) -> tuple[list[Row], float]:
     """The closed loops of one server, each between two measurements without one, and the requests a second of the last."""
-    rows, rate, before = list[Row](), 0.0, alone()
+    rows, rate = list[Row](), 0.0
     await ask(target, o, 0)
+    one, two = np.median(await second_turn(target, o), axis=0)
+    print(
+        f"{target.name}, a story of {STORY} tokens: first token in {one:.3f} s, in its second turn {two:.3f} s: {two / one:.2f}"
+    )
+    before = alone()
     for clients in o.clients:
         found, seconds = await closed(target, o, clients)
         after = alone()
