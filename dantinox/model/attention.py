@@ -17,7 +17,7 @@ from dantinox.model.chunked import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
 from dantinox.model.positions import rotate
 from dantinox.model.sharing import Sharing
-from dantinox.model.store import AnyStore
+from dantinox.model.store import AnyStore, Front, OneStore, Parted
 
 Angles = tuple[jax.Array, jax.Array] | None
 Probe = Callable[[jax.Array, jax.Array], Any]
@@ -78,6 +78,18 @@ def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softma
       valid_BKTS: which keys each query may see (the K axis may be 1). A query that may see none gets an average of all, to be
         ignored, or with sinks nothing.
     """
+    if not isinstance(store, Parted):
+        return _attention(q_BTKGH, store, valid_BKTS, softmax)
+
+    def front(used: Front) -> Attended:
+        seen, slots = _attention(q_BTKGH, used, valid_BKTS[..., : used.ends[-1]], softmax), used.ends[-1]
+        rest = [(0, 0)] * 4 + [(0, store.slots - slots)]
+        return Attended(seen.out_BTKGH, jnp.pad(seen.scores_BKGTS, rest), jnp.pad(seen.weights_BKGTS, rest))
+
+    return store.in_use(front)
+
+
+def _attention(q_BTKGH: jax.Array, store: OneStore, valid_BKTS: jax.Array, softmax: Softmax) -> Attended:
     B, T, K, G, H = q_BTKGH.shape
     # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
@@ -85,18 +97,22 @@ def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softma
     scores = scores_BKMS.reshape(B, K, G, T, -1)
     scores = scores if softmax.cap is None else capped(scores, softmax.cap)
     masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(masked, axis=-1) if softmax.sinks_KG is None else _beside(masked, softmax.sinks_KG)
+    weights = _weights(masked, softmax.sinks_KG, store.ends if isinstance(store, Front) else None)
     weights_BKMS = weights.reshape(scores_BKMS.shape)
     out_BKMV = store.average(weights_BKMS, q_BTKGH.dtype)
     return Attended(out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights)
 
 
-def _beside(scores_BKGTS: jax.Array, sinks_KG: jax.Array) -> jax.Array:
-    """The softmax among scores and a sink, without the sink's weight."""
-    sinks_KG11 = sinks_KG[:, :, None, None]
+def _weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: list[int] | None) -> jax.Array:
+    """The softmax, where there are sinks among scores and a sink, without the sink's weight; with `ends` summed up to each."""
+    if sinks_KG is None and ends is None:
+        return jax.nn.softmax(scores_BKGTS, axis=-1)
+    sinks_KG11 = jnp.float32(-jnp.inf) if sinks_KG is None else sinks_KG[:, :, None, None]
     largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11))
     weights = jnp.exp(scores_BKGTS - largest)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks_KG11 - largest))
+    parts = jnp.split(weights, (ends or [])[:-1], axis=-1)
+    sums: jax.Array = sum(jnp.sum(part, axis=-1, keepdims=True) for part in parts)  # type: ignore[assignment]
+    return weights / (sums + jnp.exp(sinks_KG11 - largest))
 
 
 def visible(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -221,13 +222,35 @@ class LatentStore(Slots):
         return LatentStore(2, 3, *(() if self.latent_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
 
 
+class Front(NamedTuple):
+    """The first parts of a `Parted` store, as one."""
+
+    parts: tuple[Store | LatentStore, ...]
+
+    @property
+    def ends(self) -> list[int]:
+        """The slots up to each part's end."""
+        return [*accumulate(part.slots for part in self.parts)]
+
+    def scores(self, q_BKMH: jax.Array) -> jax.Array:
+        """Scaled scores `[B, K, M, S]`, float32."""
+        return jnp.concatenate([part.scores(q_BKMH) for part in self.parts], axis=-1)
+
+    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Values `[B, K, M, H]` by their weights."""
+        weights = jnp.split(weights_BKMS, self.ends[:-1], axis=-1)
+        pairs = zip(self.parts, weights, strict=True)
+        total: jax.Array = sum(part.average(weights_BKMS, dtype).astype(jnp.float32) for part, weights_BKMS in pairs)  # type: ignore[assignment]
+        return total.astype(dtype)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["parts", "used_B"], meta_fields=[])
 @dataclass(frozen=True)
 class Parted:
     """A store in parts, of which a CPU reads those that any text has got to: slot s of them all holds position s.
 
-    What is computed of a row is bit for bit the same however far the other rows have got: the parts are the same, and those
-    behind its own text add zeros. For a `Full` cache alone.
+    What is computed of a row is bit for bit the same however far the other rows have got: the parts are the same, sums are
+    made part by part, and those behind its own text add zeros. For a `Full` cache alone.
 
     Attributes:
       used_B: the slots of each row up to the newest one that was written with the last `write`; 0 for a row that wrote nothing.
@@ -267,27 +290,6 @@ class Parted:
     def _firsts(self) -> list[int]:
         return [sum(part.slots for part in self.parts[:number]) for number in range(len(self.parts))]
 
-    def scores(self, q_BKMH: jax.Array) -> jax.Array:
-        """Scaled scores `[B, K, M, S]`, float32; anything behind the slots in use."""
-
-        def of(count: int) -> jax.Array:
-            parts = [part.scores(q_BKMH) for part in self.parts[:count]]
-            rest = self.slots - sum(part.slots for part in self.parts[:count])
-            return jnp.pad(jnp.concatenate(parts, axis=-1), [(0, 0)] * 3 + [(0, rest)])
-
-        return self._of_used(of)
-
-    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Values `[B, K, M, H]` by their weights, which are 0 behind the slots in use."""
-
-        def of(count: int) -> jax.Array:
-            pairs = [*zip(self._firsts, self.parts, strict=True)][:count]
-            return sum(
-                part.average(weights_BKMS[..., first : first + part.slots], dtype).astype(jnp.float32) for first, part in pairs
-            )  # type: ignore[return-value]
-
-        return self._of_used(of).astype(dtype)
-
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array) -> "Parted":
         """Each new key and value in its slot; a slot outside the store is dropped."""
 
@@ -298,13 +300,15 @@ class Parted:
         used_B = jnp.max(jnp.where(slots_BT1 < self.slots, slots_BT1 + 1, 0), axis=(1, 2))
         return Parted(tuple(map(written, self._firsts, self.parts)), used_B)
 
-    def _of_used(self, function: Callable[[int], jax.Array]) -> jax.Array:
-        """The function of as many parts as are in use by some row."""
+    def in_use(self, function: Callable[[Front], Any]) -> Any:
+        """The function of those parts that some row has got to; its outcome has the same shape for any of them."""
         number = jnp.sum(jnp.max(self.used_B) > jnp.asarray(self._firsts[1:], jnp.int32))
-        return jax.lax.switch(number, [partial(function, count + 1) for count in range(len(self.parts))])
+        fronts = [Front(self.parts[: count + 1]) for count in range(len(self.parts))]
+        return jax.lax.switch(number, [partial(function, front) for front in fronts])
 
 
 AnyStore = Store | LatentStore | Parted
+OneStore = Store | LatentStore | Front  # whose scores are those of all its slots
 
 
 def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None, dtype: DTypeLike) -> jax.Array:
