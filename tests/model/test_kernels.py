@@ -84,7 +84,8 @@ def test_chunked_attention_is_attention(monkeypatch, T, window, block, groups, s
 
 def test_chunked_attention_of_one_document_a_row():
     q, k, v, _ = drawn(20)
-    np.testing.assert_allclose(chunked_attention(q, k, v, None, None), in_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
+    out = jax.jit(lambda *x: chunked_attention(*x, None, None))(q, k, v)
+    np.testing.assert_allclose(out, in_float64(q, k, v, np.zeros((B, 20)), None), atol=2e-6)
 
 
 @pytest.mark.parametrize("cap, with_sinks", [(0.7, False), (None, True), (0.7, True)])
@@ -109,12 +110,18 @@ def test_chunked_attention_caps_its_scores_and_has_sinks(monkeypatch, cap, with_
 def test_values_may_have_another_size_than_keys():
     """Those of two halves side by side are the two halves of all."""
     q, k, v, segments = drawn(40)
-    wide = jax.jit(lambda q, k, v: jax.vjp(lambda *x: chunked_attention(*x, jnp.asarray(segments), 7), q, k, v))
-    parts, both = [wide(q, k, x) for x in (v, 2 * v[..., :5])], wide(q, k, np.concatenate([v, 2 * v[..., :5]], axis=-1))
-    np.testing.assert_allclose(both[0], np.concatenate([out for out, _ in parts], axis=-1), atol=2e-6)
-    d_out = np.random.default_rng(1).standard_normal(both[0].shape).astype(np.float32)
-    d_parts = [back(jnp.asarray(d)) for (_, back), d in zip(parts, (d_out[..., :H], d_out[..., H:]), strict=True)]
-    for mine, first, second in zip(both[1](jnp.asarray(d_out))[:2], *(d[:2] for d in d_parts), strict=True):
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, back = jax.vjp(lambda *x: chunked_attention(*x, jnp.asarray(segments), 7), q, k, v)
+        return out, back(d_out)
+
+    values = np.concatenate([v, 2 * v[..., :5]], axis=-1)
+    d_out = np.random.default_rng(1).standard_normal((*q.shape[:-1], H + 5)).astype(np.float32)
+    parts = [run(q, k, values[..., some], d_out[..., some]) for some in (np.s_[:H], np.s_[H:])]
+    out, both = run(q, k, values, d_out)
+    np.testing.assert_allclose(out, np.concatenate([out for out, _ in parts], axis=-1), atol=2e-6)
+    for mine, first, second in zip(both[:2], *(d[:2] for _, d in parts), strict=True):
         np.testing.assert_allclose(mine, first + second, atol=2e-5)
 
 

@@ -113,12 +113,11 @@ def test_dropout_masks_of_every_site():
         table_VD = np.asarray(built.state["embed"][...])
         np.testing.assert_allclose(embedding, np.where(embedding != 0, table_VD[tokens] / (1 - rate), 0), rtol=1e-6)
         if silent == "attention":
-            branch = np.asarray(block.ffn(block.norm2(jnp.asarray(embedding)), ALONE))
+            branch = np.asarray(jax.jit(lambda block, x: block.ffn(block.norm2(x), ALONE))(block, embedding))
         else:
             angles = rotary_angles(places(8, 32), 4, 1e4)
-            branch = np.asarray(
-                block.attention(block.norm1(jnp.asarray(embedding)), places(8, 32), angles, Fresh(), None, ALONE)[0]
-            )
+            attend = jax.jit(lambda block, x, *where: block.attention(block.norm1(x), *where, Fresh(), None, ALONE)[0])
+            branch = np.asarray(attend(block, embedding, places(8, 32), angles))
         np.testing.assert_allclose(first, np.where(first != 0, branch / (1 - rate), 0), rtol=1e-3, atol=1e-4)
         sites += [first != 0, second != 0]
     sites.append(embedding != 0)

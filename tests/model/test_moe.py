@@ -28,8 +28,13 @@ def test_products_in_tiles_and_their_derivatives(monkeypatch, sizes):
     monkeypatch.setattr(moe, "TILE", 8)
     random = np.random.default_rng(0)
     x, w, d_y = (random.standard_normal(shape).astype(np.float32) for shape in ((42, 6), (5, 6, 7), (42, 7)))
-    y, back = jax.vjp(lambda x, w: tiled_product(x, w, jnp.asarray(sizes)), x, w)
-    d_x, d_w = back(jnp.asarray(d_y))
+
+    @jax.jit
+    def run(x, w, d_y):
+        y, back = jax.vjp(lambda x, w: tiled_product(x, w, jnp.asarray(sizes)), x, w)
+        return y, *back(d_y)
+
+    y, d_x, d_w = run(x, w, d_y)
     wanted, expert_M = in_float64(x, w, sizes)
     np.testing.assert_allclose(y, wanted, atol=1e-5)
     np.testing.assert_allclose(d_x, [w[e] @ d for d, e in zip(d_y, expert_M, strict=True)], atol=1e-5)
@@ -60,7 +65,8 @@ def test_narrow_experts_are_the_wide_ones_they_say(dtype, rows, from_rows):
     )
     same = narrow.wide().kernel[...]
     wanted = np.array([np.tensordot(row, same[e], 1) for row, e in zip(x, expert_M, strict=True)])
-    np.testing.assert_allclose(narrow(x, groups), wanted, atol=2e-6 if from_rows is None else 0.03)
+    found = jax.jit(lambda narrow, *given: narrow(*given))(narrow, x, groups)
+    np.testing.assert_allclose(found, wanted, atol=2e-6 if from_rows is None else 0.03)
     assert np.abs(same - linear.kernel[...]).max() < 0.01 * np.abs(linear.kernel[...]).max()
 
 
@@ -70,7 +76,7 @@ def test_the_router_and_what_is_said_of_it():
     layer = MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(0), out_gain=1.0)
     x_ND = np.random.default_rng(0).standard_normal((30, 12)).astype(np.float32)
     layer.router.bias[...] = jnp.asarray([0.0, 0.3, -0.3, 0.0, 0.1])
-    experts_NK, weights_NK, routing = layer.router(x_ND, ALONE)
+    experts_NK, weights_NK, routing = jax.jit(lambda router, x_ND: router(x_ND, ALONE))(layer.router, x_ND)
     logits_NE = x_ND.astype(np.float64) @ np.asarray(layer.router.kernel[...], np.float64)
     scores_NE = np.exp(logits_NE) / np.exp(logits_NE).sum(axis=1, keepdims=True)
     order_NE = np.argsort(-(scores_NE + np.asarray(layer.router.bias[...])), axis=1)

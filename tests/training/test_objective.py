@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,16 @@ def batch():
     return Batch(tokens, targets, segments, (rng.random((3, 8)) < 0.7).astype(np.float32))
 
 
+@partial(jax.jit, static_argnames="chunk_logits")
+def summed(model, batch, key=None, chunk_logits=1 << 24):
+    return sums(model, batch, rngs=None if key is None else nnx.Rngs(dropout=key), chunk_logits=chunk_logits)
+
+
 def reference(model, batch):
     """The sums in float64 from the model's logits."""
     positions = np.broadcast_to(np.arange(8), (3, 8))
-    logits = np.asarray(model(batch.tokens_BT, jnp.array(positions), segments_BT=batch.segments_BT)[0], np.float64)
+    read = jax.jit(lambda model, batch: model(batch.tokens_BT, positions, segments_BT=batch.segments_BT)[0])
+    logits = np.asarray(read(model, batch), np.float64)
     normaliser = np.log(np.exp(logits).sum(-1))
     nats = normaliser - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
     return (nats * batch.mask_BT).sum(), (normaliser**2 * batch.mask_BT).sum(), batch.mask_BT.sum()
@@ -38,7 +45,7 @@ def reference(model, batch):
 
 @pytest.mark.parametrize("chunk_logits", [1 << 24, 7 * VOCABULARY, 8 * VOCABULARY, 1])
 def test_sums_equal_float64_in_one_piece_and_in_chunks(model, batch, chunk_logits):
-    got = sums(model, batch, chunk_logits=chunk_logits)
+    got = summed(model, batch, chunk_logits=chunk_logits)
     found = [float(x) for x in (got.nats, got.penalty, got.targets)]
     np.testing.assert_allclose(found, reference(model, batch), rtol=2e-6)
 
@@ -57,7 +64,7 @@ def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
             total = sums(nnx.merge(graph, state), batch, chunk_logits=chunk_logits)
             return total.nats + 0.1 * total.penalty
 
-        return jax.tree.leaves(jax.grad(loss)(state))
+        return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
 
     for whole, parts in zip(gradient("cpu", 1 << 24), gradient(platform, 5 * VOCABULARY), strict=True):
         np.testing.assert_allclose(whole, parts, atol=2e-5)
@@ -82,7 +89,7 @@ def test_chunks_never_hold_all_logits(optimised):
 
 def test_masked_targets_do_not_count(model, batch):
     other = np.where(batch.mask_BT == 0, (batch.targets_BT + 1) % VOCABULARY, batch.targets_BT)
-    assert float(sums(model, batch).nats) == float(sums(model, batch._replace(targets_BT=other)).nats)
+    assert float(summed(model, batch).nats) == float(summed(model, batch._replace(targets_BT=other)).nats)
 
 
 def test_documents_do_not_see_each_other(model, batch):
@@ -91,12 +98,12 @@ def test_documents_do_not_see_each_other(model, batch):
     batch = batch._replace(segments_BT=segments, mask_BT=mask)
     changed = batch.tokens_BT.copy()
     changed[:, :4] = (changed[:, :4] + 1) % VOCABULARY
-    assert float(sums(model, batch).nats) == float(sums(model, batch._replace(tokens_BT=changed)).nats)
+    assert float(summed(model, batch).nats) == float(summed(model, batch._replace(tokens_BT=changed)).nats)
 
 
 def test_dropout_only_with_a_key(model, batch):
-    plain = float(sums(model, batch).nats)
-    assert plain == float(sums(model, batch).nats)
-    first, again, other = (float(sums(model, batch, rngs=nnx.Rngs(dropout=seed)).nats) for seed in (1, 1, 2))
+    plain = float(summed(model, batch).nats)
+    assert plain == float(summed(model, batch).nats)
+    first, again, other = (float(summed(model, batch, jax.random.key(seed)).nats) for seed in (1, 1, 2))
     assert first == again
     assert len({plain, first, other}) == 3

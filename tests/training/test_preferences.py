@@ -52,16 +52,18 @@ def reference(logits, pairs, beta=BETA):
     return np.log1p(np.exp(-margin))[there].sum(), margin[there].sum(), (margin[there] > 0).sum(), gradient
 
 
+@jax.jit
 def logits_of(model, pairs):
     return model(pairs.tokens_P2T.reshape(8, 8), np.arange(8)[None])[0]
 
 
 def test_the_loss_equals_float64(model, pairs):
-    got, expected = preferences(model, pairs, BETA), reference(logits_of(model, pairs), pairs)
+    of_loss = jax.jit(lambda model, pairs: preferences(model, pairs, BETA))
+    got, expected = of_loss(model, pairs), reference(logits_of(model, pairs), pairs)
     np.testing.assert_allclose([got.nats, *got.rewards], expected[:3], rtol=1e-5)
     assert float(got.targets) == 3
-    logp = np.asarray(log_probabilities(model, pairs))
-    at_start = preferences(model, pairs._replace(reference_P2=logp), BETA)
+    logp = np.asarray(jax.jit(log_probabilities)(model, pairs))
+    at_start = of_loss(model, pairs._replace(reference_P2=logp))
     np.testing.assert_allclose([at_start.nats, *at_start.rewards], [3 * np.log(2), 0, 0], atol=1e-6)
 
 
