@@ -484,10 +484,12 @@ def test_ctrl_c_is_one_word(generate, monkeypatch):
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Where compiled programs are kept for the test's own processes."""
+    """Where compiled programs are kept for the test's own processes, all of them."""
     return {
         **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 
 import flax.serialization
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -228,7 +229,7 @@ def test_import_makes_a_run_like_any_other(tmp_path, capsys):
     old = write(tmp_path / "old", weights(), FLAT)
     assert main(["import", str(old), "--run_dir", str(tmp_path / "new")]) == 0
     model = load(tmp_path / "new").model
-    ours = np.asarray(model(TOKENS[None], np.arange(T)[None])[0][0])
+    ours = np.asarray(jax.jit(lambda model, *x: model(*x)[0][0])(model, TOKENS[None], np.arange(T)[None]))
     assert np.abs(ours - logits(old, TOKENS)).max() < 1e-5
     assert main(["import", str(tmp_path / "new"), "--run_dir", str(tmp_path / "newer")]) == 2
     assert "is a run directory of this version already" in capsys.readouterr().err and not (tmp_path / "newer").exists()

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,11 +24,16 @@ def examinee(run_dir):
     return Examinee(load(run_dir), {})
 
 
+@jax.jit
+def read(model, seen):
+    return model(seen, jnp.arange(CONTEXT)[None])[0][0]
+
+
 def logp(examinee, ids):
     """ln p of each token but the first, float64, and whether it is the likeliest."""
     seen = np.zeros((1, CONTEXT), np.int32)
     seen[0, : len(ids) - 1] = ids[:-1]
-    logits_TV = np.asarray(examinee.run.model(jnp.asarray(seen), jnp.arange(CONTEXT)[None])[0][0], np.float64)[: len(ids) - 1]
+    logits_TV = np.asarray(read(examinee.run.model, seen), np.float64)[: len(ids) - 1]
     all_TV = logits_TV - np.log(np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1, keepdims=True))
     all_TV -= logits_TV.max(1, keepdims=True)
     return all_TV[np.arange(len(ids) - 1), ids[1:]], all_TV.argmax(1) == ids[1:]
