@@ -85,7 +85,7 @@ def empty(built: Built, dtype=jnp.float32) -> KVCache:
     return make_cache(built.config, ROWS, LENGTH, dtype)
 
 
-# Of the positions and windows every second pair is exhaustive: those that tests/generation/test_cache.py has.
+# Of the positions and windows every second pair is exhaustive: their like is in tests/generation/test_cache.py.
 PAIRS = [
     pytest.param(c, marks=pytest.mark.exhaustive) if i < 16 and (i // 4 + i % 4) % 2 == 0 else c for i, c in enumerate(CONFIGS)
 ]
