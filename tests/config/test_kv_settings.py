@@ -151,7 +151,7 @@ def test_the_calibration_file_of_a_run_is_no_name_for_a_log():
         build_config({"logging": {"log_file": "kv_entropy.json"}})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(sections())
 def test_valid_sections_survive_the_disk_and_are_what_a_request_gives(tmp_path_factory, kv):
     config = build_config({"kv": kv.model_dump()})
@@ -161,7 +161,7 @@ def test_valid_sections_survive_the_disk_and_are_what_a_request_gives(tmp_path_f
     assert load_config(path) == config
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sections(), sections(), st.floats(0.01, 1), st.integers(1, 4096))
 def test_laws_of_laying_over(base, other, share, tokens):
     config = Config(kv=base)

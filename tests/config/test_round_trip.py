@@ -37,7 +37,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SETTINGS)
 def test_dump_and_load_are_inverse(tmp_path_factory, values):
     tree: dict = {}

@@ -114,13 +114,16 @@ def write(path, tree, config, name="model_weights.msgpack", sections=False):
     return path
 
 
+read = jax.jit(lambda model, tokens_1T, positions_1T: model(tokens_1T, positions_1T)[0][0])
+
+
 def logits(path, tokens):
     """Ours, of the run as it was read."""
     run = read_v0(path)
     settings = {f"{section}.{key}": value for section, keys in run.settings.items() for key, value in keys.items()}
     model = build_config({}, settings | {"model.dtype": "float32"}).architecture(V)
     built = blueprint(model)[0](dict(parameters(run, model)))
-    return np.asarray(built(np.asarray(tokens)[None], np.arange(len(tokens))[None])[0][0])
+    return np.asarray(read(built, np.asarray(tokens)[None], np.arange(len(tokens))[None]))
 
 
 TOKENS = np.random.default_rng(1).integers(0, V, T)
@@ -229,7 +232,7 @@ def test_import_makes_a_run_like_any_other(tmp_path, capsys):
     old = write(tmp_path / "old", weights(), FLAT)
     assert main(["import", str(old), "--run_dir", str(tmp_path / "new")]) == 0
     model = load(tmp_path / "new").model
-    ours = np.asarray(jax.jit(lambda model, *x: model(*x)[0][0])(model, TOKENS[None], np.arange(T)[None]))
+    ours = np.asarray(read(model, TOKENS[None], np.arange(T)[None]))
     assert np.abs(ours - logits(old, TOKENS)).max() < 1e-5
     assert main(["import", str(tmp_path / "new"), "--run_dir", str(tmp_path / "newer")]) == 2
     assert "is a run directory of this version already" in capsys.readouterr().err and not (tmp_path / "newer").exists()

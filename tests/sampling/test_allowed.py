@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from traced import traced
 
-from dantinox.sampling import SamplingParams, init_state, sample, trace
+from dantinox.sampling import SamplingParams, init_state, sample
 from dantinox.sampling.chain import unpack
 
 V, B = 100, 6
@@ -69,10 +70,10 @@ def test_a_row_that_may_have_any_token_is_untouched_and_nobody_else_is_moved():
     bits[1] = packed(some(1))[1]
     free = replace(params, allowed=jnp.asarray(EVERYTHING))
     one = replace(params, allowed=jnp.asarray(bits))
-    plain, all_free, constrained = (trace(LOGITS, each, start(params))[0] for each in (params, free, one))
-    plain = {name: np.asarray(x_BV) for name, x_BV in plain}
+    plain, all_free, constrained = (traced(LOGITS, each, start(params)) for each in (params, free, one))
+    plain = {name: np.asarray(x_BV) for name, x_BV in plain.items()}
     for others, rows in ((all_free, [*range(B)]), (constrained, [0, 2, 3, 4, 5])):
-        for name, x_BV in others:
+        for name, x_BV in others.items():
             np.testing.assert_array_equal(np.asarray(x_BV)[rows], plain.get(name, plain["model"])[rows], name)
     tokens = [np.asarray(draw(LOGITS, each, start(params))[0]) for each in (params, free, one)]
     np.testing.assert_array_equal(tokens[0], tokens[1])

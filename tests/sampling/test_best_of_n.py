@@ -130,13 +130,16 @@ def test_closed_form_is_the_sorted_one(V):
 def test_the_weight_of_the_log_probability_turns_the_choice_round():
     """Below 0 the least likely of the candidates is taken, with 0 the first one; the other weights move all alike."""
     x_V, raw_V = rows(1000)
+    explained = jax.jit(
+        lambda x_V, raw_V, key, config: module.best_candidate(
+            x_V, raw_V, key, NOTHING, MOST, partial(module.guide_score, config=config), draws=MOST
+        )
+    )
     for weight, ranked_V in ((0.3, raw_V), (-2.0, -raw_V), (0.0, np.zeros_like(raw_V))):
         got_V = np.exp(np.float64(BEST(x_V, raw_V, 12, weight)))
         np.testing.assert_allclose(got_V, reference(x_V, ranked_V, 12), rtol=1e-4, atol=1e-9)
         config = RouterConfig(score_logprob=weight, score_entropy=5.0, score_varentropy=-3.0)
-        found = module.best_candidate(
-            x_V, raw_V, jax.random.key(1), NOTHING, MOST, partial(module.guide_score, config=config), draws=MOST
-        )
+        found = explained(x_V, raw_V, jax.random.key(1), config)
         lifted_N = np.asarray(found.scores) - weight * np.asarray(found.logprobs)
         np.testing.assert_allclose(lifted_N, (1 - 1.0) * 5 + (1 - 2.0) * -3, rtol=1e-5)
         best = np.argmax(weight * np.asarray(found.logprobs)) if weight else 0
@@ -167,7 +170,7 @@ def test_full_windows():
     """256 candidates of a large vocabulary, the most that the router's top_k allows."""
     rng = np.random.default_rng(5)
     raw_V = rng.normal(0, 2, 1000).astype(np.float32)
-    x_V = np.asarray(steps.top_k(raw_V / np.float32(1.4), 256))
+    x_V = np.asarray(jax.jit(steps.top_k)(raw_V / np.float32(1.4), 256))
     got_V = np.exp(np.float64(BEST(x_V, raw_V, 12)))
     np.testing.assert_allclose(got_V, reference(x_V, raw_V, 12), rtol=1e-4, atol=1e-12)
 
@@ -221,7 +224,7 @@ def test_a_score_of_ones_own():
 @pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
 def test_there_is_a_score_per_candidate(score):
     with pytest.raises(UserError, match=r"score_fn must give a score per candidate, shape \(3,\), got shape \(2?,?\)"):
-        module.best_candidate(jnp.zeros(5), jnp.zeros(5), jax.random.key(0), NOTHING, 3, score, draws=3)
+        EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), NOTHING, 3, score_fn=score, draws=3)
 
 
 @pytest.mark.parametrize("n", [1, 3])

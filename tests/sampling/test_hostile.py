@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from traced import traced
 
 from dantinox.config import UserError
-from dantinox.sampling import SamplingParams, init_state, process_logits, trace
+from dantinox.sampling import SamplingParams, init_state, process_logits
 
 
 def test_a_state_for_another_text_compiles_nothing():
@@ -36,7 +37,7 @@ def test_a_bias_beyond_float32_is_the_largest_there_is_and_bans_nothing():
     logits_1V = jnp.asarray([[3.0, 1.0, 2.0]])
     params = SamplingParams.build({"logit_bias": {"1": -1e39, "2": 1e300}, "allowed_tokens": [1], "seed": 0})
     state = init_state(params, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool), 3)
-    steps = dict(trace(logits_1V, params, state)[0])
+    steps = traced(logits_1V, params, state)
     named = process_logits(logits_1V, [{"name": "logit_bias", "ids": [1, 2], "values": [-1e38, 1e38]}])
     largest = np.finfo(np.float32).max
     np.testing.assert_array_equal(steps["logit_bias"], [[3.0, -largest, largest]])

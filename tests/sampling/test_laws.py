@@ -16,7 +16,7 @@ from dantinox.sampling import process_logits, steps
 pytestmark = pytest.mark.slow
 
 V = 40
-laws = settings(max_examples=200, deadline=None)
+laws = settings(max_examples=100, deadline=None)
 
 # Every cut with a number that loosens it as a goes from 0 to 1.
 CUTS = {

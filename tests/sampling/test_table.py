@@ -7,10 +7,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from traced import traced
 
 from dantinox.config.generation import PRESETS, GenerationSection, step_order
 from dantinox.config.steps import NUMBERS, SETTINGS, STEPS
-from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps, trace
+from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
 BAN = -np.inf
@@ -105,8 +106,8 @@ def test_biased_sequences_of_a_batch_are_those_of_their_rows():
     prompt_BT = np.array([[5, 1, 2, 3, 4]] * 3)
     state = init_state(params, prompt_BT, np.ones((3, 5), bool), 7, 8)
     x_BV = np.float32([[0.5, -1, 2, 0, 3, -2, 1]] * 3)
-    (_, before_BV), (name, after_BV), *_ = trace(x_BV, params, state)[0]
-    assert name == "sequence_bias"
+    found = traced(x_BV, params, state)
+    before_BV, after_BV = found["model"], found["sequence_bias"]
     np.testing.assert_array_equal(after_BV[1:], before_BV[1:])
     np.testing.assert_array_equal(after_BV[0], np.float32([BAN, -2.5, 2, 0, 3, -2, 1]))
 
