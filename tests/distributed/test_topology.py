@@ -133,7 +133,7 @@ def test_parameters_alone_in_bfloat16(never_interrupted):
 
 def test_a_run_that_goes_on_with_other_devices_says_so(workshop, monkeypatch, never_interrupted):
     """From eight to four and to one; the losses are those of the same devices, but for the order of sums."""
-    given = {"model__dropout_rate": 0.0, "training__eval_every": 4}
+    given = {"model__dropout_rate": 0.0, "training__eval_every": 4, "training__optimizer": "adamw"}
     workshop.train("moved", small_config(training__steps=12, **MESH, **given))
     for steps, devices, changes in ((16, 4, {"distributed__fsdp": 2, "distributed__tensor": 2}), (20, 1, {})):
         on_first(monkeypatch, devices)

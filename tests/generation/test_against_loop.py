@@ -34,7 +34,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("name", "use_cache"), [("temperature", True), ("all", True), ("all", False)])
+@pytest.mark.parametrize(
+    ("name", "use_cache"),
+    [("temperature", True), pytest.param("all", True, marks=pytest.mark.exhaustive), ("all", False)],
+)
 def test_plans_of_their_own(name, use_cache):
     """Batches that have one setting in common, for which less is compiled than for mixed ones."""
     model, settings = builder.model(), SETTINGS[name]

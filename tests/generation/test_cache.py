@@ -12,10 +12,10 @@ PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 20
 WINDOWS = {"full": (None, None), "sliding": (4, 4), "mixed": (3, None)}
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# Every position with every window, and every number of key heads with each of both; every second pair is for the patient.
+# Every position with every window, and every number of key heads with each of both; every second pair is exhaustive.
 PAIRS = [(i, j) for i in range(4) for j in range(3)]
 KINDS = [
-    pytest.param(POSITIONS[i], list(WINDOWS)[j], (1, 2, 4)[(i + j) % 3], marks=[pytest.mark.slow] * ((i + j) % 2))
+    pytest.param(POSITIONS[i], list(WINDOWS)[j], (1, 2, 4)[(i + j) % 3], marks=[pytest.mark.exhaustive] * ((i + j) % 2))
     for i, j in PAIRS
 ]
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 CONFIG = builder.config(max_context=512, kv_heads=2)
 PROMPT, NEW, SLOTS = 70, 58, 128
-RATIOS = (0.5, 0.3, 0.2)
 POLICIES = ["snapkv+ema", "streaming", "tova", "h2o", "random"]
 
 
@@ -150,7 +149,8 @@ def test_a_text_that_fits_is_exact_and_said_to_be():
         assert report["bytes"] == report["full_bytes"] and report["ratio"] == 1 and not groups_of(running.cache)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# Of each policy tests/model/test_compressed.py shows it without the engine.
+@pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in POLICIES[1:])])
 def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
     config = builder.config(max_context=512, windows=(None, 60))
     model = builder.model(config)
@@ -171,7 +171,7 @@ def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
                 assert index == 1 or {0, 1, 2, 3} <= set(kept.tolist())
 
 
-@pytest.mark.parametrize("ratio", RATIOS[:2])
+@pytest.mark.parametrize("ratio", [0.5, pytest.param(0.3, marks=pytest.mark.exhaustive)])
 def test_decoding_holds_nothing_as_long_as_the_text(ratio, optimised):
     """No leaf and no tensor of the compiled program has an axis of N; little is allocated beside the cache, nothing copied."""
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
@@ -191,7 +191,7 @@ def test_decoding_holds_nothing_as_long_as_the_text(ratio, optimised):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "int8"])
 def test_narrow_keys_and_values_are_never_widened_at_once(dtype, optimised):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
@@ -231,7 +231,13 @@ def test_an_empty_slot_is_never_read_and_a_kept_one_is():
     assert (next_logits(kept_BKS) != plain).any()
 
 
-@pytest.mark.parametrize("kv", [{"budget": 0.4}, {"budget": 0.4, "dtype": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        pytest.param({"budget": 0.4}, marks=pytest.mark.exhaustive, id="float32"),
+        pytest.param({"budget": 0.4, "dtype": "int8"}, id="int8"),
+    ],
+)
 def test_a_row_is_what_it_is_alone(kv):
     """Rows of different length beside each other: tokens of the row alone, and the same positions kept."""
     config = builder.config(max_context=512, windows=(None, 48))

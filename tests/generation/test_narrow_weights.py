@@ -53,8 +53,8 @@ def rounded_model(model, weights):
     [
         pytest.param(TIED, "int8", id="tied, int8"),
         pytest.param(UNTIED, "bfloat16", id="untied, bfloat16"),
-        pytest.param(TIED, "bfloat16", id="tied, bfloat16", marks=pytest.mark.slow),
-        pytest.param(UNTIED, "int8", id="untied, int8", marks=pytest.mark.slow),
+        pytest.param(TIED, "bfloat16", id="tied, bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param(UNTIED, "int8", id="untied, int8", marks=pytest.mark.exhaustive),
     ],
 )
 def test_narrow_weights_are_the_rounded_ones(config, weights):

@@ -216,7 +216,14 @@ def attended(model, texts, prompt_lengths, slots):
     return np.stack(found, axis=1)
 
 
-@pytest.mark.parametrize("windows", [(None, None), (8, 8), (None, 5)], ids=["full", "ring", "mixed"])
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param((None, None), marks=pytest.mark.exhaustive, id="full"),
+        pytest.param((8, 8), marks=pytest.mark.exhaustive, id="ring"),
+        pytest.param((None, 5), id="mixed"),
+    ],
+)
 def test_metrics_know_nothing_of_slots_padding_and_cache(windows):
     """64 slots or 4,096, a short prompt beside a long one or alone, a ring or the whole text: the same to 1e-5."""
     model = builder.model(builder.config(windows=windows, max_context=4096))
