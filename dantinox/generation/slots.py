@@ -8,9 +8,9 @@ earlier text is bit for bit what would be read again.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,22 @@ class _Text:
     reports: bool = False
 
 
+T = TypeVar("T")
+
+
+class Spelt(Generic[T]):
+    """A value that is the same as another one whose `parts` are written the same: what a cache is asked for."""
+
+    def __init__(self, value: T, *parts: object):
+        self.value, self._text = value, repr(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spelt) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
 class Slots:
     """A running batch. Its methods are for one thread, but for `lane`, `ready` and `compile`.
 
@@ -147,8 +163,9 @@ class Slots:
         self._examples: dict[Lane, Config] = {}
         self._rows: dict[Lane, tuple[SamplingParams, DecodeState]] = {}
         self._programs: dict[Hashable, Any] = {}
-        self._compiling, self._remembering = Lock(), Lock()
-        self._ways: dict[str, Way] = {}  # by the settings, those used last at the end
+        self._compiling = Lock()
+        # Making the arrays takes some ten milliseconds beside a running program, and clients ask with the same settings again.
+        self._remembered = lru_cache(REMEMBERED)(self._way)
 
     # --- programs
 
@@ -233,21 +250,17 @@ class Slots:
         Raises:
           UserError: as `lane`; or a list of the settings is too long for a server, or names what is no token.
         """
-        # Making the arrays takes some ten milliseconds beside a running program, and clients ask with the same settings again.
         same = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": ()}  # what no array but the seed has of these
-        key = repr((config.generation.model_copy(update=same), config.router, config.kv))
-        with self._remembering:
-            way = self._ways.pop(key, None)
-        way = self._way(config) if way is None else way
-        with self._remembering:
-            self._ways[key] = way
-            if len(self._ways) > REMEMBERED:
-                del self._ways[next(iter(self._ways))]
+        generation = config.generation.model_copy(update=same)
+        way = self._remembered(
+            Spelt(config.model_copy(update={"generation": generation}), generation, config.router, config.kv)
+        )
         own: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
         return way._replace(params=replace(way.params, **own))
 
-    def _way(self, config: Config) -> Way:
-        lane, section, tokenizer = self.lane(config), config.generation, self._run.tokenizer
+    def _way(self, spelt: "Spelt[Config]") -> Way:
+        config, tokenizer = spelt.value, self._run.tokenizer
+        lane, section = self.lane(config), config.generation
         ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
         if len(ends) > END_IDS:
             raise UserError(

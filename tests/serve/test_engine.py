@@ -94,10 +94,9 @@ def test_seeded_asks_say_in_company_what_they_say_alone(engine, run):
     asyncio.run(both())
 
 
-def test_settings_that_come_again_are_looked_up(engine, run, monkeypatch):
+def test_settings_that_come_again_are_looked_up(engine, run):
     """Only what differs besides seed, length, samples and stop strings is made anew; the text is that of `generate`."""
-    made, make = [], engine._slots._way
-    monkeypatch.setattr(engine._slots, "_way", lambda config: made.append(config) or make(config))
+    made = engine._slots._remembered.cache_info().misses
 
     async def read():
         for seed, size in ((1, 9), (2, 20), (1, 9)):
@@ -107,7 +106,10 @@ def test_settings_that_come_again_are_looked_up(engine, run, monkeypatch):
         return engine.submit(ask(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
 
     asyncio.run(read())
-    assert [config.generation.top_k for config in made] == [7, 8]
+    assert engine._slots._remembered.cache_info().misses == made + 2
+    assert engine.settings({"top_k": 7, "seed": 5}).generation.seed == 5
+    with pytest.raises(UserError, match="seed"):
+        engine.settings({"top_k": 7, "seed": 2**32})
 
 
 def test_pieces_end_with_a_reason_and_have_their_tokens(engine, run):
