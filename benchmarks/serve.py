@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -138,14 +139,23 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
     engine.start()
     while engine.status().state == "loading":
         await asyncio.sleep(0.05)
-    seconds = []
+    url, seconds = httpx.URL(f"{target.url}/completions"), []
+    reader, writer = await asyncio.open_connection(url.host, url.port)  # kept open, as clients do
+    head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\ncontent-length: "
     for number in range(o.requests):
-        outside = (await ask(target, o, number, new=1)).total
+        body = {"model": target.model, "prompt": prompt(o, number), "max_tokens": 1, "seed": number, "temperature": 1.0}
+        content = json.dumps(body | target.extra).encode()
         begun = time.perf_counter()
+        writer.write(f"{head}{len(content)}\r\n\r\n".encode() + content)
+        length = re.search(rb"content-length: (\d+)", (await reader.readuntil(b"\r\n\r\n")).lower())
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        outside, begun = time.perf_counter() - begun, time.perf_counter()
         config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0, "ignore_eos": True})
         async for _ in engine.submit(Ask(tuple(run.prompt_ids(prompt(o, number))), config)):
             pass
         seconds.append((outside, time.perf_counter() - begun))
+    writer.close()
     engine.close()
     return np.array(seconds)
 

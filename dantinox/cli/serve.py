@@ -79,7 +79,9 @@ def serve(options: argparse.Namespace) -> int:
         print(f"{name} is loaded and warms up", file=sys.stderr, flush=True)
 
         def ready() -> None:
-            print(f"{name} is served at {where} (OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
+            print(
+                f"{name} is served at {where} (a page to write with it; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True
+            )
 
         return run_server(make_app(engine, told), engine, listener, told.limits, ready)
 

@@ -54,7 +54,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise UserError(f"cannot listen at {host} port {port}: {(error.strerror or str(error)).lower()}") from None
+        reason, _, _ = (error.strerror or str(error)).partition(" (while")  # which says again where
+        raise UserError(f"cannot listen at {host} port {port}: {reason.lower()}") from None
 
 
 def serve(app: ASGIApp, engine: Running, listener: socket.socket, limits: Limits, ready: Callable[[], None]) -> int:

@@ -161,7 +161,7 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     later = [{"preset": "koboldcpp", "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}]
     assert code == 0 and made[0].told == told | {"later": later}
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
-    assert capfd.readouterr().out == f"x is served at {url} (OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
+    assert capfd.readouterr().out == f"x is served at {url} (a page to write with it; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 
 
 def test_others_need_a_key(serve, tmp_path, monkeypatch):
