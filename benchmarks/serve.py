@@ -208,8 +208,9 @@ async def ask(target: Target, o: argparse.Namespace, number: int, new: int | Non
         writer.close()
     total, status = time.perf_counter() - begun, int(lines[0][0].split()[1])
     events = [(json.loads(line[6:]), at) for line, at in lines if line.startswith(b"data: {")]  # between them lengths of parts
-    tokens = max([(event.get("usage") or {}).get("completion_tokens", 0) for event, _ in events], default=0)
-    texts = [(event["choices"][0]["text"], at) for event, at in events if event["choices"]]
+    texts = [(event["choices"][0]["text"], at) for event, at in events if event.get("choices")]
+    used = [event["usage"]["completion_tokens"] for event, _ in events if event.get("usage")]
+    tokens = used[-1] if used else len(texts)  # of a peer that does not tell
     gaps = [after - before for (_, before), (_, after) in itertools.pairwise(texts)]
     return Timing(status, texts[0][1] - begun if texts else 0.0, gaps, total, tokens, "".join(text for text, _ in texts))
 
