@@ -310,8 +310,8 @@ async def load(target: Target, o: argparse.Namespace, alone: Callable[[], float]
     for clients in o.clients:
         found, seconds = await closed(target, o, clients)
         after = alone()
-        print(f"{target.name}, {clients} clients: without a server {before:.0f} tok/s before, {after:.0f} after")
         rows.append(row(f"{target.name}, {clients} clients", found, seconds, (before + after) / 2))
+        print(f"without a server {before:.0f} tok/s before, {after:.0f} after:", *rows[-1], sep=" | ", flush=True)
         rate, before = len(found) / seconds, after
     return rows, rate
 

@@ -1,0 +1,355 @@
+"""A server in use for a long time, by clients of all dialects, good and bad: `python -m tests.serve.soak [MINUTES]`.
+
+Of the requests 10 % are left in the middle, 5 % are malformed, 5 % are aborted, 1 % are read slowly, and every so often three
+times as many come at once as the queue has places. An answer to a seeded request has to be what it was when nobody else was
+there. At the end all slots are free, memory, descriptors and threads are as they were, nothing was compiled, and no
+status was 5xx but Kobold's word for a full queue.
+"""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .test_openai import BAD, CHAT, TEXT
+
+SLOTS, QUEUE, CONTEXT, CLIENTS, BURST_SECONDS = 4, 8, 512, 6, 20
+KOBOLD, KOBOLD_STREAM, OWN = "/api/v1/generate", "/api/extra/generate/stream", "/api/dantinox/generate"
+SHARES = {"leave": 0.10, "malformed": 0.05, "abort": 0.05, "slow": 0.01}  # the rest are good
+PROMPTS = ("a", "once upon a time", "the end. " * 20, "a long story that goes on and on; " * 12)
+SAMPLERS: list[dict[str, Any]] = [
+    {"temperature": 0}, {"temperature": 1.5}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.05, "temperature": 1.3},
+    {"typical_p": 0.6}, {"tail_free": 0.9}, {"mirostat": 2}, {"mirostat": 1, "mirostat_tau": 3.0}, {"repetition_penalty": 1.4},
+    {"dry_multiplier": 0.8, "dry_allowed_length": 1}, {"xtc_probability": 0.5, "xtc_threshold": 0.01},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"logit_bias": {"97": 5}}, {"n": 2}, {"logprobs": 5},
+    {"guided_regex": "[a-z ]{5,30}x"}, {"response_format": {"type": "json_object"}}, {"stop": ["e"]}, {"ignore_eos": True},
+    {"strategy": "entropy"}, {"dynatemp_low": 0.7, "dynatemp_high": 1.6, "temperature": 1.0},
+    {"smoothing_factor": 0.3}, {"top_n_sigma": 1.5},
+]  # fmt: skip
+KOBOLDS: list[dict[str, Any]] = [
+    {}, {"rep_pen": 1.2, "temperature": 0.9}, {"top_k": 5, "min_p": 0.1}, {"mirostat": 2}, {"memory": "Once. "},
+    {"sampler_order": [6, 0, 1, 3, 4, 2, 5], "stop_sequence": ["e"]}, {"dry_multiplier": 0.8, "xtc_probability": 0.4},
+    {"dynatemp_range": 0.4},
+]  # fmt: skip
+RAW = (
+    b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: evil\r\n\r\n",
+    b"POST /api/v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 3\r\n\r\n{\"a",
+)  # fmt: skip
+
+
+class Question(NamedTuple):
+    """A seeded request: where it is asked whole and where streamed."""
+
+    path: str
+    stream_path: str
+    body: dict[str, Any]
+
+
+class Reply(NamedTuple):
+    """A status, 0 where there was none, and what came."""
+
+    status: int
+    content: bytes
+
+
+def questions() -> list[Question]:
+    found = []
+    for number, sampler in enumerate(SAMPLERS):
+        given = {"max_tokens": 8 + number % 5 * 12, "seed": number, "temperature": 1.2} | sampler
+        found.append(Question(TEXT, TEXT, given | {"prompt": PROMPTS[number % 4]}))
+        if "logprobs" not in sampler:
+            found.append(Question(CHAT, CHAT, given | {"messages": [{"role": "user", "content": PROMPTS[(number + 1) % 4]}]}))
+    for number, sampler in enumerate(KOBOLDS):
+        given = {"max_length": 10 + 9 * number, "sampler_seed": 1 + number, "prompt": PROMPTS[number % 4]}
+        found.append(Question(KOBOLD, KOBOLD_STREAM, given | sampler))
+        settings = {"max_new_tokens": 20, "seed": number, "temperature": 1.1}
+        found.append(Question(OWN, OWN, {"prompt": PROMPTS[number % 4], "settings": settings, "alternatives": number}))
+    return found
+
+
+def said(question: Question, streamed: bool, content: bytes) -> list[str]:
+    """The texts of an answer."""
+    if not streamed and question.path != OWN:
+        found = json.loads(content)
+        if question.path == KOBOLD:
+            return [one["text"] for one in found["results"]]
+        return [one["text"] if "text" in one else one["message"]["content"] for one in found["choices"]]
+    texts: dict[int, str] = {}
+    for event in events(content):
+        assert "error" not in event, event
+        if question.path == KOBOLD:
+            texts[0] = texts.get(0, "") + event["token"]
+        elif question.path == OWN and "text" in event:
+            texts[event["sample"]] = texts.get(event["sample"], "") + event["text"]
+        for choice in event.get("choices", ()):
+            text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return [texts[index] for index in sorted(texts)]
+
+
+def events(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.split(b"\n"):
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
+
+
+async def exchange(port: int, data: bytes, most: int | None = None, pause: float = 0.0) -> Reply:
+    """Sends bytes and reads what comes: all of it, or `most` bytes before it leaves, or 64 at a time with a pause."""
+    options = socket.socket()
+    if pause:
+        options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    options.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(options, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=options, limit=4096 if pause else 65536)
+    found, until = b"", time.monotonic() + 30
+    try:
+        writer.write(data)
+        while part := await reader.read(64 if pause else 65536):
+            found += part
+            if most is not None and len(found) >= most:
+                break
+            if pause:
+                await asyncio.sleep(pause)
+                if time.monotonic() > until:
+                    break
+    except OSError:
+        pass
+    finally:
+        writer.close()
+    head, _, content = found.partition(b"\r\n\r\n")
+    status = re.match(rb"HTTP/1.1 (\d+)", head)
+    if b"transfer-encoding: chunked" in head.lower() and most is None and not pause:
+        content = b"".join(chunks(content))
+    return Reply(int(status[1]) if status else 0, content)
+
+
+def chunks(content: bytes) -> Iterator[bytes]:
+    while content:
+        size, _, content = content.partition(b"\r\n")
+        yield content[: int(size, 16)]
+        content = content[int(size, 16) + 2 :]
+
+
+def request(path: str, body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+class Soak:
+    """Clients of one server, and what they saw."""
+
+    def __init__(self, port: int):
+        self.port, self.chance, self.number = port, random.Random(0), 0
+        self.kinds: Counter[str] = Counter()
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self.wrong: list[str] = []
+        self.alone: list[tuple[Question, list[str]]] = []
+
+    async def ask_alone(self) -> None:
+        """Every question when nobody else is there, whole and streamed."""
+        for question in questions():
+            texts = []
+            for streamed in (False, True):
+                reply = await self.send(question, streamed)
+                assert reply.status == 200, (question, reply)
+                texts.append(said(question, streamed, reply.content))
+            assert all(text == texts[0] for text in texts), (question, texts)
+            self.alone.append((question, texts[0]))
+
+    async def send(self, question: Question, streamed: bool, **how: Any) -> Reply:
+        more = {"stream": True} if streamed and question.path in (TEXT, CHAT) else {}
+        path = question.stream_path if streamed else question.path
+        return await exchange(self.port, request(path, question.body | more), **how)
+
+    async def one(self) -> None:
+        """A request of some kind."""
+        draw, kind = self.chance.random(), "good"
+        for name, share in SHARES.items():
+            draw -= share
+            if draw < 0:
+                kind = name
+                break
+        self.kinds[kind] += 1
+        await getattr(self, kind)()
+
+    async def good(self) -> None:
+        (question, texts), streamed = self.chance.choice(self.alone), self.chance.random() < 0.6
+        reply = await self.send(question, streamed)
+        self.seen("good", reply, question.path)
+        if reply.status == 200:
+            self.kinds["compared"] += 1
+            if (found := said(question, streamed, reply.content)) != texts:
+                self.wrong.append(f"{question}: {found} instead of {texts}")
+
+    async def leave(self) -> None:
+        question, _ = self.chance.choice(self.alone)
+        await self.send(question, True, most=self.chance.choice((1, 300, 900)))
+
+    async def malformed(self) -> None:
+        if self.chance.random() < 0.3:
+            reply = await exchange(self.port, self.chance.choice(RAW), most=1)
+            self.statuses["raw bytes", reply.status] += 1
+            return
+        name = self.chance.choice([*BAD])
+        path = self.chance.choice((TEXT, CHAT))
+        value = self.chance.choice(BAD[name])
+        good = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+        reply = await exchange(self.port, request(path, good | {"max_tokens": 4} | {name: value}))
+        self.seen("malformed", reply, path)
+
+    async def abort(self) -> None:
+        self.number += 1
+        key = {"genkey": f"key{self.number}"}
+        question = Question(KOBOLD, KOBOLD_STREAM, {"prompt": "abort me", "max_length": 400} | key)
+        asked = asyncio.create_task(self.send(question, True))
+        await asyncio.sleep(0.2 * self.chance.random())
+        self.seen("abort", await exchange(self.port, request("/api/extra/abort", key)), "abort")
+        self.seen("aborted", await asked, KOBOLD)
+
+    async def slow(self) -> None:
+        body = {"prompt": "slow", "max_tokens": 300, "logprobs": 20, "ignore_eos": True, "temperature": 1.0}
+        await self.send(Question(TEXT, TEXT, body), True, pause=0.3)
+
+    def seen(self, kind: str, reply: Reply, path: str) -> None:
+        self.statuses[kind, reply.status] += 1
+        full = 503 if path == KOBOLD else 429
+        if reply.status not in ({200, full} if kind != "malformed" else {200, 400, 404, 429}):
+            self.wrong.append(f"{kind} {path}: {reply.status} {reply.content[:300]!r}")
+
+    async def use(self, seconds: float, process: "Process") -> None:
+        """So long, by a few clients with a burst now and then; what the process holds is written down meanwhile."""
+        until = time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < until:
+                await self.one()
+
+        async def bursts() -> None:
+            while time.monotonic() + BURST_SECONDS < until:
+                await asyncio.sleep(BURST_SECONDS)
+                self.kinds["bursts"] += 1
+                await asyncio.gather(*(self.good() for _ in range(3 * QUEUE)))
+
+        async def watch() -> None:
+            while time.monotonic() < until:
+                process.look()
+                await asyncio.sleep(min(5.0, seconds / 20))
+
+        await asyncio.gather(bursts(), watch(), *(client() for _ in range(CLIENTS)))
+
+
+class Process:
+    """What a process holds, time after time."""
+
+    def __init__(self, number: int):
+        self.path = Path(f"/proc/{number}")
+        self.rss, self.descriptors, self.threads = list[float](), list[int](), list[int]()
+
+    def look(self) -> None:
+        status = (self.path / "status").read_text()
+        self.rss.append(int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024)
+        self.threads.append(int(re.findall(r"Threads:\s+(\d+)", status)[0]))
+        self.descriptors.append(len([*(self.path / "fd").iterdir()]))
+
+
+def make_run(folder: Path) -> None:
+    """A small model with random weights and a vocabulary of bytes."""
+    from dantinox.config import TokenizerSection, build_config
+    from dantinox.model.parameters import blueprint
+    from dantinox.run import create_run, save_config, save_tokenizer, save_weights
+    from dantinox.text import train_tokenizer
+
+    size = {"dim": 64, "n_heads": 4, "kv_heads": 2, "num_blocks": 2, "hidden_dim": 128, "max_context": 1024, "dtype": "float32"}
+    config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    run, rng = create_run(folder), np.random.default_rng(0)
+    save_config(run, config)
+    save_tokenizer(run, tokenizer.to_json())
+    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    save_weights(run.weights, {name: 0.1 * rng.standard_normal(x.shape) + (x.ndim == 1) for name, x in shapes.items()})
+
+
+def number_of(metrics: bytes, name: str) -> float:
+    return float(re.findall(rf"^{name} (\S+)$".encode(), metrics, re.MULTILINE)[0])
+
+
+async def soak(port: int, process: Process, minutes: float) -> list[str]:
+    """What went wrong."""
+    trial, get = Soak(port), b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    await trial.ask_alone()
+    before = number_of((await exchange(port, get)).content, "dantinox_compilations_total")
+    print(f"{len(trial.alone)} questions alone; {before:.0f} compilations for other orders of the steps", flush=True)
+    warm, begun = 60 * minutes / 6, time.monotonic()
+    await trial.use(warm, process)
+    first = len(process.rss)
+    await trial.use(60 * minutes - warm, process)
+    print(f"{time.monotonic() - begun:.0f} s: {dict(trial.kinds)}")
+    print(f"statuses: { {f'{kind} {status}': count for (kind, status), count in sorted(trial.statuses.items())} }")
+    for _ in range(100):
+        metrics = (await exchange(port, get)).content
+        busy, queued = (number_of(metrics, f"dantinox_{name}") for name in ("busy", "queued"))
+        if busy == queued == 0:
+            break
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(2)
+    process.look()
+    compiled = number_of(metrics, "dantinox_compilations_total") - before
+    middle = len(process.rss) - (len(process.rss) - first) // 5
+    early, late = (
+        float(np.median(part)) for part in (process.rss[first : first + (middle - first) // 4], process.rss[middle:])
+    )
+    print(f"memory {early:.0f} MB behind the first sixth, {late:.0f} MB at the end: {late / early - 1:+.2%}")
+    held = f"descriptors {process.descriptors[0]} to {process.descriptors[-1]}, most {max(process.descriptors)}"
+    print(f"{held}; threads {process.threads[first]} to {process.threads[-1]}; busy {busy:.0f}, queued {queued:.0f}")
+    print(f"compiled meanwhile: {compiled:.0f}")
+    wrong = trial.wrong
+    bounds = {
+        "slots are busy or prompts wait": busy + queued == 0,
+        "programs were compiled": compiled == 0,
+        "descriptors are left": process.descriptors[-1] <= process.descriptors[0] + 1,
+        "threads are left": process.threads[-1] <= max(process.threads[: first + 1]),
+        "memory grew by more than 2 %": minutes < 30 or late <= 1.02 * early,
+    }
+    return wrong + [what for what, held in bounds.items() if not held]
+
+
+def main() -> int:
+    minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
+    with tempfile.TemporaryDirectory() as folder:
+        make_run(Path(folder) / "run")
+        sizes = {"--port": 0, "--slots": SLOTS, "--queue": QUEUE, "--context": CONTEXT, "--chat_template": "plain"}
+        command = [sys.executable, "-m", "dantinox", "serve", "--run_dir", f"{folder}/run"]
+        command += [str(word) for pair in sizes.items() for word in pair]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as server:
+            assert server.stdout is not None
+            found = re.search(r"http://127.0.0.1:(\d+)", server.stdout.readline())
+            assert found is not None
+            try:
+                wrong = asyncio.run(soak(int(found[1]), Process(server.pid), minutes))
+            finally:
+                server.send_signal(signal.SIGTERM)
+                code = server.wait(40)
+    wrong += [f"the server ended with {code}"] * (code != 0)
+    for line in wrong[:20]:
+        print("WRONG", line)
+    print("nothing was wrong" if not wrong else f"{len(wrong)} things were wrong")
+    return min(len(wrong), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
