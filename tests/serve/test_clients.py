@@ -10,7 +10,6 @@ import pytest
 
 from dantinox.serve.app import make_app
 from dantinox.serve.ask import Unavailable
-from dantinox.serve.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate
 
@@ -167,51 +166,6 @@ def test_lm_eval(url, monkeypatch):
     assert all(greedy for _, greedy in found)
     texts = model.generate_until([Instance("generate_until", {}, ("ab", {"until": ["time"], "max_gen_toks": 30}), 0)])
     assert texts == ["once upon a "]
-
-
-def test_schemathesis(engine):
-    """Requests made from the shapes of the bodies, good and bad: none is a fault of the server."""
-    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: make serve-test")
-    from hypothesis import HealthCheck, given, settings
-    from starlette.testclient import TestClient
-
-    bodies = {
-        "/v1/completions": CompletionBody,
-        "/v1/chat/completions": ChatBody,
-        "/tokenize": TokenizeBody,
-        "/detokenize": DetokenizeBody,
-    }
-    answers = {"200": {"description": "good"}}
-    paths = {path: {"post": {"requestBody": _body(body), "responses": answers}} for path, body in bodies.items()}
-    schema = schemathesis.openapi.from_dict({"openapi": "3.1.0", "info": {"title": "x", "version": "1"}, "paths": paths})
-    app = make_app(engine, Options(template=ChatTemplate.named("plain", BYTES)))
-    seen = []
-    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
-        for path in bodies:
-
-            @settings(max_examples=300, deadline=None, suppress_health_check=[*HealthCheck], database=None)
-            @given(case=schema[path]["POST"].as_strategy())
-            def send(case):
-                answer = http.post(case.path, json=case.body if isinstance(case.body, dict) else {})
-                seen.append(answer.status_code)
-                assert answer.status_code < 500, (case.body, answer.text)
-
-            send()
-    assert len(seen) > 500 and {200, 400} <= set(seen)
-
-
-def _body(model):
-    schema = model.model_json_schema(by_alias=True)
-    names = schema.pop("$defs", {})
-
-    def inlined(part):
-        if isinstance(part, dict):
-            if "$ref" in part:
-                return inlined(names[part["$ref"].rpartition("/")[2]])
-            return {name: inlined(value) for name, value in part.items()}
-        return [inlined(value) for value in part] if isinstance(part, list) else part
-
-    return {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}
 
 
 def test_curl(url):

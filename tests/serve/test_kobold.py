@@ -621,18 +621,6 @@ def test_paths_that_are_not_there_and_methods_that_are_not_taken(client):
         assert response.status_code == status and set(response.json()["detail"]) == {"msg", "type"}
 
 
-@given(st.dictionaries(st.sampled_from(sorted({*LITE, *NUMBERS, *COUNTS})), st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5),
-    st.lists(st.one_of(st.integers(-2, 8), st.text(max_size=3)), max_size=8),
-), max_size=6))  # fmt: skip
-@settings(max_examples=150, deadline=None)
-def test_whatever_comes_no_answer_is_the_servers_fault(body):
-    engine = FakeEngine(fake_run(context=32))
-    for client in clients(engine):
-        for path in ("/api/v1/generate", "/api/extra/generate/stream", "/api/extra/generate/check", "/api/extra/abort"):
-            assert client.post(path, json=body).status_code in (200, 400)
-
-
 # --- Lite
 
 

@@ -5,8 +5,6 @@ import logging
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, overlay
@@ -633,30 +631,6 @@ def test_bad_requests_are_refused_and_change_nothing(client, engine, path):
         refusal(answer, answer.status_code)
     assert len(engine.asked) == seen
     assert client.post(path, json=good).json()["choices"] == before
-
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**64), 2**64)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-known = st.sampled_from(sorted({*BAD, *BAD_CHAT, *KEYS, "top_logprobs", "user", "guided_grammar"}))
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([TEXT, CHAT]), st.dictionaries(known, json_values, max_size=4))
-def test_whatever_is_sent_is_no_fault_of_the_server(path, body):
-    engine = FakeEngine()
-    body = ({"messages": HELLO} if path == CHAT else {"prompt": "a"}) | body
-    answer = client_of(engine, template=TEMPLATE).post(path, json=body)
-    assert answer.status_code in (200, 400, 404), (body, answer.text)
-
-
-TEMPLATE = ChatTemplate.named("plain", BYTES)
 
 
 def test_other_vocabularies():

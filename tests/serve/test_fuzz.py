@@ -1,0 +1,138 @@
+"""Requests that nobody would send: none of them is a fault of the server, and the next good one is answered as before.
+
+`FUZZ=20000 pytest tests/serve/test_fuzz.py` sends so many; without it there are a few hundred.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from dantinox.config.overlay import KEYS
+from dantinox.serve.app import make_app
+from dantinox.serve.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from dantinox.serve.options import Options
+from dantinox.serve.own import GenerateBody
+from dantinox.text import ChatTemplate
+
+from . import test_kobold as kobold
+from .fakes import BYTES, FakeEngine, fake_run
+from .test_openai import BAD, BAD_CHAT, CHAT, HELLO, TEXT
+
+FUZZ = int(os.environ.get("FUZZ", 400))
+OPENAI = sorted({*BAD, *BAD_CHAT, *KEYS, "top_logprobs", "user", "guided_grammar"})
+KOBOLD = sorted({*kobold.LITE, *kobold.NUMBERS, *kobold.COUNTS, "grammar", "genkey", "memory"})
+OWN = sorted(GenerateBody.model_fields)
+# Path → fields that its dialect knows, and what a good request has.
+PATHS = {
+    TEXT: (OPENAI, {"prompt": "a"}),
+    CHAT: (OPENAI, {"messages": HELLO}),
+    "/tokenize": (["prompt", "messages", "add_special_tokens", "return_token_strs", "model"], {"prompt": "a"}),
+    "/detokenize": (["tokens", "model"], {"tokens": [97]}),
+    "/api/v1/generate": (KOBOLD, {"prompt": "a"}),
+    "/api/extra/generate/stream": (KOBOLD, {"prompt": "a"}),
+    "/api/extra/generate/check": (["genkey"], {}),
+    "/api/extra/abort": (["genkey"], {}),
+    "/api/extra/tokencount": (["prompt", "special"], {"prompt": "a"}),
+    "/api/dantinox/generate": (OWN, {"prompt": "a"}),
+}
+SHAPES = {TEXT: CompletionBody, CHAT: ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+EXPECTED = {200, 400, 404, 413, 415}
+
+names = st.text(max_size=8) | st.sampled_from([*KEYS])
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**64), 2**64)
+    | st.integers(-2, 9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.sampled_from([*KEYS]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+requests = st.sampled_from(sorted(PATHS)).flatmap(
+    lambda path: st.tuples(st.just(path), st.dictionaries(st.sampled_from(PATHS[path][0]), values, max_size=5))
+)
+
+
+@pytest.fixture
+def http():
+    """A client of a server; what it answered is counted, and at last a good request is answered as at first."""
+    engine, seen = FakeEngine(fake_run(context=48)), Counter()
+    app = make_app(engine, Options(template=ChatTemplate.named("plain", BYTES)))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+
+        def post(path, **content):
+            answer = client.post(path, **content)
+            seen[answer.status_code] += 1
+            assert answer.status_code in EXPECTED, (path, content, answer.status_code, answer.text)
+
+        def good():
+            return [client.post(path, json=PATHS[path][1] | {"max_tokens": 5}).json()["choices"] for path in (TEXT, CHAT)]
+
+        before = good()
+        yield post
+        assert good() == before and not engine.tasks
+        assert seen[400] >= 0.05 * seen.total(), seen
+
+
+def fuzzed(share):
+    """So much of the requests; nothing is kept from one run for the next."""
+    count = max(20, int(share * FUZZ))
+    return settings(max_examples=count, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+
+
+def test_fields_of_the_dialects(http):
+    @fuzzed(0.5)
+    @given(requests)
+    def send(request):
+        path, body = request
+        http(path, json=PATHS[path][1] | body)
+
+    send()
+
+
+def test_bodies_that_are_no_json(http):
+    headers = {"content-type": "application/json"}
+
+    @fuzzed(0.1)
+    @given(st.sampled_from(sorted(PATHS)), st.binary(max_size=60) | st.text('{}[]",:0e9tfn\\u ', max_size=40).map(str.encode))
+    def send(path, content):
+        http(path, content=content, headers=headers)
+
+    send()
+
+
+def test_schemathesis(http):
+    """Bodies made from the shapes that the server tells."""
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: make serve-test")
+    answers = {"200": {"description": "good"}}
+    paths = {path: {"post": {"requestBody": _body(shape), "responses": answers}} for path, shape in SHAPES.items()}
+    schema = schemathesis.openapi.from_dict({"openapi": "3.1.0", "info": {"title": "x", "version": "1"}, "paths": paths})
+    for path in SHAPES:
+
+        @fuzzed(0.4 / len(SHAPES))
+        @given(case=schema[path]["POST"].as_strategy())
+        def send(case):
+            http(case.path, json=case.body if isinstance(case.body, dict) else {})
+
+        send()
+
+
+def _body(model):
+    schema = model.model_json_schema(by_alias=True)
+    names = schema.pop("$defs", {})
+
+    def inlined(part):
+        if isinstance(part, dict):
+            if "$ref" in part:
+                return inlined(names[part["$ref"].rpartition("/")[2]])
+            return {name: inlined(value) for name, value in part.items()}
+        return [inlined(value) for value in part] if isinstance(part, list) else part
+
+    return {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}
