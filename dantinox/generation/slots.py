@@ -34,7 +34,7 @@ from dantinox.sampling.chain import ALL
 from dantinox.sampling.params import WORDS
 from dantinox.sampling.report import step_info
 
-READ_AT_ONCE = 128  # tokens of a prompt: long enough to be fast, short enough for others not to wait
+READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and of a prompt that comes again less would be read twice
 SHORTEST = 16
 ALTERNATIVES = 20  # reported at most
 REMEMBERED = 64  # settings whose arrays are kept

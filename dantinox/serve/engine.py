@@ -37,6 +37,7 @@ MOST_SAMPLES = 16
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of what is free
 FEW_STEPS = 4  # tokens of a chunk for which somebody waits
+PARTS = 2  # of a prompt that are read between two chunks
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]  # given the ids that end a text besides the end tokens
 
@@ -387,11 +388,11 @@ class Engine:
     def _read(self) -> bool:
         """Reads prompts; whether any.
 
-        While others are being decoded it is about one part, and more where those who wait for their first token are more than
+        While others are being decoded these are two parts, and more where those who wait for their first token are more than
         those who would wait for their next one; else all of the first prompt.
         """
         decoding, begun = len(self._slots.left()), False
-        budget = self._slots.part * max(1, len(self._scheduler.reading) // max(1, decoding))
+        budget = PARTS * self._slots.part * max(1, len(self._scheduler.reading) // max(1, decoding))
         while self._scheduler.reading and (budget > 0 or not self._slots.left()):
             job = self._scheduler.reading[0]
             slots, begun = self._scheduler.slots_of(job), True
