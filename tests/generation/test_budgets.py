@@ -233,9 +233,9 @@ def test_a_large_model_takes_no_time():
     L, K, N = 80, 64, 131_072
     weights_LK = head_weights(np.random.default_rng(0).gamma(1, 1, (L, K)), 0.3, 2.5)
     for weights in (weights_LK, np.ones((L, K))):
-        total, start = int(0.2 * L * K * N) + 1000, time.perf_counter()
+        total, start = int(0.2 * L * K * N) + 1000, time.process_time()
         spent = slots_of(allocate(weights, [N] * L, total, floor=20)).sum()
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
         assert 0 <= total - spent < UNIT
 
 
