@@ -34,7 +34,7 @@ from dantinox.sampling.chain import ALL
 from dantinox.sampling.params import WORDS
 from dantinox.sampling.report import step_info
 
-READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and of a prompt that comes again less would be read twice
+READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and more of a prompt that comes again would be read anew
 SHORTEST = 16
 ALTERNATIVES = 20  # reported at most
 REMEMBERED = 64  # settings whose arrays are kept
