@@ -36,7 +36,7 @@ from dantinox.serve.scheduler import Full, Scheduler
 MOST_SAMPLES = 16
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of what is free
-FEW_STEPS = 4  # tokens of a chunk for which somebody waits
+FEW_STEPS = 4  # tokens of a chunk between two parts of a prompt
 PARTS = 2  # of a prompt that are read between two chunks
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]  # given the ids that end a text besides the end tokens
@@ -434,11 +434,10 @@ class Engine:
         if not rows:
             return None
         steps = min(CHUNK, max(1, int(READER_SECONDS / self._step_seconds)), *self._slots.left().values())
-        first = any(not row.row.tokens for _, row in rows.values())
-        if self._scheduler.reading or first:
+        if self._scheduler.reading:
             steps = min(steps, FEW_STEPS)
-        if first and not self._scheduler.waiting:
-            steps = 1
+        elif not self._scheduler.waiting and any(not row.row.tokens for _, row in rows.values()):
+            steps = 1  # the first one at once; where a slot was waited for, it is a small part of the time
         self._steps = 1 if constrained else steps
         chunk = _Chunk(self._slots.dispatch(self._steps), rows)
         with self._lock:
