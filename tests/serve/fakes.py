@@ -81,7 +81,7 @@ class FakeEngine:
                 if answer in self.cancelled:
                     answer.give([Piece(sample, "", [], "cancelled")])
                     break
-                if self.fails is not None and number == 2:
+                if self.fails is not None and number >= 2:
                     answer.end(self.fails)
                     return
                 text = stops.push(speech.push([token]))
