@@ -114,13 +114,13 @@ class Spelt(Generic[T]):
     """A value that is the same as another one whose `parts` are written the same: what a cache is asked for."""
 
     def __init__(self, value: T, *parts: object):
-        self.value, self._text = value, repr(parts)
+        self.value, self.text = value, repr(parts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spelt) and self._text == other._text
+        return isinstance(other, Spelt) and self.text == other.text
 
     def __hash__(self) -> int:
-        return hash(self._text)
+        return hash(self.text)
 
 
 class Slots:

@@ -37,6 +37,7 @@ MOST_SAMPLES = 16
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of what is free
 FEW_STEPS = 4  # tokens of a chunk between two parts of a prompt
+LONGEST_REMEMBERED = 4096  # characters of settings
 PARTS = 2  # of a prompt that are read between two chunks
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]  # given the ids that end a text besides the end tokens
@@ -171,9 +172,12 @@ class Engine:
           UserError: a name or value is wrong, or needs what the server was not started with.
         """
         seed = given.get("seed")
-        if type(seed) is not int or not 0 <= seed < 2**32:
-            return self._overlaid(Spelt(given, given))
-        config = self._overlaid(Spelt(rest := {name: value for name, value in given.items() if name != "seed"}, rest))
+        apart = type(seed) is int and 0 <= seed < 2**32  # alone in being another one in every request
+        rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "seed" or not apart}
+        asked = Spelt(rest, rest)
+        config: Config = self._overlaid(asked) if len(asked.text) <= LONGEST_REMEMBERED else self._laid_over(asked)
+        if not apart:
+            return config
         return config.model_copy(update={"generation": config.generation.model_copy(update={"seed": seed})})
 
     def _laid_over(self, given: Spelt[Mapping[str, Any]]) -> Config:

@@ -107,7 +107,8 @@ def test_settings_that_come_again_are_looked_up(engine, run):
 
     asyncio.run(read())
     assert engine._slots._remembered.cache_info().misses == made + 2
-    assert engine.settings({"top_k": 7, "seed": 5}).generation.seed == 5
+    assert [engine.settings({"top_k": 7, "seed": seed}).generation.seed for seed in (5, 6)] == [5, 6]
+    assert engine.settings({"stop": ["a" * 5000], "seed": 5}).generation.stop == ("a" * 5000,)
     with pytest.raises(UserError, match="seed"):
         engine.settings({"top_k": 7, "seed": 2**32})
 
