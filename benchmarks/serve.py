@@ -5,7 +5,7 @@ Starts `dantinox serve` with a random model of 10 M parameters (or a run of your
 * closed loop: 1, 8 and 32 clients, each asking again when it is answered; open loop: requests that come by chance, at .7 of the
   rate that the closed loop reached, and at ten times that rate, where most are turned away
 * `of offline`: tokens per second over those of `Run.generate` before and after, with as many rows as the server has slots
-* HTTP minus in-process: one token for an idle server, over HTTP and from an `Engine` in this process
+* HTTP minus in-process: one token for an idle server, over HTTP and from an `AsyncEngine` in this process
 * seeded requests alone and then in the company of others: how many say the same
 * a story that is sent again with its continuation: how much sooner its first token comes
 * abandoned requests, and how long the next one takes
@@ -131,11 +131,11 @@ def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
 async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.ndarray:
     """Seconds `[requests, 2]` that one token takes, over HTTP and from an engine in this process, in turns; both are idle."""
     import dantinox
-    from dantinox.serve.ask import Ask
-    from dantinox.serve.engine import Engine
+    from dantinox.generation.request import GenerationRequest
+    from dantinox.serve.async_engine import AsyncEngine
 
     run = dantinox.load(run_dir)
-    engine = Engine(run, slots=o.slots)
+    engine = AsyncEngine(run, slots=o.slots)
     engine.start()
     while engine.status().state == "loading":
         await asyncio.sleep(0.05)
@@ -152,7 +152,7 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
         await reader.readexactly(int(length[1]))
         outside, begun = time.perf_counter() - begun, time.perf_counter()
         config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0, "ignore_eos": True})
-        async for _ in engine.submit(Ask(tuple(run.prompt_ids(prompt(o, number))), config)):
+        async for _ in engine.submit(GenerationRequest(tuple(run.prompt_ids(prompt(o, number))), config)):
             pass
         seconds.append((outside, time.perf_counter() - begun))
     writer.close()

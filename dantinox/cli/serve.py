@@ -57,7 +57,7 @@ def serve(options: argparse.Namespace) -> int:
         use_compilation_cache()
         from dantinox.generation import load
         from dantinox.serve.app import make_app
-        from dantinox.serve.engine import Engine
+        from dantinox.serve.async_engine import AsyncEngine
         from dantinox.serve.kobold_bodies import usual
         from dantinox.serve.options import Options
         from dantinox.serve.server import serve as run_server
@@ -71,7 +71,7 @@ def serve(options: argparse.Namespace) -> int:
             template = ChatTemplate.load(own, run.tokenizer)
         later = [] if options.lite is None else usual(config.generation)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
-        engine = Engine(run, **sizes, name=name, given=settings, later=later)
+        engine = AsyncEngine(run, **sizes, name=name, given=settings, later=later)
         told = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):

@@ -13,10 +13,11 @@ from starlette.types import ASGIApp
 
 from dantinox.config import UserError
 from dantinox.serve import kobold, lite, openai, own, tokens
-from dantinox.serve.ask import Busy, Serving, Unavailable
+from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.guard import Refused, guarded, refused
 from dantinox.serve.metrics import Measured, Metrics, counted
 from dantinox.serve.options import Options
+from dantinox.serve.response_stream import EngineProtocol
 
 
 class Dialect(NamedTuple):
@@ -29,7 +30,7 @@ class Dialect(NamedTuple):
       public: paths that need no key.
     """
 
-    routes: Callable[[Serving, Options], list[Route]]
+    routes: Callable[[EngineProtocol, Options], list[Route]]
     prefix: str
     error: Callable[[Refused], Response]
     public: tuple[str, ...] = ()
@@ -44,7 +45,7 @@ DIALECTS = (
 )
 
 
-def make_app(engine: Serving, options: Options | None = None) -> ASGIApp:
+def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     """An ASGI application that serves an engine in all dialects.
 
     Besides their routes it has `/health` (200 when prompts are taken, else 503 and why) and `/metrics` (Prometheus).
@@ -79,7 +80,7 @@ def make_app(engine: Serving, options: Options | None = None) -> ASGIApp:
     return counted(guarded(app, options, public.__contains__, _worded), metrics, paths)
 
 
-def _health(engine: Serving) -> Response:
+def _health(engine: EngineProtocol) -> Response:
     status = engine.status()
     doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
     known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}

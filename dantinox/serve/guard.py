@@ -27,8 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dantinox.config import Config, UserError
 from dantinox.config.files import flat_name
 from dantinox.files import on_one_line, shown
-from dantinox.serve.ask import Busy, Serving, Unavailable
+from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.options import Limits, Options
+from dantinox.serve.response_stream import EngineProtocol
 
 SAMPLES, STOPS, STOP_LENGTH = 16, 32, 512  # of one prompt; texts that end it, and characters of one
 LARGEST = 2**32  # number of a setting: products of two are finite in float32
@@ -188,12 +189,12 @@ def _check_text(text: str) -> None:
 # --- settings
 
 
-def client_settings(engine: Serving, given: Mapping[str, Any]) -> Config:
+def client_settings(engine: EngineProtocol, given: Mapping[str, Any]) -> Config:
     """The settings of a request, of which a client may give less than the person who starts the server.
 
     Raises:
       Refused: 400, a file is named, or a number, a count or a text is larger than anybody needs.
-      UserError: as `Serving.settings`.
+      UserError: as `EngineProtocol.settings`.
     """
     if "kv_calibration" in given:
         raise Refused(400, "kv.calibration names a file: it is set when the server starts", param="kv_calibration")

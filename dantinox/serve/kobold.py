@@ -19,13 +19,15 @@ from dantinox import __version__
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.steps import is_digits
 from dantinox.files import shown
+from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.words import containing
-from dantinox.serve.ask import Answer, Ask, Piece, Record, Serving, Unavailable
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.guard import Refused, client_settings, events, json_body, refused
 from dantinox.serve.kobold_bodies import ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody, read
 from dantinox.serve.kobold_prompt import LEAST, Tags, encode, fitted, split_stops
 from dantinox.serve.openai import ChatChances
 from dantinox.serve.options import Options
+from dantinox.serve.response_stream import EngineProtocol, ResponseStream
 from dantinox.serve.spelling import LONG
 from dantinox.text import Tokenizer
 
@@ -59,12 +61,12 @@ class Generation:
       aborted: whether somebody asked for its end.
     """
 
-    def __init__(self, key: str, answer: Answer):
+    def __init__(self, key: str, answer: ResponseStream):
         samples = answer.ask.config.generation.n
         self.key, self.answer = key, answer
         self.texts, self.tokens = [""] * samples, [0] * samples
         self.reasons: list[str | None] = [None] * samples
-        self.records: list[Record] = []
+        self.records: list[TokenRecord] = []
         self.ended: float | None = None
         self.aborted = False
 
@@ -72,7 +74,7 @@ class Generation:
         self.aborted = True
         self.answer.cancel()
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[Delta, None]:
         """The pieces as they come; what has not ended is cancelled when this is closed.
 
         Raises:
@@ -136,7 +138,7 @@ class Generations:
         return found
 
 
-def routes(engine: Serving, options: Options) -> list[Route]:
+def routes(engine: EngineProtocol, options: Options) -> list[Route]:
     """The routes of this dialect."""
     generations, tags = Generations(), Tags(options.template)
     return [
@@ -157,7 +159,7 @@ def _always(path: str, tell: Callable[[], Any]) -> list[Route]:
     return [Route(path.replace("/v1/", f"/{version}/"), respond) for version in dict.fromkeys(("v1", "latest"))]
 
 
-def _told(engine: Serving, options: Options) -> list[Route]:
+def _told(engine: EngineProtocol, options: Options) -> list[Route]:
     """What a server tells of itself."""
     about = {"result": "KoboldCpp", "version": LEVEL, "protected": options.key is not None}
     about |= dict.fromkeys(ABILITIES, False) | {"server": f"DantinoX {__version__}"}
@@ -191,7 +193,7 @@ def _told(engine: Serving, options: Options) -> list[Route]:
     ]
 
 
-def _of_texts(engine: Serving) -> list[Route]:
+def _of_texts(engine: EngineProtocol) -> list[Route]:
     """Text to token ids and back."""
     tokenizer = engine.run.tokenizer
 
@@ -221,7 +223,7 @@ def _check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
         raise Refused(400, f"{name} must hold token ids in [0, {tokenizer.vocab_size}), got {shown(wrong)}", param=name)
 
 
-def _of_generations(engine: Serving, generations: Generations) -> list[Route]:
+def _of_generations(engine: EngineProtocol, generations: Generations) -> list[Route]:
     """What is asked about generations of other requests."""
 
     async def found(request: Request, live: bool = False) -> list[Generation]:
@@ -250,14 +252,14 @@ def _of_generations(engine: Serving, generations: Generations) -> list[Route]:
     ]
 
 
-def _logprobs(engine: Serving, generation: Generation) -> dict[str, Any] | None:
+def _logprobs(engine: EngineProtocol, generation: Generation) -> dict[str, Any] | None:
     """Those of the first sample, None where they were not asked for."""
     if generation.answer.ask.logprobs is None:
         return None
     return ChatChances(engine.run.tokenizer, generation.answer.ask, "")(generation.records)
 
 
-def _perf(engine: Serving, generations: Generations) -> dict[str, Any]:
+def _perf(engine: EngineProtocol, generations: Generations) -> dict[str, Any]:
     """How the last generation went, and how the server is."""
     status, now, last = engine.status(), time.monotonic(), generations.last
     found: dict[str, Any] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
@@ -272,7 +274,7 @@ def _perf(engine: Serving, generations: Generations) -> dict[str, Any]:
     return found
 
 
-def _generating(engine: Serving, tags: Tags, generations: Generations) -> list[Route]:
+def _generating(engine: EngineProtocol, tags: Tags, generations: Generations) -> list[Route]:
     """Texts, whole and streamed."""
 
     async def begin(request: Request, streamed: bool) -> Generation:
@@ -282,7 +284,9 @@ def _generating(engine: Serving, tags: Tags, generations: Generations) -> list[R
         ask = await _ask(engine, tags, body)
         if streamed and ask.config.generation.n > 1:  # the run's own number
             one = ask.config.generation.model_copy(update={"n": 1})
-            ask = Ask(ask.ids, ask.config.model_copy(update={"generation": one}), ask.logprobs, False, ask.constraint)
+            ask = GenerationRequest(
+                ask.ids, ask.config.model_copy(update={"generation": one}), ask.logprobs, False, ask.constraint
+            )
         generation = Generation(body.genkey or "", engine.submit(ask))
         generations.add(generation)
         return generation
@@ -314,7 +318,7 @@ def _generating(engine: Serving, tags: Tags, generations: Generations) -> list[R
     ]
 
 
-async def _ask(engine: Serving, tags: Tags, body: GenerateBody) -> Ask:
+async def _ask(engine: EngineProtocol, tags: Tags, body: GenerateBody) -> GenerationRequest:
     """What a request asks for.
 
     Raises:
@@ -348,7 +352,9 @@ async def _ask(engine: Serving, tags: Tags, body: GenerateBody) -> Ask:
         raise Refused(400, str(problem), param="prompt") from None
     generation = config.generation.model_copy(update={"max_new_tokens": new})
     logprobs = min(ALTERNATIVES, run.tokenizer.vocab_size) if body.logprobs else None
-    return Ask(tuple(found), config.model_copy(update={"generation": generation}), logprobs, False, body.constraint())
+    return GenerationRequest(
+        tuple(found), config.model_copy(update={"generation": generation}), logprobs, False, body.constraint()
+    )
 
 
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dantinox.config import GenerationSection
 from dantinox.config.overlay import KEYS
 from dantinox.config.steps import is_digits
 from dantinox.files import on_one_line, shown
-from dantinox.serve.ask import Constraint
+from dantinox.generation.constraint import Constraint
 from dantinox.serve.guard import SAMPLES, Refused, parse_json
 
 ALTERNATIVES = 5  # that are reported with a token
@@ -157,7 +157,7 @@ class GenerateBody(_Body):
         return Constraint("gbnf", self.grammar) if self.grammar and self.grammar.strip() else None
 
     def given(self, base: GenerationSection) -> dict[str, Any]:
-        """The settings that the request gives over those of the run, as `Serving.settings` takes them.
+        """The settings that the request gives over those of the run, as `EngineProtocol.settings` takes them.
 
         Values that switch a step off there switch it off here, and what refines a step that is off is left out. Keys of our own
         that the dialect has no name for are taken as they are. Under the entropy router it alone chooses tokens, and only the

@@ -6,8 +6,8 @@ from starlette.routing import Route
 
 from dantinox.config import UserError
 from dantinox.files import shown
-from dantinox.serve.ask import Serving
 from dantinox.serve.options import Options
+from dantinox.serve.response_stream import EngineProtocol
 
 # Its scripts and styles stand in the page and it makes more as it runs; but nothing of a story leaves for another server.
 POLICY = (
@@ -17,7 +17,7 @@ POLICY = (
 )
 
 
-def routes(engine: Serving, options: Options) -> list[Route]:
+def routes(engine: EngineProtocol, options: Options) -> list[Route]:
     """`/lite`, where the server was given a copy: the file, or the `index.html` of the folder.
 
     Raises:

@@ -8,7 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dantinox.config import Config
-from dantinox.serve.ask import Answer, Ask, Serving, Status
+from dantinox.generation.request import GenerationRequest
+from dantinox.serve.response_stream import EngineProtocol, ResponseStream, Status
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -31,7 +32,7 @@ class Metrics:
       registry: what `/metrics` shows.
     """
 
-    def __init__(self, engine: Serving):
+    def __init__(self, engine: EngineProtocol):
         self._engine = engine
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]
@@ -57,7 +58,7 @@ class Metrics:
         for name, text in COUNTED.items():
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
 
-    def observe(self, answer: Answer) -> None:
+    def observe(self, answer: ResponseStream) -> None:
         """Takes note of an answer that has been read to its end."""
         stats = answer.stats
         self._queued.observe(stats.queued_seconds)
@@ -75,14 +76,14 @@ class Metrics:
 class Measured:
     """An engine whose answers are observed as they end."""
 
-    def __init__(self, engine: Serving, metrics: Metrics):
+    def __init__(self, engine: EngineProtocol, metrics: Metrics):
         self._engine, self._metrics = engine, metrics
         self.run, self.name = engine.run, engine.name
 
     def settings(self, given: Mapping[str, Any]) -> Config:
         return self._engine.settings(given)
 
-    def submit(self, ask: Ask) -> Answer:
+    def submit(self, ask: GenerationRequest) -> ResponseStream:
         answer = self._engine.submit(ask)
         answer.when_read.append(self._metrics.observe)
         return answer

@@ -20,10 +20,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dantinox.config import Config
-from dantinox.serve.ask import Answer, Ask, Busy, Piece, Record, Serving, Unavailable
+from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
+from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.guard import Refused, client_settings, events, json_body, refused
 from dantinox.serve.openai_bodies import Body, ChatBody, CompletionBody, Message, read
 from dantinox.serve.options import Options
+from dantinox.serve.response_stream import EngineProtocol, ResponseStream
 from dantinox.serve.spelling import bytes_of, name_of, prompt_ids
 from dantinox.text import ChatTemplate, Tokenizer
 
@@ -35,7 +37,7 @@ DONE = b"data: [DONE]\n\n"
 log = logging.getLogger("dantinox.serve")
 
 
-def routes(engine: Serving, options: Options) -> list[Route]:
+def routes(engine: EngineProtocol, options: Options) -> list[Route]:
     """The routes of this dialect."""
     renderer = Renderer(options.template)
     created = int(time.time())
@@ -59,7 +61,7 @@ def routes(engine: Serving, options: Options) -> list[Route]:
         size = engine.run.tokenizer.vocab_size
         logprobs = None if body.logprobs is None else min(body.logprobs, size)
         echo, constraint = bool(body.echo), body.constraint()
-        asks = [Ask(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
+        asks = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
         texts = (
             [engine.run.tokenizer.decode(p) if isinstance(p, list) else p for p in body.prompt] if echo else [""] * len(asks)
         )
@@ -74,7 +76,9 @@ def routes(engine: Serving, options: Options) -> list[Route]:
         config = with_ends(config, ends.difference(engine.run.tokenizer.stop_ids))
         size = engine.run.tokenizer.vocab_size
         logprobs = min(body.top_logprobs or 0, size) if body.logprobs else None
-        return await _answered(engine, [Ask(tuple(ids), config, logprobs, False, body.constraint())], CHAT, body, [""])
+        return await _answered(
+            engine, [GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())], CHAT, body, [""]
+        )
 
     return [
         Route("/v1/models", models),
@@ -94,7 +98,7 @@ def _error(problem: Refused) -> dict[str, Any]:
     return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
-def check_model(engine: Serving, name: str | None) -> None:
+def check_model(engine: EngineProtocol, name: str | None) -> None:
     """Raises Refused, 404, for the name of another model."""
     if name is not None and name != engine.name:
         message = f"there is no model {name[:60]!r} here: this server has {engine.name!r}"
@@ -144,14 +148,14 @@ class Renderer:
 class TextChances:
     """The log-probabilities of one choice of a completion, as lists that go on where they ended."""
 
-    def __init__(self, tokenizer: Tokenizer, ask: Ask, head: str):
+    def __init__(self, tokenizer: Tokenizer, ask: GenerationRequest, head: str):
         self._tokenizer, self._at = tokenizer, 0
         self._detokenizer = tokenizer.detokenizer()
         if not ask.echo:
             self._detokenizer.push(ask.ids[-PRIMED:])
             self._at = len(head)
 
-    def __call__(self, records: Sequence[Record]) -> dict[str, list[Any]]:
+    def __call__(self, records: Sequence[TokenRecord]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for record in records:
             name, own = name_of(self._tokenizer, record["id"]), _chance(record)
@@ -171,23 +175,23 @@ class TextChances:
 class ChatChances:
     """The log-probabilities of one choice of a chat."""
 
-    def __init__(self, tokenizer: Tokenizer, ask: Ask, head: str):
+    def __init__(self, tokenizer: Tokenizer, ask: GenerationRequest, head: str):
         self._tokenizer = tokenizer
 
-    def __call__(self, records: Sequence[Record]) -> dict[str, list[Any]]:
+    def __call__(self, records: Sequence[TokenRecord]) -> dict[str, list[Any]]:
         content = [
             self._entry(record) | {"top_logprobs": [self._entry(other) for other in record.get("alternatives", ())]}
             for record in records
         ]
         return {"content": content, "refusal": []}
 
-    def _entry(self, record: Record) -> dict[str, Any]:
+    def _entry(self, record: TokenRecord) -> dict[str, Any]:
         data = bytes_of(self._tokenizer, record["id"])
         name = name_of(self._tokenizer, record["id"])
         return {"token": name, "logprob": _chance(record), "bytes": None if data is None else list(data)}
 
 
-def _chance(record: Record) -> float | None:
+def _chance(record: TokenRecord) -> float | None:
     """ln p of the model; None where nothing was reported."""
     value = record.get("logprob")
     return value if value is None else max(value, NO_CHANCE)
@@ -202,7 +206,7 @@ class Form(NamedTuple):
     id: str
     whole: str  # the object's name, and that of its parts
     part: str
-    chances: Callable[[Tokenizer, Ask, str], Callable[[Sequence[Record]], dict[str, list[Any]]]]
+    chances: Callable[[Tokenizer, GenerationRequest, str], Callable[[Sequence[TokenRecord]], dict[str, list[Any]]]]
     message: Callable[[str], dict[str, Any]]
     delta: Callable[[str], dict[str, Any]]
     opening: dict[str, Any] | None  # the first delta, where there is one by itself
@@ -229,10 +233,12 @@ class Gain(NamedTuple):
     text: str
     logprobs: dict[str, list[Any]] | None
     finish_reason: str | None
-    answer: Answer
+    answer: ResponseStream
 
 
-async def _answered(engine: Serving, asks: Sequence[Ask], form: Form, body: Body, heads: Sequence[str]) -> ASGIApp:
+async def _answered(
+    engine: EngineProtocol, asks: Sequence[GenerationRequest], form: Form, body: Body, heads: Sequence[str]
+) -> ASGIApp:
     """The response to a request, once its first piece is there: until then an error has a status of its own.
 
     Args:
@@ -254,12 +260,12 @@ async def _answered(engine: Serving, asks: Sequence[Ask], form: Form, body: Body
 
 
 async def _whole(
-    gains: AsyncGenerator[Gain, None], asks: Sequence[Ask], form: Form, frame: Mapping[str, Any]
+    gains: AsyncGenerator[Gain, None], asks: Sequence[GenerationRequest], form: Form, frame: Mapping[str, Any]
 ) -> dict[str, Any]:
     texts: dict[int, list[str]] = {}
     chances: dict[int, dict[str, list[Any]] | None] = {}
     reasons: dict[int, str | None] = {}
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ResponseStream] = {}
     async for gain in gains:
         texts.setdefault(gain.choice, []).append(gain.text)
         reasons[gain.choice] = gain.finish_reason
@@ -278,7 +284,7 @@ async def _whole(
 async def _chunks(
     first: Gain,
     gains: AsyncGenerator[Gain, None],
-    asks: Sequence[Ask],
+    asks: Sequence[GenerationRequest],
     form: Form,
     frame: Mapping[str, Any],
     with_usage: bool,
@@ -286,7 +292,7 @@ async def _chunks(
     """The events of a stream; an error in the midst of it is one too."""
     frame = {**frame, "object": form.part}
     usage: dict[str, Any] = {"usage": None} if with_usage else {}
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ResponseStream] = {}
 
     def chunk(index: int, words: Mapping[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
         return _event({**frame, "choices": [{"index": index, **words, "logprobs": logprobs, "finish_reason": reason}], **usage})
@@ -323,21 +329,23 @@ def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
 
 
-def _usage(asks: Sequence[Ask], answers: Any) -> dict[str, Any]:
+def _usage(asks: Sequence[GenerationRequest], answers: Any) -> dict[str, Any]:
     stats = [answer.stats for answer in answers]
     prompt, new = sum(len(ask.ids) for ask in asks), sum(one.new_tokens for one in stats)
     cached = {"cached_tokens": sum(one.reused_tokens for one in stats)}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": cached}
 
 
-async def _gains(engine: Serving, asks: Sequence[Ask], form: Form, heads: Sequence[str]) -> AsyncGenerator[Gain, None]:
+async def _gains(
+    engine: EngineProtocol, asks: Sequence[GenerationRequest], form: Form, heads: Sequence[str]
+) -> AsyncGenerator[Gain, None]:
     """What the choices of all asks gain, as it comes; all that is not finished is cancelled when the generator is closed.
 
     Raises:
-      UserError, Busy, Unavailable: as of `Serving.submit` and `Answer`; Busy only where no ask of these was taken.
+      UserError, Busy, Unavailable: as of `EngineProtocol.submit` and `ResponseStream`; Busy only if no request was taken.
     """
     tokenizer = engine.run.tokenizer
-    chances: dict[int, Callable[[Sequence[Record]], dict[str, list[Any]]]] = {}
+    chances: dict[int, Callable[[Sequence[TokenRecord]], dict[str, list[Any]]]] = {}
     firsts = [sum(ask.config.generation.n for ask in asks[:number]) for number in range(len(asks))]
     async with contextlib.aclosing(_pieces(engine, asks)) as pieces:
         async for number, answer, piece in pieces:
@@ -353,15 +361,17 @@ async def _gains(engine: Serving, asks: Sequence[Ask], form: Form, heads: Sequen
             yield Gain(index, text, logprobs, reason, answer)
 
 
-async def _pieces(engine: Serving, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Answer, Piece], None]:
+async def _pieces(
+    engine: EngineProtocol, asks: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, ResponseStream, Delta], None]:
     """The pieces of several asks as they come, with the number of the ask.
 
     Asks for which the queue has no place wait here until one of these has been answered.
     """
-    arrived: asyncio.Queue[tuple[int, Answer, Piece | Exception | None]] = asyncio.Queue()
-    waiting, live, tasks = deque(enumerate(asks)), dict[int, Answer](), list[asyncio.Task[None]]()
+    arrived: asyncio.Queue[tuple[int, ResponseStream, Delta | Exception | None]] = asyncio.Queue()
+    waiting, live, tasks = deque(enumerate(asks)), dict[int, ResponseStream](), list[asyncio.Task[None]]()
 
-    async def pump(number: int, answer: Answer) -> None:
+    async def pump(number: int, answer: ResponseStream) -> None:
         try:
             async for piece in answer:
                 arrived.put_nowait((number, answer, piece))
@@ -384,7 +394,7 @@ async def _pieces(engine: Serving, asks: Sequence[Ask]) -> AsyncGenerator[tuple[
                 waiting.popleft()
                 tasks.append(asyncio.create_task(pump(number, answer)))
             number, answer, found = await arrived.get()
-            if isinstance(found, Piece):
+            if isinstance(found, Delta):
                 yield number, answer, found
             else:
                 del live[number]

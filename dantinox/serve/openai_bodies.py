@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dantinox.config.overlay import KEYS
 from dantinox.files import on_one_line, shown
-from dantinox.serve.ask import Constraint
+from dantinox.generation.constraint import Constraint
 from dantinox.serve.guard import SAMPLES, Refused
 
 PROMPTS, ALTERNATIVES = 64, 20  # of one request; of each token
@@ -127,7 +127,7 @@ class Body(Part):
     grammar: str | None = None
 
     def given(self, max_tokens: int | None) -> dict[str, Any]:
-        """The settings that the request gives, as `Serving.settings` takes them."""
+        """The settings that the request gives, as `EngineProtocol.settings` takes them."""
         extra = self.model_extra or {}
         found = {NAMES[name]: value for name, value in extra.items() if name in NAMES and value is not None}
         own = {

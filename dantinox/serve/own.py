@@ -26,14 +26,16 @@ from dantinox.config.router import RouterSection
 from dantinox.config.sections import Config
 from dantinox.config.steps import STEPS
 from dantinox.generation import Run
+from dantinox.generation.request import GenerationRequest
 from dantinox.generation.trace import changed_settings, router_numbers
 from dantinox.report.page import SHARED, asset, empty_page, escaped, parts, vocabulary
 from dantinox.report.trace import finite
-from dantinox.serve.ask import Answer, Ask, Serving, Unavailable
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.guard import Refused, client_settings, events, json_body, refused
 from dantinox.serve.openai import Renderer, with_ends
 from dantinox.serve.openai_bodies import ALTERNATIVES, Message, Part, read
 from dantinox.serve.options import Options
+from dantinox.serve.response_stream import EngineProtocol, ResponseStream
 from dantinox.serve.spelling import LONG
 
 WRITE = ("write.js", "write_settings.js", "write_export.js", "write_start.js")  # of the page, in the order they are loaded
@@ -69,7 +71,7 @@ class GenerateBody(Part):
     fit: bool = False
 
 
-def routes(engine: Serving, options: Options) -> list[Route]:
+def routes(engine: EngineProtocol, options: Options) -> list[Route]:
     """The routes of the events and of the page."""
     renderer, known = Renderer(options.template), _settings(engine.settings({}))
 
@@ -90,7 +92,7 @@ def routes(engine: Serving, options: Options) -> list[Route]:
             ids = [*head, *ids]
         cut = _surplus(len(ids), engine.status().context, config) if body.fit else 0
         size = engine.run.tokenizer.vocab_size
-        ask = Ask(tuple(ids[cut:]), config, min(body.alternatives, size))
+        ask = GenerationRequest(tuple(ids[cut:]), config, min(body.alternatives, size))
         begin = {
             "prompt_tokens": len(ask.ids),
             "left_out": cut,
@@ -116,7 +118,7 @@ def routes(engine: Serving, options: Options) -> list[Route]:
 # --- what can be asked for
 
 
-def _about(engine: Serving, options: Options) -> dict[str, Any]:
+def _about(engine: EngineProtocol, options: Options) -> dict[str, Any]:
     orders = {name: step_order(name, None) for name in (*PRESETS, *KOBOLD_ORDERS)}
     return {
         "model": engine.name,
@@ -209,11 +211,11 @@ async def _router(run: Run, config: Config) -> dict[str, float | None] | None:
 # --- events
 
 
-async def _told(engine: Serving, ask: Ask, begin: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+async def _told(engine: EngineProtocol, ask: GenerationRequest, begin: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
     """The events of an answer, which is cancelled when nobody listens any more.
 
     Raises:
-      UserError, Busy, Unavailable: as of `Serving.submit`.
+      UserError, Busy, Unavailable: as of `EngineProtocol.submit`.
     """
     answer = engine.submit(ask)
     reasons: dict[int, str] = {}
@@ -234,7 +236,7 @@ async def _told(engine: Serving, ask: Ask, begin: Mapping[str, Any]) -> AsyncGen
         answer.cancel()
 
 
-def _stats(answer: Answer) -> dict[str, Any]:
+def _stats(answer: ResponseStream) -> dict[str, Any]:
     stats = answer.stats
     later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
     speed = later / seconds if later > 0 and seconds > 0 else None

@@ -14,9 +14,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
-from dantinox.serve.ask import Serving
 from dantinox.serve.guard import patient_protocol
 from dantinox.serve.options import Limits
+from dantinox.serve.response_stream import EngineProtocol
 
 DRAIN_SECONDS = 30.0  # that answers in the making have, behind the first signal
 ABORT_SECONDS = 4.0  # until the process is gone, behind the second
@@ -25,7 +25,7 @@ CONNECTIONS = 1000  # at once; more are answered with 503
 FAILED = 1
 
 
-class Running(Serving, Protocol):
+class Running(EngineProtocol, Protocol):
     """An engine that this process begins and ends.
 
     Attributes:

@@ -6,15 +6,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from dantinox.serve.ask import Serving
 from dantinox.serve.guard import Refused, json_body
 from dantinox.serve.openai import Renderer, check_model
 from dantinox.serve.openai_bodies import DetokenizeBody, TokenizeBody, read
 from dantinox.serve.options import Options
+from dantinox.serve.response_stream import EngineProtocol
 from dantinox.serve.spelling import name_of, prompt_ids
 
 
-def routes(engine: Serving, options: Options) -> list[Route]:
+def routes(engine: EngineProtocol, options: Options) -> list[Route]:
     """`/tokenize`, `/detokenize` and `/tokenizer_info`."""
     renderer, tokenizer = Renderer(options.template), engine.run.tokenizer
 

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import Run
+from dantinox.generation.request import Delta
 from dantinox.generation.stopping import StopFinder
-from dantinox.serve.ask import Answer, Busy, Piece, Status, Unavailable
+from dantinox.serve.errors import Busy, Unavailable
+from dantinox.serve.response_stream import ResponseStream, Status
 from dantinox.text import train_tokenizer
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -57,7 +59,7 @@ class FakeEngine:
         if len(ask.ids) >= context:
             raise UserError(f"the prompt has {len(ask.ids)} tokens and fills the model's context of {context}: shorten it")
         self.asked.append(ask)
-        answer = Answer(ask, self.cancelled.append)
+        answer = ResponseStream(ask, self.cancelled.append)
         task = asyncio.get_running_loop().create_task(self._meet(ask, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -79,7 +81,7 @@ class FakeEngine:
             for number, token in enumerate(ids):
                 await asyncio.sleep(self.pause)
                 if answer in self.cancelled:
-                    answer.give([Piece(sample, "", [], "cancelled")])
+                    answer.give([Delta(sample, "", [], "cancelled")])
                     break
                 if self.fails is not None and number >= 2:
                     answer.end(self.fails)
@@ -89,12 +91,12 @@ class FakeEngine:
                 text += stops.push(speech.flush()) + stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
                 answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
-                answer.give([Piece(sample, text, [self._record(token, ask.logprobs)], reason)])
+                answer.give([Delta(sample, text, [self._record(token, ask.logprobs)], reason)])
                 if reason:
                     break
             else:
                 if not ids:
-                    answer.give([Piece(sample, "", [], "length")])
+                    answer.give([Delta(sample, "", [], "length")])
         answer.stats.seconds = now() - began
         answer.end()
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 from dantinox.serve.app import make_app
-from dantinox.serve.ask import Unavailable
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Limits
 from dantinox.serve.server import listen, serve
 

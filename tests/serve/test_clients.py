@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dantinox.serve.app import make_app
-from dantinox.serve.ask import Unavailable
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate
 

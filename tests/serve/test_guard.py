@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
-from dantinox.serve.ask import Busy, Unavailable
+from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.guard import DEPTH, Refused, parse_json, refused
 from dantinox.serve.options import Limits, Options
 

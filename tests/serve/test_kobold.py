@@ -15,7 +15,7 @@ from dantinox.config import TokenizerSection, UserError
 from dantinox.config.generation import order_of
 from dantinox.serve import kobold
 from dantinox.serve.app import make_app
-from dantinox.serve.ask import Unavailable
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.kobold_bodies import usual
 from dantinox.serve.kobold_prompt import LEAST, fitted
 from dantinox.serve.options import Options

@@ -9,8 +9,9 @@ from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, overlay
 from dantinox.config.overlay import KEYS
+from dantinox.generation.constraint import Constraint
 from dantinox.serve.app import make_app
-from dantinox.serve.ask import Constraint, Unavailable
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate, train_tokenizer
 
@@ -198,9 +199,9 @@ def test_stops(ask, stream, stop, text):
 
 def test_the_end_token_is_a_stop(engine):
     async def meet(ask, answer):
-        from dantinox.serve.ask import Piece
+        from dantinox.generation.request import Delta
 
-        answer.give([Piece(0, "a", [], "eos")])
+        answer.give([Delta(0, "a", [], "eos")])
         answer.end()
 
     engine._meet = meet

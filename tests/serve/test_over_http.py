@@ -10,7 +10,7 @@ import pytest
 
 import dantinox
 from dantinox.serve.app import make_app
-from dantinox.serve.engine import Engine
+from dantinox.serve.async_engine import AsyncEngine
 
 from .sockets import serving
 
@@ -24,7 +24,7 @@ def run(run_dir):
 
 @pytest.fixture(scope="module")
 def engine(run):
-    made = Engine(run, slots=2, name="circle")
+    made = AsyncEngine(run, slots=2, name="circle")
     made.start()
     while made.status().state == "loading":
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from dantinox.config.generation import GenerationSection
 from dantinox.config.router import RouterSection
 from dantinox.serve.app import make_app
-from dantinox.serve.ask import Unavailable
+from dantinox.serve.errors import Unavailable
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
 from .sockets import serving

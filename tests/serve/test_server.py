@@ -129,7 +129,7 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
     """With the engine without a model in the place of the real one."""
     made = []
 
-    class Engine(FakeRunning):
+    class AsyncEngine(FakeRunning):
         def __init__(self, run, **told):
             super().__init__(run)
             self.told, self.name = told, told["name"]
@@ -144,7 +144,7 @@ def test_the_command_from_its_flags_to_its_end(capfd, run_dir, monkeypatch, tmp_
         found.append(httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers).json())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setitem(sys.modules, "dantinox.serve.engine", SimpleNamespace(Engine=Engine))
+    monkeypatch.setitem(sys.modules, "dantinox.serve.async_engine", SimpleNamespace(AsyncEngine=AsyncEngine))
     monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
     (tmp_path / "key").write_text("0123456789\n")
     (tmp_path / "lite.html").write_text("Lite")

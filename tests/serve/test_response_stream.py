@@ -6,20 +6,21 @@ import threading
 import pytest
 
 from dantinox.config import UserError
-from dantinox.serve.ask import Answer, Ask, Piece
+from dantinox.generation.request import Delta, GenerationRequest
+from dantinox.serve.response_stream import ResponseStream
 
 from .fakes import SAYS, FakeEngine, fake_run
 
 
 def ask(engine, prompt="a", **settings):
-    return Ask(tuple(engine.run.prompt_ids(prompt)), engine.settings({"max_new_tokens": 12, **settings}))
+    return GenerationRequest(tuple(engine.run.prompt_ids(prompt)), engine.settings({"max_new_tokens": 12, **settings}))
 
 
 def test_pieces_come_in_order_from_another_thread():
     async def read():
         cancelled = []
-        answer = Answer(Ask((1,), fake_run().config), cancelled.append)
-        pieces = [Piece(0, str(n), []) for n in range(50)]
+        answer = ResponseStream(GenerationRequest((1,), fake_run().config), cancelled.append)
+        pieces = [Delta(0, str(n), []) for n in range(50)]
 
         def engine():
             for piece in pieces:
@@ -38,8 +39,8 @@ def test_pieces_come_in_order_from_another_thread():
 
 def test_an_error_ends_an_answer():
     async def read():
-        answer = Answer(Ask((1,), fake_run().config), lambda answer: None)
-        answer.give([Piece(0, "a", [])])
+        answer = ResponseStream(GenerationRequest((1,), fake_run().config), lambda answer: None)
+        answer.give([Delta(0, "a", [])])
         answer.end(UserError("no"))
         assert (await anext(answer)).text == "a"
         with pytest.raises(UserError):

@@ -1,8 +1,8 @@
 """The engine: one thread that decodes the texts of many, and hands them out as they come.
 
-engine = Engine(dantinox.load("runs/x"))
+engine = AsyncEngine(dantinox.load("runs/x"))
 engine.start()
-async for piece in engine.submit(Ask(ids, engine.settings({"temperature": 0.7}))):
+async for piece in engine.submit(GenerationRequest(ids, engine.settings({"temperature": 0.7}))):
     print(piece.text, end="")
 """
 
@@ -24,13 +24,15 @@ from dantinox.generation.batch import RowText
 from dantinox.generation.constraint import Constraint, Matcher
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.loop import READER_SECONDS
+from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.run import Run
 from dantinox.generation.slots import ALTERNATIVES, NOTHING, REMEMBERED, Flight, Lane, Slots, Spelt, Way, row_bytes
 from dantinox.generation.trace import token_records
 from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.programs import available_bytes
 from dantinox.sampling import StepInfo
-from dantinox.serve.ask import Answer, Ask, Busy, Piece, Record, Status, Unavailable
+from dantinox.serve.errors import Busy, Unavailable
+from dantinox.serve.response_stream import ResponseStream, Status
 from dantinox.serve.scheduler import Full, Scheduler
 
 MOST_SAMPLES = 16
@@ -55,7 +57,7 @@ class _Sample:
         self._detokenizer.push(job.ask.ids)
         self.matcher = None if job.grammar is None else job.grammar(stop_token_ids(tokenizer, section))
 
-    def take(self, ids: list[int], done: bool, info: StepInfo | None) -> Piece:
+    def take(self, ids: list[int], done: bool, info: StepInfo | None) -> Delta:
         """What it gains by new tokens.
 
         Raises:
@@ -68,12 +70,12 @@ class _Sample:
         text = self.row.take(ids, done, complete=self.matcher is not None and self.matcher.done)
         ids = ids[: len(self.row.tokens) - before]
         texts = [self._detokenizer.push([token]) for token in ids]
-        records: list[Record] = [{"id": token, "text": added} for token, added in zip(ids, texts, strict=True)]
+        records: list[TokenRecord] = [{"id": token, "text": added} for token, added in zip(ids, texts, strict=True)]
         if info is not None and ids:
             steps: StepInfo = jax.tree.map(lambda x: x[: len(ids)], info)
             records = token_records(ids, texts, steps, self._job.tokenizer, ask.logprobs)
         self.done = self.row.reason is not None
-        return Piece(self.number, text, records, self.row.reason)
+        return Delta(self.number, text, records, self.row.reason)
 
 
 class _Job:
@@ -83,7 +85,9 @@ class _Job:
       rows: its samples by the slots they were begun in.
     """
 
-    def __init__(self, ask: Ask, answer: Answer, way: Way, limit: int, run: Run, grammar: MakeMatcher | None):
+    def __init__(
+        self, ask: GenerationRequest, answer: ResponseStream, way: Way, limit: int, run: Run, grammar: MakeMatcher | None
+    ):
         self.ask, self.answer, self.way, self.limit, self.grammar = ask, answer, way, limit, grammar
         self.tokenizer = run.tokenizer
         self.samples = ask.config.generation.n
@@ -109,8 +113,8 @@ class _Chunk(NamedTuple):
     rows: dict[int, tuple[_Job, _Sample]]
 
 
-class Engine:
-    """Meets the `Serving` protocol with a run's model. Made on any thread; `submit` belongs to an event loop.
+class AsyncEngine:
+    """Meets the `EngineProtocol` protocol with a run's model. Made on any thread; `submit` belongs to an event loop.
 
     Attributes:
       on_failure: called from the engine's thread when it has failed for good.
@@ -185,7 +189,7 @@ class Engine:
         self._slots.lane(config)
         return config
 
-    def submit(self, ask: Ask) -> Answer:
+    def submit(self, ask: GenerationRequest) -> ResponseStream:
         """Queues an ask and returns at once; its random draws get a seed where it has none.
 
         Raises:
@@ -253,7 +257,7 @@ class Engine:
             if thread.is_alive():
                 thread.join()
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: GenerationRequest) -> None:
         """Raises a UserError for an ask of more than there is."""
         generation, length, context = ask.config.generation, len(ask.ids), self._slots.context
         most = min(MOST_SAMPLES, self._slots.count)
@@ -269,7 +273,7 @@ class Engine:
         if ask.echo and ask.logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: ask for logprobs too")
 
-    def _job(self, ask: Ask) -> _Job:
+    def _job(self, ask: GenerationRequest) -> _Job:
         """How an ask is met.
 
         Raises:
@@ -278,7 +282,7 @@ class Engine:
         way = self._slots.way(ask.config)
         grammar = None if ask.constraint is None else self._grammar(ask.constraint)
         limit = min(ask.config.generation.max_new_tokens, self._slots.context - len(ask.ids))
-        return _Job(ask, Answer(ask, self._cancel), way, limit, self.run, grammar)
+        return _Job(ask, ResponseStream(ask, self._cancel), way, limit, self.run, grammar)
 
     def _grammar(self, constraint: Constraint) -> MakeMatcher:
         """Makes matchers of a constraint, of which one has been made to see whether it can be."""
@@ -286,7 +290,7 @@ class Engine:
         make(())
         return make
 
-    def _cancel(self, answer: Answer) -> None:
+    def _cancel(self, answer: ResponseStream) -> None:
         with self._lock:
             for job in self._jobs:
                 if job.answer is answer:
@@ -346,7 +350,7 @@ class Engine:
     def _end_cancelled(self) -> None:
         with self._lock:
             for job in [job for job in self._jobs if job.cancelled]:
-                job.answer.give([Piece(number, "", [], "cancelled") for number in job.running])
+                job.answer.give([Delta(number, "", [], "cancelled") for number in job.running])
                 self._end(job, "cancelled")
 
     def _admit(self) -> None:
@@ -425,10 +429,10 @@ class Engine:
             if sample.matcher is not None and not self._allow(job, slot, sample):
                 return
 
-    def _echoed(self, job: _Job, told: StepInfo | None) -> list[Record]:
+    def _echoed(self, job: _Job, told: StepInfo | None) -> list[TokenRecord]:
         """A record for each token of a prompt, the first one without chances."""
         ids, spelt = list(job.ask.ids), job.tokenizer.spelt
-        records: list[Record] = [{"id": ids[0], "text": spelt(ids[0])}]
+        records: list[TokenRecord] = [{"id": ids[0], "text": spelt(ids[0])}]
         if told is not None:
             records += token_records(ids[1:], [spelt(token) for token in ids[1:]], told, job.tokenizer, job.ask.logprobs)
         return records
@@ -480,7 +484,7 @@ class Engine:
         """Ends a job whose constraint takes longer than it may, or that no token of the vocabulary can meet."""
         self._end(job, "finished", error)
 
-    def _give(self, job: _Job, slot: int, piece: Piece) -> None:
+    def _give(self, job: _Job, slot: int, piece: Delta) -> None:
         job.answer.stats.new_tokens += len(piece.tokens)
         self._counters["new_tokens"] += len(piece.tokens)
         job.answer.give([piece])

@@ -1,83 +1,16 @@
-"""What is asked of an engine and what comes back: the words that the engine, the dialects and the page share."""
+"""The stream of deltas that one request is answered with, and the interface of an engine that serves it."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dantinox.config import Config
-from dantinox.generation.constraint import Constraint
+from dantinox.generation.request import Delta, GenerationRequest, RequestStats, TokenRecord
 from dantinox.generation.run import Run
 
-Record = dict[str, Any]  # of one token, ready for JSON: `id` and `text`, and what was reported (`generation.trace`)
 
-
-@dataclass(frozen=True)
-class Ask:
-    """One prompt to be continued.
-
-    Attributes:
-      ids: the prompt's tokens, at least one.
-      config: all settings, as `Serving.settings` gives them: `generation.n` samples, each of `max_new_tokens` at most.
-      logprobs: None, or how many alternatives are reported with each token; 0 reports the token alone.
-      echo: report the prompt's own tokens too; needs `logprobs`.
-      constraint: what the text must follow, None where it is free.
-    """
-
-    ids: tuple[int, ...]
-    config: Config
-    logprobs: int | None = None
-    echo: bool = False
-    constraint: Constraint | None = None
-
-
-class Piece(NamedTuple):
-    """What one sample has just gained.
-
-    Attributes:
-      sample: its number, from 0.
-      text: certain to belong to the answer; "" where tokens came that spell nothing yet.
-      tokens: a record for each new token, with more than `id` and `text` only where log-probabilities were asked for.
-      finish_reason: `eos`, `stop`, `length` or `cancelled` with the last piece of the sample, else None.
-    """
-
-    sample: int
-    text: str
-    tokens: Sequence[Record]
-    finish_reason: str | None = None
-
-
-@dataclass
-class Stats:
-    """What an answer took; complete once it has ended.
-
-    Attributes:
-      prompt_tokens, reused_tokens: of the prompt, and of it those that were not read again.
-      new_tokens: of all samples.
-      queued_seconds, first_token_seconds, seconds: from the ask until a slot was free, the first token came, all ended.
-    """
-
-    prompt_tokens: int
-    reused_tokens: int = 0
-    new_tokens: int = 0
-    queued_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    seconds: float = 0.0
-
-
-class Busy(Exception):
-    """The queue is full; asking again after `retry_after` seconds is likely to succeed."""
-
-    def __init__(self, retry_after: float):
-        super().__init__(f"all slots and all places of the queue are taken: try again in {retry_after:.0f} s")
-        self.retry_after = retry_after
-
-
-class Unavailable(Exception):
-    """The engine is loading, draining or has failed; the message says which."""
-
-
-class Answer:
+class ResponseStream:
     """The pieces of one ask, in the order they come: `async for piece in answer`.
 
     It is made and read on one event loop; the engine gives from a thread of its own. What is not read waits here, so a slow
@@ -89,17 +22,17 @@ class Answer:
       when_read: called with it, on the loop, once it has been read to its end.
     """
 
-    def __init__(self, ask: Ask, cancel: Callable[["Answer"], None]):
-        self.ask, self.stats, self.prompt = ask, Stats(len(ask.ids)), list[Record]()
-        self.when_read: list[Callable[[Answer], None]] = []
+    def __init__(self, ask: GenerationRequest, cancel: Callable[["ResponseStream"], None]):
+        self.ask, self.stats, self.prompt = ask, RequestStats(len(ask.ids)), list[TokenRecord]()
+        self.when_read: list[Callable[[ResponseStream], None]] = []
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
-        self._waiting: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
         self._ended = False
 
-    def __aiter__(self) -> "Answer":
+    def __aiter__(self) -> "ResponseStream":
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Delta:
         """The next piece.
 
         Raises:
@@ -109,7 +42,7 @@ class Answer:
         if self._ended:
             raise StopAsyncIteration
         found = await self._waiting.get()
-        if isinstance(found, Piece):
+        if isinstance(found, Delta):
             return found
         self._ended = True
         for read in self.when_read:
@@ -122,7 +55,7 @@ class Answer:
 
     # What follows is for the engine, from any thread.
 
-    def give(self, pieces: Sequence[Piece]) -> None:
+    def give(self, pieces: Sequence[Delta]) -> None:
         """Hands over what has come."""
         self._put(pieces)
 
@@ -130,7 +63,7 @@ class Answer:
         """Nothing more will come, because of an error where one is given."""
         self._put([error])
 
-    def _put(self, items: Sequence[Piece | BaseException | None]) -> None:
+    def _put(self, items: Sequence[Delta | BaseException | None]) -> None:
         def put() -> None:
             for item in items:
                 self._waiting.put_nowait(item)
@@ -163,7 +96,7 @@ class Status:
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
-class Serving(Protocol):
+class EngineProtocol(Protocol):
     """What the dialects need of an engine."""
 
     run: Run
@@ -176,7 +109,7 @@ class Serving(Protocol):
           UserError: a name or value is wrong, or it would need what this server was not started with.
         """
 
-    def submit(self, ask: Ask) -> Answer:
+    def submit(self, ask: GenerationRequest) -> ResponseStream:
         """Queues an ask; returns at once.
 
         Raises:

@@ -11,9 +11,10 @@ from flax import nnx
 from dantinox.config import UserError, build_config
 from dantinox.generation import Run
 from dantinox.generation.constraint import Constraint
+from dantinox.generation.request import GenerationRequest
 from dantinox.model import Transformer
-from dantinox.serve.ask import Ask, Busy, Unavailable
-from dantinox.serve.engine import Engine
+from dantinox.serve.async_engine import AsyncEngine
+from dantinox.serve.errors import Busy, Unavailable
 
 from .fakes import BYTES
 
@@ -49,7 +50,7 @@ def engine(run):
 
 
 def started(run):
-    engine = Engine(run, slots=SLOTS, queue=QUEUE)
+    engine = AsyncEngine(run, slots=SLOTS, queue=QUEUE)
     engine.start()
     while engine.status().state == "loading":
         time.sleep(0.01)
@@ -58,7 +59,7 @@ def started(run):
 
 def ask(engine, prompt, logprobs=None, echo=False, **settings):
     config = engine.settings({"max_new_tokens": 16} | settings)
-    return Ask(tuple(engine.run.prompt_ids(prompt)), config, logprobs, echo)
+    return GenerationRequest(tuple(engine.run.prompt_ids(prompt)), config, logprobs, echo)
 
 
 async def text_of(answer):
@@ -188,12 +189,12 @@ def test_what_is_refused(engine):
     async def refused():
         config = engine.settings({})
         for wrong, message in (
-            (Ask((1,) * CONTEXT, config), f"must leave room in the context of {CONTEXT}"),
-            (Ask((), config), "the prompt has 0 tokens"),
-            (Ask((999,), config), r"tokens of the prompt must be in \[0, 259\), got 999"),
-            (Ask((1,), engine.settings({"n": 4})), r"generation.n must be in \[1, 3\] in this server, got 4"),
-            (Ask((1,), config, logprobs=21), r"logprobs must be in \[0, 20\] in this server, got 21"),
-            (Ask((1,), config, echo=True), "ask for logprobs too"),
+            (GenerationRequest((1,) * CONTEXT, config), f"must leave room in the context of {CONTEXT}"),
+            (GenerationRequest((), config), "the prompt has 0 tokens"),
+            (GenerationRequest((999,), config), r"tokens of the prompt must be in \[0, 259\), got 999"),
+            (GenerationRequest((1,), engine.settings({"n": 4})), r"generation.n must be in \[1, 3\] in this server, got 4"),
+            (GenerationRequest((1,), config, logprobs=21), r"logprobs must be in \[0, 20\] in this server, got 21"),
+            (GenerationRequest((1,), config, echo=True), "ask for logprobs too"),
         ):
             with pytest.raises(UserError, match=message):
                 engine.submit(wrong)

@@ -1,0 +1,63 @@
+"""What a caller wants continued, and what comes back: the types that every front of the engine shares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dantinox.config import Config
+from dantinox.generation.constraint import Constraint
+
+TokenRecord = dict[str, Any]  # of one token, ready for JSON: `id` and `text`, and what was reported (`generation.trace`)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to be continued.
+
+    Attributes:
+      ids: the prompt's tokens, at least one.
+      config: all settings, as `EngineProtocol.settings` gives them: `generation.n` samples, each of `max_new_tokens` at most.
+      logprobs: None, or how many alternatives are reported with each token; 0 reports the token alone.
+      echo: report the prompt's own tokens too; needs `logprobs`.
+      constraint: what the text must follow, None where it is free.
+    """
+
+    ids: tuple[int, ...]
+    config: Config
+    logprobs: int | None = None
+    echo: bool = False
+    constraint: Constraint | None = None
+
+
+class Delta(NamedTuple):
+    """What one sample has just gained.
+
+    Attributes:
+      sample: its number, from 0.
+      text: certain to belong to the answer; "" where tokens came that spell nothing yet.
+      tokens: a record for each new token, with more than `id` and `text` only where log-probabilities were asked for.
+      finish_reason: `eos`, `stop`, `length` or `cancelled` with the last piece of the sample, else None.
+    """
+
+    sample: int
+    text: str
+    tokens: Sequence[TokenRecord]
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestStats:
+    """What an answer took; complete once it has ended.
+
+    Attributes:
+      prompt_tokens, reused_tokens: of the prompt, and of it those that were not read again.
+      new_tokens: of all samples.
+      queued_seconds, first_token_seconds, seconds: from the ask until a slot was free, the first token came, all ended.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    queued_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
