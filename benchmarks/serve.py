@@ -4,7 +4,7 @@ Starts `dantinox serve` with a random model of 10 M parameters (or a run of your
 
 * closed loop: 1, 8 and 32 clients, each asking again when it is answered; open loop: requests that come by chance, at .7 of the
   rate that the closed loop reached, and at ten times that rate, where most are turned away
-* `of offline`: tokens per second over those of `Run.generate` before and after, with as many rows as the server has slots
+* `of offline`: tokens per second over those of `LoadedModel.generate` before and after, with as many rows as slots
 * HTTP minus in-process: one token for an idle server, over HTTP and from an `AsyncEngine` in this process
 * seeded requests alone and then in the company of others: how many say the same
 * a story that is sent again with its continuation: how much sooner its first token comes

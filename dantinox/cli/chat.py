@@ -21,7 +21,7 @@ from dantinox.files import on_one_line, shown
 
 if TYPE_CHECKING:
     from dantinox.generation.batch import Piece
-    from dantinox.generation.chat import Chat
+    from dantinox.generation.chat_session import Chat
 
 PROMPT, MISTAKE = "> ", 2
 KEYS_HELP = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves."
@@ -47,7 +47,7 @@ def chat(options: argparse.Namespace) -> int:
     config, own = overlay(load_run_config(directory), settings, "command line"), chat_template_of(directory)
     use_compilation_cache()
     from dantinox.generation import load
-    from dantinox.generation.chat import Chat
+    from dantinox.generation.chat_session import Chat
     from dantinox.text import ChatTemplate
 
     run = load(options.run_dir, config.generation.tensor_parallel)

@@ -105,7 +105,7 @@ def _constraint(options: argparse.Namespace) -> Any:
         return None
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each say what the text has to be: use one of them")
-    from dantinox.generation.constraint import LONGEST_SOURCE, Constraint, check
+    from dantinox.generation.constraints import LONGEST_SOURCE, Constraint, check
 
     if options.regex is not None:
         constraint = Constraint("regex", options.regex)

@@ -9,13 +9,13 @@ import numpy as np
 
 from dantinox.config import Config, GenerationSection, KVSection
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.constraint import Matcher
+from dantinox.generation.constraints import Matcher
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.loop import Chunk, Session, bucket, clamp_to_context, slots_needed
 from dantinox.generation.result import Result
-from dantinox.generation.stopping import StopFinder
+from dantinox.generation.stop_strings import StopFinder
+from dantinox.generation.token_settings import stop_token_ids
 from dantinox.generation.trace import changed_settings, columns, router_numbers
-from dantinox.generation.words import stop_token_ids
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL

@@ -55,7 +55,7 @@ def generate(
       n: samples per prompt; their rows follow each other.
       logprobs: alternatives to report per token with `return_info`; None reports none.
       temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
-      score_fn, show_candidates: as of `Run.generate`.
+      score_fn, show_candidates: as of `LoadedModel.generate`.
       router_calibration: what `dantinox calibrate --what router` measured on this model, for `router_preset="calibrated"`: its
         file, or the numbers by name.
       settings: any other key of it or of `router` that says how a token is chosen; tokens are named by id. And the keys of `kv`

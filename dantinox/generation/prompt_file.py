@@ -6,7 +6,7 @@ from typing import Any
 
 from dantinox.config import Config, UserError, overlay
 
-Prompts = list[tuple[str, Config]]  # (prompt, settings), as `Run.start` takes them
+Prompts = list[tuple[str, Config]]  # (prompt, settings), as `LoadedModel.start` takes them
 
 
 def read_prompts(path: Path, settings: dict[str, Any], base: Config) -> Prompts:

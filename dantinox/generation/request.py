@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dantinox.config import Config
-from dantinox.generation.constraint import Constraint
+from dantinox.generation.constraints import Constraint
 
 TokenRecord = dict[str, Any]  # of one token, ready for JSON: `id` and `text`, and what was reported (`generation.trace`)
 

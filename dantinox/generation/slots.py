@@ -22,10 +22,10 @@ from dantinox.config.steps import EDITS
 from dantinox.files import shown
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import CHUNK, ECHOED, PART, DecodeState, Emitted, _generate_toks
+from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.loop import NO_ID
-from dantinox.generation.run import Run
+from dantinox.generation.token_settings import seeded, stop_token_ids
 from dantinox.generation.weights import Split, split, widen
-from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import platform_of
 from dantinox.programs import size
@@ -132,7 +132,7 @@ class Slots:
       part: tokens of a prompt that are read at once.
     """
 
-    def __init__(self, run: Run, count: int, context: int, config: Config | None = None):
+    def __init__(self, run: LoadedModel, count: int, context: int, config: Config | None = None):
         """Takes the memory of all slots.
 
         Args:
@@ -414,7 +414,7 @@ class Slots:
         return gained
 
 
-def row_bytes(run: Run, config: Config, context: int) -> int:
+def row_bytes(run: LoadedModel, config: Config, context: int) -> int:
     """What the cache of one slot takes."""
     kv, calibration = run.kv(config)
     plan = plan_cache(run.model.config, kv, context, calibration)

@@ -14,11 +14,11 @@ from dantinox.config import GenerationSection
 from dantinox.config.generation import ROUTED
 from dantinox.config.router import EVERY, STRATEGIES
 from dantinox.config.steps import NUMBERS, STEPS
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.decode import attention_of, probe_of
 from dantinox.generation.loop import bucket, clamp_to_context
+from dantinox.generation.token_settings import seeded
 from dantinox.generation.weights import widen
-from dantinox.generation.words import seeded
 from dantinox.measure.reading import positions_of
 from dantinox.model import Transformer
 from dantinox.report.trace import finite
@@ -87,7 +87,7 @@ class Explanation:
     drawn: list[int]
 
 
-def explain(run: Run, prompt: str, settings: Mapping[str, Any], count: int = 20) -> Explanation:
+def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: int = 20) -> Explanation:
     """Follows the token behind a prompt through the chain that `run.generate(prompt, **settings)` would use.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig
-from dantinox.generation import Run, load, prepare
+from dantinox.generation import LoadedModel, load, prepare
 from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
@@ -53,7 +53,7 @@ def _rows(batch: Batch | Preferences) -> Batch:
     return batch.rows() if isinstance(batch, Preferences) else batch
 
 
-def _model(run: Run) -> str:
+def _model(run: LoadedModel) -> str:
     m = run.model.config
     cache = make_cache(m, 1, m.max_context, run.model.dtype).report()
     windows = sorted({window for window in m.windows if window is not None})
@@ -69,7 +69,7 @@ def _model(run: Run) -> str:
     ])  # fmt: skip
 
 
-def _adapters(run: Run) -> list[tuple[str, str]]:
+def _adapters(run: LoadedModel) -> list[tuple[str, str]]:
     """What was trained, where that is not all; the model has it merged."""
     lora = run.config.trained_architecture(run.tokenizer.vocab_size).lora
     if lora is None:

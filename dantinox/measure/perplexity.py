@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.generation import Run, load
+from dantinox.generation import LoadedModel, load
 from dantinox.generation.decode import ECHOED, PREFILL
 from dantinox.generation.loop import bucket
 from dantinox.generation.weights import widen
@@ -124,7 +124,9 @@ def measure_perplexity(
     )
 
 
-def _total_nats(run: Run, model: Transformer, texts: Sequence[Text], total: int, progress: Callable[[str], None]) -> float:
+def _total_nats(
+    run: LoadedModel, model: Transformer, texts: Sequence[Text], total: int, progress: Callable[[str], None]
+) -> float:
     """The sum of −ln p over all scored tokens."""
     parts, done, said = [0.0], 0, time.perf_counter()
     for number, scores in score(model, texts):

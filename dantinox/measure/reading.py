@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.run import RunDirectory
 from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import cut_up
@@ -43,7 +43,7 @@ def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
     return jnp.where(places_T < lengths_B[:, None], places_T, -1)
 
 
-def stored(run: Run, directory: RunDirectory, what: str) -> TokenStore:
+def stored(run: LoadedModel, directory: RunDirectory, what: str) -> TokenStore:
     """The tokens that the training left in a run directory.
 
     Raises:
@@ -55,7 +55,7 @@ def stored(run: Run, directory: RunDirectory, what: str) -> TokenStore:
     return store
 
 
-def read_text(run: Run, path: str, tokens: int) -> np.ndarray:
+def read_text(run: LoadedModel, path: str, tokens: int) -> np.ndarray:
     """The first tokens of a text, which is named as `data.path` names one."""
     parts, count = [np.zeros(0, np.int32)], 0
     for part in _encoded(run, path):
@@ -66,7 +66,7 @@ def read_text(run: Run, path: str, tokens: int) -> np.ndarray:
     return np.concatenate(parts)[:tokens]
 
 
-def _encoded(run: Run, path: str) -> Iterator[np.ndarray]:
+def _encoded(run: LoadedModel, path: str) -> Iterator[np.ndarray]:
     """The tokens of a text in parts, its documents between begin and end tokens as a token store has them."""
     begin, end = (
         np.array([] if token is None else [token], np.int32) for token in (run.tokenizer.bos_id, run.tokenizer.eos_id)
@@ -86,7 +86,7 @@ class Document(NamedTuple):
     bytes: int
 
 
-def read_documents(run: Run, path: str, tokens: int | None = None) -> list[Document]:
+def read_documents(run: LoadedModel, path: str, tokens: int | None = None) -> list[Document]:
     """The documents of a text, which is named as `data.path` names one; of all of it the first `tokens`."""
     found: dict[int, list[Document]] = {}
     left = math.inf if tokens is None else tokens
@@ -114,7 +114,7 @@ def spelled_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     return sum(len((inner if place else first)[token]) for place, token in enumerate(ids.tolist()))
 
 
-def _parts(run: Run, path: str) -> Iterator[tuple[int, str, np.ndarray]]:
+def _parts(run: LoadedModel, path: str) -> Iterator[tuple[int, str, np.ndarray]]:
     """(number of the document, a part of its text, the tokens of that)."""
     characters, size = 0, AT_MOST if run.tokenizer.kind == "other" else CHARACTERS
     for number, text in Corpus.open(path, run.config.data.text_field).pieces():

@@ -21,14 +21,14 @@ import jax
 
 from dantinox.config import Config, UserError, overlay
 from dantinox.generation.batch import RowText
-from dantinox.generation.constraint import Constraint, Matcher
+from dantinox.generation.constraints import Constraint, Matcher
 from dantinox.generation.decode import CHUNK
+from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.loop import READER_SECONDS
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.generation.run import Run
 from dantinox.generation.slots import ALTERNATIVES, NOTHING, REMEMBERED, Flight, Lane, Slots, Spelt, Way, row_bytes
+from dantinox.generation.token_settings import seeded, stop_token_ids
 from dantinox.generation.trace import token_records
-from dantinox.generation.words import seeded, stop_token_ids
 from dantinox.programs import available_bytes
 from dantinox.sampling import StepInfo
 from dantinox.serve.errors import Busy, Unavailable
@@ -86,7 +86,13 @@ class _Job:
     """
 
     def __init__(
-        self, ask: GenerationRequest, answer: ResponseStream, way: Way, limit: int, run: Run, grammar: MakeMatcher | None
+        self,
+        ask: GenerationRequest,
+        answer: ResponseStream,
+        way: Way,
+        limit: int,
+        run: LoadedModel,
+        grammar: MakeMatcher | None,
     ):
         self.ask, self.answer, self.way, self.limit, self.grammar = ask, answer, way, limit, grammar
         self.tokenizer = run.tokenizer
@@ -122,7 +128,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        run: Run,
+        run: LoadedModel,
         *,
         slots: int | None = None,
         context: int | None = None,
@@ -514,7 +520,7 @@ def _with_n(config: Config, n: int) -> Config:
     return config.model_copy(update={"generation": config.generation.model_copy(update={"n": n})})
 
 
-def _fitting_slots(run: Run, config: Config, context: int) -> int:
+def _fitting_slots(run: LoadedModel, config: Config, context: int) -> int:
     """The slots whose caches fit.
 
     Raises:

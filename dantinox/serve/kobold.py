@@ -20,7 +20,7 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.steps import is_digits
 from dantinox.files import shown
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.generation.words import containing
+from dantinox.generation.token_settings import containing
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.guard import Refused, client_settings, events, json_body, refused
 from dantinox.serve.kobold_bodies import ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody, read

@@ -12,7 +12,7 @@ from dantinox.config import GenerationSection
 from dantinox.config.overlay import KEYS
 from dantinox.config.steps import is_digits
 from dantinox.files import on_one_line, shown
-from dantinox.generation.constraint import Constraint
+from dantinox.generation.constraints import Constraint
 from dantinox.serve.guard import SAMPLES, Refused, parse_json
 
 ALTERNATIVES = 5  # that are reported with a token

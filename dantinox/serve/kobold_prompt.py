@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from dantinox.config import UserError
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.serve.guard import Refused
 from dantinox.text import ChatTemplate, Tokenizer
 
@@ -81,7 +81,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
-def fitted(run: Run, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
+def fitted(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
     """The tokens to be continued, and how many may be new.
 
     What is asked to be new has its room; but half of the context is the text's, if it is so long, so that a client that asks

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dantinox.config.overlay import KEYS
 from dantinox.files import on_one_line, shown
-from dantinox.generation.constraint import Constraint
+from dantinox.generation.constraints import Constraint
 from dantinox.serve.guard import SAMPLES, Refused
 
 PROMPTS, ALTERNATIVES = 64, 20  # of one request; of each token

@@ -25,7 +25,7 @@ from dantinox.config.overlay import settings_of
 from dantinox.config.router import RouterSection
 from dantinox.config.sections import Config
 from dantinox.config.steps import STEPS
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.trace import changed_settings, router_numbers
 from dantinox.report.page import SHARED, asset, empty_page, escaped, parts, vocabulary
@@ -167,7 +167,7 @@ def _typed(schema: Mapping[str, Any]) -> dict[str, Any]:
 # --- a prompt
 
 
-async def _prompt(run: Run, body: GenerateBody) -> tuple[list[int], list[list[int]]]:
+async def _prompt(run: LoadedModel, body: GenerateBody) -> tuple[list[int], list[list[int]]]:
     """The ids of the prompt, and of each text in it.
 
     Raises:
@@ -202,7 +202,7 @@ def _surplus(length: int, context: int, config: Config) -> int:
     return max(0, length - (context - min(config.generation.max_new_tokens, context // 2)))
 
 
-async def _router(run: Run, config: Config) -> dict[str, float | None] | None:
+async def _router(run: LoadedModel, config: Config) -> dict[str, float | None] | None:
     if config.generation.strategy != "entropy":
         return None
     return await asyncio.to_thread(lambda: router_numbers(run.params([config]), 0))

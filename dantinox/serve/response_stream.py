@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dantinox.config import Config
+from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, RequestStats, TokenRecord
-from dantinox.generation.run import Run
 
 
 class ResponseStream:
@@ -99,7 +99,7 @@ class Status:
 class EngineProtocol(Protocol):
     """What the dialects need of an engine."""
 
-    run: Run
+    run: LoadedModel
     name: str
 
     def settings(self, given: Mapping[str, Any]) -> Config:

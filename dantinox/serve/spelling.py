@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from dantinox.config import UserError
 from dantinox.files import shown
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.serve.guard import Refused
 from dantinox.text import Tokenizer
 
@@ -39,7 +39,7 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes | None:
     return tokenizer.pieces.inner[token]
 
 
-async def prompt_ids(run: Run, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+async def prompt_ids(run: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
     """Token ids of prompts, which are texts or ids already.
 
     Raises:

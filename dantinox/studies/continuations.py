@@ -13,10 +13,10 @@ from flax import nnx
 
 from dantinox.config import Config, UserError, settings_of
 from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.decode import CHUNK
+from dantinox.generation.loaded_model import load_model
 from dantinox.generation.loop import Chunk, Session
-from dantinox.generation.run import load_model
 from dantinox.measure.reading import batches, padded, positions_of
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
@@ -102,7 +102,7 @@ class Written(NamedTuple):
 
 
 def write(
-    run: Run,
+    run: LoadedModel,
     prompts: Sequence[str],
     settings: Mapping[str, Any],
     tokens: int,

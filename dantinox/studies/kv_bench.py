@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import GenerationSection, KVSection, UserError
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.loop import Session
@@ -159,7 +159,7 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
 
 
 def contenders(
-    run: Run,
+    run: LoadedModel,
     measured: KVCalibration | None,
     names: Sequence[str],
     ratios: Sequence[float] | None,
@@ -264,7 +264,7 @@ class Bench:
                 one |= {f"needle_{asked}": right_P[tasks.needles], f"copy_{asked}": right_P[~tasks.needles]}
         return found
 
-    def write(self, run: Run, text: Sequences, count: int) -> list[Written | None]:
+    def write(self, run: LoadedModel, text: Sequences, count: int) -> list[Written | None]:
         """The greedy continuations of the first halves of `count` sequences by each cache, None for the oracle."""
         T = text.ids.shape[1]
         tokens = min(FREE_TOKENS, T - T // 2)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.generation import Run, load
+from dantinox.generation import LoadedModel, load
 from dantinox.measure.reading import stored
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
@@ -182,7 +182,7 @@ class Tuned(NamedTuple):
 class Bench:
     """What writes and what judges."""
 
-    run: Run
+    run: LoadedModel
     judge: Judge
     effort: Effort
     progress: Callable[[str], None]

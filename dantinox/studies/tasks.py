@@ -18,7 +18,7 @@ import numpy as np
 
 from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, shown
-from dantinox.generation import Run, in_order, load
+from dantinox.generation import LoadedModel, in_order, load
 from dantinox.measure.perplexity import Text, score
 from dantinox.measure.reading import batches, begin_ids
 from dantinox.report.tables import Column, text_table
@@ -34,7 +34,7 @@ LENGTHS, OTHERS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "d
 class Examinee:
     """A model as the harness sees it: three questions about texts. A progress line is given each time some are answered."""
 
-    def __init__(self, run: Run, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
+    def __init__(self, run: LoadedModel, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
         """Prepares the model.
 
         Args:

@@ -10,8 +10,8 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, overlay
 from dantinox.distributed import tensor_mesh, weight_places, widest
 from dantinox.files import UserError
-from dantinox.generation import Run
-from dantinox.generation.words import sampling_params
+from dantinox.generation import LoadedModel
+from dantinox.generation.token_settings import sampling_params
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint, unrolled
 from dantinox.text import Tokenizer
@@ -41,7 +41,7 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
         settings["router_preset"] = "guide"
     sampling_params(tokenizer, [overlay(config, settings)])  # raises what a sample would raise
     settings["tensor_parallel"] = widest(config.architecture(tokenizer.vocab_size), jax.local_device_count())
-    return lambda model: prompt + Run(config, model, tokenizer).generate(prompt, **settings).text
+    return lambda model: prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
 
 
 def sampled_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:

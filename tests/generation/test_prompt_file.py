@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dantinox.config import Config, UserError
-from dantinox.generation import run
+from dantinox.generation import loaded_model as run
 from dantinox.generation.prompt_file import read_prompts
 
 
@@ -14,12 +14,12 @@ from dantinox.generation.prompt_file import read_prompts
 def batches(monkeypatch):
     """The numbers of the requests in each batch that settings end up in; nothing is decoded."""
     monkeypatch.setattr(run, "Batch", lambda model, tokenizer, requests, *_: [request.number for request in requests])
-    monkeypatch.setattr(run.Run, "prepared", lambda *_: None)
-    monkeypatch.setattr(run.Run, "prompt_ids", lambda *_: [1])
+    monkeypatch.setattr(run.LoadedModel, "prepared", lambda *_: None)
+    monkeypatch.setattr(run.LoadedModel, "prompt_ids", lambda *_: [1])
 
     def of(settings, base=None):
         model = SimpleNamespace(config=Config().architecture(259))
-        return run.Run(base or Config(), model, None).start([("a", given) for given in settings])
+        return run.LoadedModel(base or Config(), model, None).start([("a", given) for given in settings])
 
     return of
 

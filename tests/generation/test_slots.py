@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.slots import Kept, Slots
 from dantinox.text import train_tokenizer
 
@@ -26,7 +26,7 @@ NEIGHBOURS = (
 
 def make(context=CONTEXT, settings=None, **changes):
     changes = {"vocab_size": BYTES.vocab_size, "max_context": context} | changes
-    run = Run(
+    run = LoadedModel(
         build_config({"model": {"max_context": context}} | (settings or {})), builder.model(builder.config(**changes)), BYTES
     )
     return run, Slots(run, 4, context)

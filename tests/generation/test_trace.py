@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from dantinox.config import Config, TokenizerSection, UserError
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.trace import trace_document
 from dantinox.model import Transformer
 from dantinox.report.entropy_view import show_entropy
@@ -26,7 +26,7 @@ ROUTED = {"strategy": "entropy", "low_entropy": 1.2, "low_varentropy": 2.0, "hig
 def run():
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     model: Transformer = builder.model(builder.config(vocab_size=tokenizer.vocab_size))
-    return Run(Config(model={"max_context": 64}), model, tokenizer)
+    return LoadedModel(Config(model={"max_context": 64}), model, tokenizer)
 
 
 @pytest.mark.parametrize("settings", [{}, ROUTED, ROUTED | {"use_attention": False}], ids=["chain", "router", "no attention"])
@@ -94,7 +94,7 @@ def test_the_calibration_is_read_where_it_is_asked_for(run):
     measured = {name: 1.5 for name in ("low_entropy", "low_varentropy", "clarify_entropy", "high_entropy", "high_varentropy")}
     measured |= {"entropy_scale": 2.0, "varentropy_scale": 4.0}
     asked = []
-    own = Run(run.config, run.model, run.tokenizer, lambda: asked.append(1) or measured)
+    own = LoadedModel(run.config, run.model, run.tokenizer, lambda: asked.append(1) or measured)
     own.generate("a", max_new_tokens=2, greedy=True)
     own.generate("a", max_new_tokens=2, strategy="entropy")
     assert not asked

@@ -7,9 +7,9 @@ from collections import Counter
 from types import SimpleNamespace
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
-from dantinox.generation import Run
+from dantinox.generation import LoadedModel
 from dantinox.generation.request import Delta
-from dantinox.generation.stopping import StopFinder
+from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 from dantinox.text import train_tokenizer
@@ -18,11 +18,11 @@ BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()
 SAYS = "once upon a time there was a fox; "
 
 
-def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> Run:
+def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> LoadedModel:
     """A run whose model is nothing but its context and its vocabulary."""
     config = build_config({"generation": settings} if settings else {})
     model = SimpleNamespace(config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size))
-    return Run(config, model, tokenizer)
+    return LoadedModel(config, model, tokenizer)
 
 
 class FakeEngine:
@@ -38,7 +38,7 @@ class FakeEngine:
 
     name = "fake"
 
-    def __init__(self, run: Run | None = None, says: str = SAYS, pause: float = 0.0):
+    def __init__(self, run: LoadedModel | None = None, says: str = SAYS, pause: float = 0.0):
         self.run, self.says, self.pause = run or fake_run(), says, pause
         self.asked, self.cancelled, self.tasks = [], [], set()
         self.state, self.full, self.fails = "ready", False, None

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from dantinox.config import UserError, build_config
-from dantinox.generation import Run
-from dantinox.generation.constraint import Constraint
+from dantinox.generation import LoadedModel
+from dantinox.generation.constraints import Constraint
 from dantinox.generation.request import GenerationRequest
 from dantinox.model import Transformer
 from dantinox.serve.async_engine import AsyncEngine
@@ -39,7 +39,7 @@ def run():
     config = build_config({"model": size})
     graph, state = nnx.split(Transformer(config.architecture(BYTES.vocab_size), rngs=nnx.Rngs(0)))
     # Large weights, so that what has been said decides what is likely.
-    return Run(config, nnx.merge(graph, jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, state)), BYTES)
+    return LoadedModel(config, nnx.merge(graph, jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, state)), BYTES)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, overlay
 from dantinox.config.overlay import KEYS
-from dantinox.generation.constraint import Constraint
+from dantinox.generation.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox.generation.run import load_model
+from dantinox.generation.loaded_model import load_model
 from dantinox.model.parameters import blueprint, initial_parameters, rolled, unrolled
 from dantinox.training.step import initial_state, make_train_step, rebalanced
 

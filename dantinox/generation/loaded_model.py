@@ -13,11 +13,11 @@ from dantinox.config import Config, GenerationSection, KVSection, UserError, ove
 from dantinox.distributed import shared_over, tensor_mesh, weight_places
 from dantinox.generation.batch import Batch, Request
 from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
-from dantinox.generation.constraint import Constraint, Grammars
+from dantinox.generation.constraints import Constraint, Grammars
 from dantinox.generation.loop import bucket
 from dantinox.generation.result import Result
+from dantinox.generation.token_settings import sampling_params, seeded
 from dantinox.generation.weights import HeadOrder, prepare, with_head_order
-from dantinox.generation.words import sampling_params, seeded
 from dantinox.interop.peft import run_weights
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
@@ -41,7 +41,7 @@ PREPARED = 4  # models in memory besides the run's own, one for every order of h
 SHARED = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.SHARED)
 
 
-class Run:
+class LoadedModel:
     """A trained model with its tokenizer and the defaults of its run.
 
     Attributes:
@@ -227,7 +227,7 @@ def in_order(batches: Sequence[Batch]) -> list[Result]:
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def load(run_dir: str | Path, tensor: int | None = None) -> Run:
+def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
     """Loads a run directory to generate from.
 
     Args:
@@ -248,7 +248,7 @@ def load(run_dir: str | Path, tensor: int | None = None) -> Run:
             run.kv if path is None else Path(path), model.config, weights_digest(run), tokenizer.fingerprint
         )
 
-    return Run(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
+    return LoadedModel(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:

@@ -6,7 +6,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.generation.chat import Chat
+from dantinox.generation.chat_session import Chat
 from dantinox.text import ChatTemplate
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 import dantinox
 from dantinox.config import UserError
-from dantinox.generation import Run, in_order
+from dantinox.generation import LoadedModel, in_order
 from dantinox.text import Tokenizer
 
 from . import builder
@@ -249,7 +249,7 @@ def test_an_empty_prompt_begins_with_the_begin_token(run):
     assert result.stats["prompt_tokens"] == 1 and len(result.tokens) == 5
     bare = json.loads(run.tokenizer.to_json())
     bare["added_tokens"] = [token for token in bare["added_tokens"] if token["content"] != "<bos>"]
-    without = Run(run.config, run.model, Tokenizer(json.dumps(bare)))
+    without = LoadedModel(run.config, run.model, Tokenizer(json.dumps(bare)))
     with pytest.raises(UserError, match="the prompt is empty and the tokenizer has no begin token"):
         without.generate("")
 
@@ -258,7 +258,7 @@ def test_settings_of_the_run_are_defaults_and_arguments_win(run):
     config = run.config.model_copy(
         update={"generation": run.config.generation.model_copy(update={"greedy": True, "max_new_tokens": 3, "stop": ("€",)})}
     )
-    own = Run(config, run.model, run.tokenizer)
+    own = LoadedModel(config, run.model, run.tokenizer)
     assert len(own.generate("a").tokens) == 3
     assert own.generate("a", max_new_tokens=12).text == "è"
     assert own.generate("a", max_new_tokens=12, stop=[]).text == "è€😀b\nc"
@@ -333,7 +333,7 @@ def test_a_space_before_the_first_new_word_stays(run):
         "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
         "model": {"type": "WordLevel", "vocab": words | {"<pad>": 256, "<s>": 257, "</s>": 258}, "unk_token": "w0"},
     }  # fmt: skip
-    own = Run(run.config, run.model, Tokenizer(json.dumps(tree)))
+    own = LoadedModel(run.config, run.model, Tokenizer(json.dumps(tree)))
     result = own.generate("w97", greedy=True, max_new_tokens=3)
     assert result.text == " w195 w168 w226"
     assert "".join(own.stream("w97", greedy=True, max_new_tokens=3)) == result.text

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation.constraint import KINDS, LONGEST_SOURCE, Constraint, Grammars, check
-from dantinox.generation.run import Run, in_order
+from dantinox.generation.constraints import KINDS, LONGEST_SOURCE, Constraint, Grammars, check
+from dantinox.generation.loaded_model import LoadedModel, in_order
 from dantinox.text import Tokenizer, train_tokenizer
 
 pytest.importorskip("llguidance")
@@ -308,7 +308,7 @@ def make_run(vocabulary):
     size = {"dim": 16, "n_heads": 2, "kv_heads": 1, "num_blocks": 1, "hidden_dim": 16, "max_context": 256, "dtype": "float32"}
     config = build_config({"model": size})
     model = Transformer(config.architecture(-(-tokenizer.vocab_size // 64) * 64), rngs=nnx.Rngs(0))
-    return Run(config, jax.tree.map(lambda x: x, model), tokenizer)
+    return LoadedModel(config, jax.tree.map(lambda x: x, model), tokenizer)
 
 
 @pytest.fixture(scope="module")

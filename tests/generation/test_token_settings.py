@@ -7,8 +7,8 @@ import tokenizers
 
 import dantinox
 from dantinox.config import Config, GenerationSection, TokenizerSection, UserError
-from dantinox.generation import Run
-from dantinox.generation.words import sampling_params, with_ids
+from dantinox.generation import LoadedModel
+from dantinox.generation.token_settings import sampling_params, with_ids
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, train_tokenizer
 
@@ -19,7 +19,7 @@ LETTERS = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(
 
 
 @pytest.fixture(scope="module")
-def run(run_dir) -> Run:
+def run(run_dir) -> LoadedModel:
     return dantinox.load(run_dir)
 
 
@@ -113,7 +113,7 @@ def test_without_a_tokenizer_text_is_refused():
 def test_a_setting_of_the_run_holds_until_it_is_switched_off(run):
     """A run's own refinements go with the step they refine; another preset leaves the run's order behind."""
     section = GenerationSection(xtc_probability=0.5, xtc_threshold=0.2, preset="koboldcpp", sampler_order=(0, 1, 2, 3, 4, 5))
-    own = Run(run.config.model_copy(update={"generation": section}), run.model, run.tokenizer)
+    own = LoadedModel(run.config.model_copy(update={"generation": section}), run.model, run.tokenizer)
     off = own.settings({"xtc_probability": 0}).generation
     assert (off.xtc_probability, off.xtc_threshold, off.sampler_order) == (0, 0.1, (0, 1, 2, 3, 4, 5))
     assert own.settings({"preset": "default"}).generation.sampler_order is None

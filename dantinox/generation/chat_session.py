@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from dantinox.config import Config, UserError, overlay, settings_of
 from dantinox.files import atomic_write, check_writable, first_line, shown
 from dantinox.generation.batch import Piece
+from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.loop import bucket
-from dantinox.generation.run import Run
 
 Message = dict[str, str]  # role and content
 LEAST_LENGTH = 256  # tokens that a prompt and a cache are padded to at least
@@ -40,7 +40,7 @@ class PlainText:
 
     end_ids: frozenset[int] = frozenset()
 
-    def __init__(self, run: Run):
+    def __init__(self, run: LoadedModel):
         self._run = run
 
     def encode(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> list[int]:
@@ -62,12 +62,12 @@ class Chat:
       completes: whether the model has no template, and continues a plain text.
     """
 
-    def __init__(self, run: Run, template: Template | None = None, given: Mapping[str, Any] | None = None):
+    def __init__(self, run: LoadedModel, template: Template | None = None, given: Mapping[str, Any] | None = None):
         """Begins a conversation.
 
         Args:
           template: None: the messages are one plain text.
-          given: settings over those of the run, as of `Run.generate`.
+          given: settings over those of the run, as of `LoadedModel.generate`.
         """
         self.run, self.completes = run, template is None
         self.template: Template = PlainText(run) if template is None else template
