@@ -135,7 +135,6 @@ def not_one(value: Any) -> bool:
 
 CHAIN = (Needs(("generation.strategy", "chain")),)
 RANGED = (Needs(("generation.repetition_range", lambda tokens: tokens > 1)),)
-Below = Annotated[float, Field(ge=0, lt=1)]
 SETTINGS: dict[str, Setting] = {
     "no_repeat_ngram": Setting(int, 0, "no sequence of this many tokens occurs twice (0: off)"),
     "logit_bias": Setting(Biases, {}, "added to the logits of tokens, by id or text of one token (null or -inf: banned)"),
@@ -176,8 +175,8 @@ SETTINGS: dict[str, Setting] = {
     "top_a": Setting(NonNegative, 0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)"),
     "tail_free": Setting(Fraction, 1.0, "cut where the curve of sorted probabilities has flattened (1: off)"),
     "typical": Setting(Fraction, 1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)"),
-    "epsilon_cutoff": Setting(Below, 0.0, "keep tokens with at least this probability (0: off)"),
-    "eta_cutoff": Setting(Below, 0.0, "the same bound, lowered where the entropy is high (0: off)"),
+    "epsilon_cutoff": Setting(Fraction, 0.0, "keep tokens with at least this probability (0: off)"),
+    "eta_cutoff": Setting(Fraction, 0.0, "the same bound, lowered where the entropy is high (0: off)"),
     "top_n_sigma": Setting(Finite, 0.0, "keep logits within this many standard deviations of the largest (0: off)"),
     "xtc_probability": Setting(Fraction, 0.0, "how often the top choices are excluded (0: off)"),
     "xtc_threshold": Setting(Fraction, 0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)"),

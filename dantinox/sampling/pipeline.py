@@ -1,36 +1,35 @@
-"""Steps by name: lists of `{"name": …, parameters…}` run over rows, for experiments and for comparing with other samplers."""
+"""Named sampling steps run over rows of logits, for experiments and for comparison with other samplers."""
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from dataclasses import replace
+from functools import cache, partial
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from dantinox.config import UserError
-from dantinox.config.steps import SETTINGS, STEPS, Biases, Bounds, Sequences, Step, Tokens, bounds
+from dantinox.config import Config, GenerationSection, UserError
+from dantinox.config.steps import SETTINGS, STEPS, Biases, Sequences, Tokens, bounds
+from dantinox.files import shown
 from dantinox.sampling.chain import run_step
-from dantinox.sampling.history import repeat_lengths, word_arrays
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.state import SamplerState, fields_read
+from dantinox.sampling.state import init_state
 from dantinox.sampling.steps import LARGEST, sanitise
 from dantinox.sampling.window import Context
 
-PADDING = 128  # one compiled step serves all vocabularies and histories up to the next multiple
-BIAS = Bounds(-math.inf, math.inf, False)
+PADDING = 128  # one compiled step serves all vocabularies and texts up to the next multiple
+_DEFAULTS = Config()
 
 
-class Text(NamedTuple):
-    """What one row said so far."""
+class _Step(NamedTuple):
+    """A step to run: its name, its parameters as those of one row, and the arguments that decoding computes itself."""
 
-    prompt: list[int]
-    output: list[int]
-
-    @property
-    def all(self) -> list[int]:
-        return self.prompt + self.output
+    name: str
+    params: SamplingParams
+    known: dict[str, Any]
 
 
 def process_logits(
@@ -39,12 +38,12 @@ def process_logits(
     prompt: Sequence[Sequence[int]] | None = None,
     output: Sequence[Sequence[int]] | None = None,
 ) -> Array:
-    """Runs steps over rows in the order given.
+    """Runs steps over rows in the order given, with the code of decoding.
 
     Args:
       logits_BV: logits; NaN and +inf are repaired once, on entry.
       steps: mappings of `name` and the step's parameters, for example `{"name": "top_p", "p": 0.9}`.
-        In `logit_bias.values` null stands for -inf; `xtc` brings its draw `u`, mirostat its `mu`.
+        In `logit_bias.values` null stands for -inf; `xtc` takes its draw `u`, mirostat its bound `mu`.
       prompt: token ids per row that came before the output; None: none.
       output: token ids per row generated so far; None: none.
 
@@ -52,95 +51,45 @@ def process_logits(
       float32 logits [B, V]; -inf where a token is removed.
 
     Raises:
-      UserError: the logits are no table of numbers, a step or parameter has a wrong name, a value is out of range, an id is
-        no token, or prompt or output have another number of rows.
+      UserError: the logits are not a matrix of numbers, a step or parameter is unknown, a value is out of range, an id is
+        outside of the vocabulary, or prompt or output have another number of rows.
     """
-    logits_BV = _numbers(logits_BV)
+    logits_BV = _checked_logits(logits_BV)
     B, V = logits_BV.shape
     if isinstance(steps, str | Mapping) or not isinstance(steps, Sequence):
         raise UserError(f"steps must be a list of mappings of name and parameters, got {steps!r}")
-    checked = [(step["name"], values) for step, values in ((step, _checked(step, V)) for step in steps)]
-    texts = map(Text, _texts("prompt", prompt, B, V), _texts("output", output, B, V))
+    checked = [_checked_step(step, V) for step in steps]
+    texts = zip(_checked_texts("prompt", prompt, B, V), _checked_texts("output", output, B, V), strict=True)
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -V % PADDING)), constant_values=-np.inf)
-    for row_V, text in zip(padded_BV, texts, strict=True):
+    for row_V, (prompt_ids, output_ids) in zip(padded_BV, texts, strict=True):
         changed_V = _SANITISE(row_V)[0]
-        for name, values in checked:
-            changed_V = _run(name, changed_V, values, text, V)
+        length, counts_V = len(prompt_ids) + len(output_ids), np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
+        text_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
+        text_1S[0, :length] = prompt_ids + output_ids
+        for name, params, known in checked:
+            changed_V = _run(name, changed_V, params, text_1S, length, len(output_ids), counts_V, **known)
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
 
 _SANITISE = jax.jit(sanitise)
-_REPEATS = jax.jit(repeat_lengths)
-_STEP = jax.jit(run_step, static_argnames=("name", "m"))
 
 
-def _run(name: str, row_V: Array, values: dict[str, Any], text: Text, size: int) -> Array:
-    """One step over one padded row; `size` is the vocabulary without the padding."""
-    step, V = STEPS[name], row_V.shape[0]
-    settings = {key: values[parameter] for parameter, key in step.arguments.items()}
-    words = {key: value for key, value in settings.items() if isinstance(value, str)}
-    numbers = {key: value for key, value in settings.items() if key not in words}
-    if "range" in step.given:
-        numbers["dry_range"] = values["range"]
-    known: dict[str, Any] = {parameter: values[parameter] for parameter in ("u", "mu", "m") if parameter in values}
-    known |= {"size": np.int32(size)} if "size" in step.reads else {}
-    on, tables, one = {name: jnp.asarray(True)}, _tables(name, step, values), jnp.asarray(0)
-    params = SamplingParams(numbers, on, tables, one, one, (name,), True, tuple(words.items()))
-    return _STEP(name, row_V, Context(params, _state(name, text, V, values.get("breakers", ()))), **known)
+@partial(jax.jit, static_argnames=("name", "m"))
+def _run(
+    name: str, x_V: Array, params: SamplingParams, text_1S: Array, length: Array, n_generated: Array, counts_V: Array,
+    mu: Array | None = None, **known: Any,
+) -> Array:  # fmt: skip
+    """One step over one row; arrays are padded, and `known` goes to the step's function as it is."""
+    valid_1S = jnp.arange(text_1S.shape[1])[None] < length
+    params_1 = jax.tree.map(lambda leaf: leaf[None], params)
+    state_1 = init_state(params_1, text_1S, valid_1S, x_V.shape[0], text_1S.shape[1])
+    state = jax.tree.map(lambda leaf_1: leaf_1[0], state_1)
+    fields = {"n_generated": n_generated, "count": counts_V, "mu": mu}  # the count is of the output alone
+    return run_step(name, x_V, Context(params, replace(state, **fields)), **known)
 
 
-def _tables(name: str, step: Step, values: dict[str, Any]) -> dict[str, Any]:
-    """The lists that a step reads, under the names that decoding has for them."""
-    own = step.beside[0] if step.beside else name
-    if name == "logit_bias":
-        sums: dict[int, float] = {}  # float64: the sum of large values for one id must not become infinite and ban it
-        for token, bias in zip(values["ids"], values["values"], strict=True):
-            sums[token] = sums.get(token, 0.0) + bias
-        return {own: _padded([*sums]), f"{own}_by": _padded([_finite(bias) for bias in sums.values()], 0.0)}
-    if "sequences" in values:
-        pairs = [*zip(values["sequences"], values.get("values", [0.0] * len(values["sequences"])), strict=True)]
-        pairs = [(words, bias) for words, bias in pairs if words]
-        before, last = word_arrays([words for words, _ in pairs])
-        biases = [*(_finite(bias) for _, bias in pairs), *[0.0] * (len(last) - len(pairs))]
-        return {f"{own}_before": before, own: last, f"{own}_by": np.asarray(biases, np.float32)}
-    return {
-        own if parameter == "ids" else parameter: _padded(values[parameter])
-        for parameter in ("ids", "stop_ids", "protected_ids")
-        if parameter in step.given
-    }
-
-
-def _finite(bias: float) -> float:
-    return bias if bias == -math.inf else max(-LARGEST, min(bias, LARGEST))
-
-
-def _state(name: str, text: Text, V: int, breakers: Sequence[int]) -> SamplerState:
-    """What a step reads of one row's text."""
-    asked, said, n = fields_read([name]), text.all, len(text.all)
-    fields: dict[str, Any] = {"n_generated": np.int32(len(text.output)), "length": np.int32(n)}
-    if "last_seen" in asked:
-        fields["last_seen"] = np.full(V, -1, np.int32)
-        fields["last_seen"][said] = np.arange(n)  # the last of equal places wins
-    if "count" in asked:
-        fields["count"] = np.bincount(text.output, minlength=V).astype(np.int32)
-    if "text" in asked:
-        fields["text"] = _padded(said)
-    if "repeats" in asked:
-        fields["repeats"] = _REPEATS(fields["text"], n)
-    if "breaker" in asked:
-        fields["breaker"] = np.isin(fields["text"], breakers)
-    return SamplerState(**fields)
-
-
-def _padded(values: Sequence[float], fill: float = -1) -> np.ndarray:
-    """Ids, or biases with a fill of 0.0, as an array filled up to a multiple of the padding, at least one."""
-    out_S = np.full(-(-max(len(values), 1) // PADDING) * PADDING, fill, np.int32 if fill == -1 else np.float32)
-    out_S[: len(values)] = values
-    return out_S
-
-
-def _numbers(logits_BV: Any) -> np.ndarray:
+def _checked_logits(logits_BV: Any) -> np.ndarray:
     """The logits as float32; what is beyond its range becomes infinite."""
     try:
         array = np.asarray(logits_BV)
@@ -154,96 +103,126 @@ def _numbers(logits_BV: Any) -> np.ndarray:
         return array.astype(np.float32)
 
 
-def _texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
+def _checked_texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
     """The token ids of every row; None: none."""
-    rows = [[]] * B if rows is None else _unpacked(rows)
-    if not isinstance(rows, Sequence) or len(rows) != B:
-        got = len(rows) if isinstance(rows, Sequence) else repr(rows)
-        raise UserError(f"{where} must be one list of token ids per row of logits, {B}, got {got}")
-    return [_ids(f"{where}[{b}]", row, V) for b, row in enumerate(rows)]
+    lists: list[list[int]] = _validated(where, _token_lists(V), [[]] * B if rows is None else rows)
+    if len(lists) != B:
+        raise UserError(f"{where} must be one list of token ids per row of logits, {B}, got {len(lists)}")
+    return lists
 
 
-def _checked(given: Any, V: int) -> dict[str, Any]:
-    """The parameters of a step, complete and in range."""
+def _checked_step(given: Any, V: int) -> _Step:
+    """A step with its parameters, complete and in range."""
     if not isinstance(given, Mapping):
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
     name = given.get("name")
     if not isinstance(name, str) or name not in STEPS:
-        raise UserError(f"no sampling step is called {name}: they are {', '.join(STEPS)}")
+        raise UserError(f"unknown sampling step {shown(name)}: the steps are {', '.join(STEPS)}")
+    parameters = {str(key): value for key, value in given.items() if key != "name" and value is not None}
+    values = dict(_validated(name, _model(name, V), parameters))
+    step = STEPS[name]
+    settings = {key: values[parameter] for parameter, key in step.arguments.items()}
+    if name == "dry":
+        settings |= {"dry_range": values["range"], "dry_breakers": values["breakers"]}
+    elif name == "dynamic_temperature" and values["low"] > values["high"]:
+        raise UserError(f"dynamic_temperature.low must be at most high, got {values['low']} and {values['high']}")
+    elif name.startswith("mirostat"):
+        settings["mirostat"] = int(name[-1])
+    elif "values" in values:
+        settings[name] = _biases(name, values[next(iter(step.given))], values["values"])
+    elif "sequences" in values:
+        settings[name] = [words for words in values["sequences"] if words]
+    elif "ids" in values:
+        settings[name] = values["ids"]
+        if name == "allowed_tokens" and not values["ids"]:
+            raise UserError("allowed_tokens.ids must hold at least one token id, got none")
+    config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **settings)})
+    stops, protected = values.get("stop_ids", ()), values.get("protected_ids", ())
+    params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, also=[name])
+    known: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
+    known |= {"m": values["m"]} if "m" in values else {}
+    known |= {"size": np.int32(V)} if "size" in step.reads else {}
+    params = replace(params, on={name: jnp.ones(1, bool)})
+    return _Step(name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), known)
+
+
+def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
+    """The setting of `logit_bias` or `sequence_bias` from lists of equal length; None bans."""
+    if len(tokens) != len(values):
+        raise UserError(f"{name} needs one value for each of its {len(tokens)} entries, got {len(values)} values")
+    pairs = [(token, -np.inf if value is None else value) for token, value in zip(tokens, values, strict=True)]
+    if name == "sequence_bias":
+        return [pair for pair in pairs if pair[0]]
+    sums: dict[str, float] = {}  # float64: the sum of large values for one id must not become infinite and ban it
+    for token, value in pairs:
+        sums[str(token)] = sums.get(str(token), 0.0) + value
+    return sums
+
+
+@cache
+def _model(name: str, V: int) -> type[BaseModel]:
+    """The parameters of a step with their types, ranges and defaults, from the table of steps."""
     step = STEPS[name]
     switches = [parameter for parameter, key in step.arguments.items() if key in step.on]
-    declared = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.given
-    for key in given:
-        if key != "name" and key not in declared:
-            raise UserError(f"the sampling step {name} has no parameter {key}: it has {', '.join(declared)}")
-    if len(switches) == 1 and given.get(switches[0]) is None:
-        raise UserError(f"the sampling step {name} needs the parameter {switches[0]}")
-    values = {}
-    for key, (kind, default) in declared.items():
-        value = default if given.get(key) is None else given[key]
-        if value is None:
-            raise UserError(f"the sampling step {name} needs the parameter {key}")
-        values[key] = _value(f"{name}.{key}", value, kind, V)
-    if name == "allowed_tokens" and not values["ids"]:
-        raise UserError("allowed_tokens.ids must hold at least one token id, got none")
-    owners = "ids" if "ids" in values else "sequences"
-    if "values" in values and len(values[owners]) != len(values["values"]):
-        got = f"{len(values[owners])} {owners}, {len(values['values'])} values"
-        raise UserError(f"{name} needs one value per {'id' if owners == 'ids' else 'sequence'}, got {got}")
-    if name == "dynamic_temperature" and values["low"] > values["high"]:
-        raise UserError(f"dynamic_temperature.low must be at most high, got {values['low']} and {values['high']}")
-    return values
+    fields: dict[str, Any] = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.given
+    for parameter, (kind, default) in fields.items():
+        needed = default is None or switches == [parameter]
+        fields[parameter] = _kind(kind, V), ... if needed else default
+    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 
-def _value(where: str, value: Any, kind: Any, V: int) -> Any:
-    if get_origin(kind) is Literal:
-        if not isinstance(value, str) or value not in get_args(kind):
-            raise UserError(f"{where} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        return value
+def _kind(kind: Any, V: int) -> Any:
+    """The type of a parameter: floats within float32, integers beyond int32 as its ends, token ids within the vocabulary."""
     if kind == Tokens:
-        return _ids(where, value, V)
+        return _token_list(V)
     if kind == Sequences:
-        return [_ids(f"{where}[{i}]", words, V) for i, words in enumerate(_list(where, value))]
+        return _token_lists(V)
     if kind == Biases:
-        banned = (None, -math.inf)
-        return [
-            -math.inf if bias in banned else float(_number(f"{where}[{i}]", bias, BIAS))
-            for i, bias in enumerate(_list(where, value))
-        ]
-    number = _number(where, value, bounds(kind) or BIAS)
-    return int(number) if where == "mirostat_v1.m" else number
+        return list[Annotated[float, Field(le=LARGEST)] | None]
+    found = bounds(kind)
+    if found is None:
+        return kind
+    low, high, integer = found
+    if integer:
+        return Annotated[int, *([Field(ge=low)] if low > -np.inf else []), AfterValidator(_within_int32)]
+    return Annotated[float, Field(ge=max(low, -LARGEST), le=min(high, LARGEST))]
 
 
-def _number(where: str, value: Any, kind: Bounds) -> np.number:
-    """A number of its kind: a float32, or an int32 that stands for all integers beyond it."""
-    low, high, integer = kind
-    if integer and _is_integer(value) and low <= value <= high:
-        return np.int32(min(max(value, -(2**31)), 2**31 - 1))
-    low, high = (low, high) if integer else (max(low, -LARGEST), min(high, LARGEST))
-    if not integer and (_is_integer(value) or isinstance(value, float | np.floating)) and low <= value <= high:
-        return np.float32(value)
-    raise UserError(f"{where} must be {'an integer' if integer else 'a number'} in [{low:g}, {high:g}], got {value!r}")
+def _token_list(V: int) -> Any:
+    return list[Annotated[int, Field(ge=0, lt=V)]]
 
 
-def _ids(where: str, value: Any, V: int) -> list[int]:
-    ids = _list(where, value)
-    for token in ids:
-        if not _is_integer(token) or not 0 <= token < V:
-            raise UserError(f"{where} must hold token ids in [0, {V}), got {token!r}")
-    return ids
+def _token_lists(V: int) -> Any:
+    return list[list[Annotated[int, Field(ge=0, lt=V)]]]
 
 
-def _list(where: str, value: Any) -> list[Any]:
-    value = _unpacked(value)
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise UserError(f"{where} must be a list, got {value!r}")
-    return list(value)
+def _within_int32(value: int) -> int:
+    return min(max(value, -(2**31)), 2**31 - 1)
 
 
-def _unpacked(value: Any) -> Any:
-    """Arrays as lists, anything else as it is."""
-    return value.tolist() if isinstance(value, np.ndarray | Array) else value
+def _plain(value: Any) -> Any:
+    """Arrays and other sequences as lists, anything else as it is."""
+    if isinstance(value, np.ndarray | np.generic | Array):
+        return value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(part) for part in value]
+    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _validated(where: str, kind: Any, value: Any) -> Any:
+    """A value of its kind, arrays taken for lists.
+
+    Raises:
+      UserError: one sentence about the first thing that is wrong.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(_plain(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, (where, *first["loc"])))
+        problem = {"missing": "is a required parameter", "extra_forbidden": "is not a parameter of this step"}.get(
+            first["type"]
+        )
+        raise UserError(
+            f"{place} {problem or first['msg'].replace('Input should', 'must') + ', got ' + shown(first['input'])}"
+        ) from None
