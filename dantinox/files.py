@@ -10,7 +10,16 @@ LONGEST = 60  # characters of a value in a sentence
 
 
 class UserError(Exception):
-    """A mistake of the person at the keyboard, as one sentence: what is wrong, where, what is allowed."""
+    """A mistake of the user, as one sentence: what is wrong, where, what is allowed.
+
+    Attributes:
+      key: the dotted path of the setting that is wrong, as `generation.top_p`; None where it is no setting.
+      value: what it was set to.
+    """
+
+    def __init__(self, sentence: str, *, key: str | None = None, value: object = None):
+        super().__init__(sentence)
+        self.key, self.value = key, value
 
 
 def shown(value: Any) -> str:

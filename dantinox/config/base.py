@@ -22,6 +22,9 @@ CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
+Conflict = tuple[str, str]  # a setting (dotted path), and what is wrong with it, as the rest of a sentence
+
+
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown names and converts nothing but integers to floats."""
 

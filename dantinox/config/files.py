@@ -189,15 +189,15 @@ def merge(
     try:
         config = Config.model_validate(nested, context=UNCHECKED)
     except ValidationError as error:
-        raise UserError(_sentence(error, where, source)) from None
+        raise _error_of(error, where, source) from None
     unused = idle(config)
     for key, reason in unused.items():
         if key in changes:
-            raise UserError(f"{key} has no effect {reason}{_place(key, where, source)}")
-    for problem in without(config, unused).conflicts():
-        named = [key for key in re.findall(r"[a-z]+\.[a-z_]+", problem) if key in FIELDS]
-        place = next((where[key] for key in named if key in where), source)
-        raise UserError(f"{problem} ({place})" if place else problem)
+            sentence = f"{key} has no effect {reason}{_place(key, where, source)}"
+            raise UserError(sentence, key=key, value=changes[key])
+    for key, problem in without(config, unused).conflicts():
+        place = _place(key, where, origin if changes else source)
+        raise UserError(f"{key} {problem}{place}", key=key, value=flat(config)[key])
     return config, unused
 
 
@@ -212,14 +212,15 @@ def report(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> 
 
 def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
     """Refuses text that no file system or tokenizer takes: lone surrogates, and paths that are empty or hold NUL."""
+    is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{on_one_line(key)} must be valid Unicode text, got {shown(text)}{_place(key, where, source)}")
-        is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
-        if is_path and (not text or "\0" in text):
-            raise UserError(f"{on_one_line(key)} must be a path, got {shown(text)}{_place(key, where, source)}")
+        surrogate = any("\ud800" <= character <= "\udfff" for character in text)
+        if surrogate or (is_path and (not text or "\0" in text)):
+            what = "valid Unicode text" if surrogate else "a path"
+            sentence = f"{on_one_line(key)} must be {what}, got {shown(text)}{_place(key, where, source)}"
+            raise UserError(sentence, key=key, value=text)
 
 
 def dump_config(config: Config) -> str:
@@ -319,20 +320,24 @@ def _resolve_aliases(flat: dict[str, Any], where: dict[str, str], source: str) -
             continue
         value = flat.pop(old)
         if value is not None and flat.get(new) is not None:
-            raise UserError(f"{old} is another name of {new}: give one of them{_place(old, where, source)}")
+            raise UserError(
+                f"{old} is another name of {new}: give one of them{_place(old, where, source)}", key=old, value=value
+            )
         if value is not None or new not in flat:
             flat[new] = value
             where |= {new: where[old]} if old in where else {}
     return flat
 
 
-def _sentence(error: ValidationError, where: dict[str, str], source: str) -> str:
+def _error_of(error: ValidationError, where: dict[str, str], source: str) -> UserError:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}"
-    return f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}"
+        return UserError(
+            f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}", key=key, value=first["input"]
+        )
+    return UserError(f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}", key=key, value=first["input"])
 
 
 def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, Any], dict[str, int]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from dantinox.config.base import Count, CountOrZero, Section, Seed, Strings, field
+from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
 from dantinox.config.needs import Needs
 from dantinox.config.steps import CHAIN, EDITS, PENALTIES, SETTINGS, STEERED, STEPS, Tokens, declared, is_digits
 
@@ -118,21 +118,21 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
     """The steps behind the edits, in order.
 
     Raises:
-      ValueError: the order is none, or does not go with the preset; the sentence begins with the key.
+      ValueError: the order is none, or does not go with the preset; the sentence goes on behind the key.
     """
     given = () if sampler_order is None else tuple(sampler_order)
     if sampler_order is None or all(isinstance(code, int) for code in given):
         if preset not in KOBOLD_ORDERS:
             if sampler_order is not None:
                 raise ValueError(
-                    f"generation.sampler_order as codes needs generation.preset kobold or koboldcpp, got {preset}: "
+                    f"as codes needs generation.preset kobold or koboldcpp, got {preset}: "
                     "any other order is a list of step names"
                 )
             return PRESETS[preset]
         try:
             names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else given)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(f"generation.sampler_order: {error}") from None
+            raise ValueError(f"is wrong: {error}") from None
         if preset == "kobold":
             return names
         return "dry", *(step for name in names for step in KOBOLDCPP_SLOTS.get(name, (name,))), "xtc", *STEERED
@@ -152,26 +152,26 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
     known = tuple(dict.fromkeys("mirostat" if name in STEERED else name for name in PRESETS["default"]))
     wrong = next((name for name in names if name not in known), None)
     if wrong is not None:
-        raise ValueError(f"generation.sampler_order must hold Kobold's codes or names among {', '.join(known)}, got {wrong!r}")
+        raise ValueError(f"must hold Kobold's codes or names among {', '.join(known)}, got {wrong!r}")
     if len(set(names)) < len(names):
-        raise ValueError(f"generation.sampler_order must name a step once, got {', '.join(map(str, names))}")
+        raise ValueError(f"must name a step once, got {', '.join(map(str, names))}")
     if preset != "default":
-        raise ValueError(f"generation.sampler_order as names is an order of its own: leave generation.preset {preset} out")
+        raise ValueError(f"as names is an order of its own: leave generation.preset {preset} out")
     if "mirostat" in names[:-1]:
-        raise ValueError("generation.sampler_order must have mirostat last: it steers by the token drawn behind it")
+        raise ValueError("must have mirostat last: it steers by the token drawn behind it")
     return tuple(step for name in names for step in (STEERED if name == "mirostat" else (str(name),)))
 
 
-def generation_conflicts(g: GenerationSection) -> Iterator[str]:
-    """A sentence for each rule across keys of the section that is broken."""
+def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
+    """Yields the rules across keys of the section that are broken."""
     on, greedy = steps_on(g), g.greedy or g.temperature < GREEDY_BELOW
     for key in ("stop", "dry_breakers"):
         if "" in getattr(g, key):
-            yield f"generation.{key} must not hold an empty string"
+            yield f"generation.{key}", "must not hold an empty string"
     try:
         order = order_of(g)
     except ValueError as error:
-        yield str(error)
+        yield "generation.sampler_order", str(error)
         return
     off = on - {*EDITS, *order} - ({"temperature"} if greedy else set())
     lacking = sorted({f"generation.{key}" for name in off for key, on_for in STEPS[name].on.items() if on_for(getattr(g, key))})
@@ -179,13 +179,13 @@ def generation_conflicts(g: GenerationSection) -> Iterator[str]:
         whose = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
         whose = "generation.strategy entropy" if g.strategy == "entropy" else whose
         them = "it" if len(lacking) == 1 else "them"
-        keys = " and ".join(lacking)
-        yield f"{keys} cannot be used with {whose}, which has no such step: leave {them} out or switch {them} off"
+        also = "".join(f"and {key} " for key in lacking[1:])
+        yield lacking[0], f"{also}cannot be used with {whose}, which has no such step: leave {them} out or switch {them} off"
     low, high = g.dynatemp_low, g.dynatemp_high
     if low > high:
-        yield f"generation.dynatemp_low must be at most generation.dynatemp_high, got {low:g} and {high:g}"
+        yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"
     if {"temperature", "dynamic_temperature"} <= on and not greedy:
         yield (
-            "generation.temperature and generation.dynatemp_high both set the temperature: leave temperature at 1, "
-            f"got {g.temperature:g}"
+            "generation.temperature",
+            f"and generation.dynatemp_high both set the temperature: leave temperature at 1, got {g.temperature:g}",
         )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, Section, field
+from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, field
 from dantinox.config.needs import Needs, given
 
 Policy = Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
@@ -80,12 +80,12 @@ class KVSection(Section):
         return self.has_budget and (self.signal != "uniform" or self.decays_by_entropy)
 
 
-def kv_conflicts(kv: KVSection) -> Iterator[str]:
-    """A sentence for each rule across keys of the section that is broken."""
+def kv_conflicts(kv: KVSection) -> Iterator[Conflict]:
+    """Yields the rules across keys of the section that are broken."""
     if kv.budget is not None and kv.budget_tokens is not None:
         yield (
-            "kv.budget and kv.budget_tokens both say how many slots are kept: give one of them, "
-            f"got {kv.budget} and {kv.budget_tokens}"
+            "kv.budget",
+            f"and kv.budget_tokens both say how many slots are kept: give one of them, got {kv.budget} and {kv.budget_tokens}",
         )
     if kv.pool % 2 == 0:
-        yield f"kv.pool must be odd, got {kv.pool}"
+        yield "kv.pool", f"must be odd, got {kv.pool}"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from dantinox.config.base import Count, Positive, Section, as_tuple, field
+from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
 from dantinox.config.model import AttentionSection, LoraConfig, ModelSection, MoESection, Projection
 from dantinox.config.needs import Needs, given
 
@@ -49,20 +49,20 @@ def lora_config(lora: LoraSection, m: ModelSection, moe: MoESection) -> LoraConf
 
 def lora_conflicts(
     lora: LoraSection, init_from: str | None, m: ModelSection, moe: MoESection, a: AttentionSection
-) -> Iterator[str]:
-    """A sentence for each rule among these settings that is broken."""
+) -> Iterator[Conflict]:
+    """Yields the rules among these settings that are broken."""
     if lora.rank is None:
         return
     there = projections(m, moe)
     if init_from is None:
-        yield "lora.rank needs training.init_from, the run whose weights the adapters are for"
+        yield "lora.rank", "needs training.init_from, the run whose weights the adapters are for"
     if a.kv_lora_rank is not None:
-        yield "lora.rank must be null with attention.kv_lora_rank: the projections of latents have no adapters"
+        yield "lora.rank", "must be null with attention.kv_lora_rank: the projections of latents have no adapters"
     if moe.use_moe and lora.base_weights == "int8":
-        yield "lora.base_weights must be float32 or bfloat16 with moe.use_moe: experts are not held in int8"
+        yield "lora.base_weights", "must be float32 or bfloat16 with moe.use_moe: experts are not held in int8"
     if lora.targets == ():
-        yield "lora.targets must name at least one projection, got []"
+        yield "lora.targets", "must name at least one projection, got []"
     for name in lora.targets or ():
         if name not in there:
             why = "experts have no adapters" if moe.use_moe else f"model.activation is {m.activation}, which has none"
-            yield f"lora.targets cannot have {name}: {why} ({', '.join(there)} can be named)"
+            yield "lora.targets", f"cannot have {name}: {why} ({', '.join(there)} can be named)"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from dantinox.config.base import Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
+from dantinox.config.base import Conflict, Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
 from dantinox.config.needs import Needs, given
 from dantinox.files import UserError
 
@@ -299,67 +299,69 @@ class ModelConfig:
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
-def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[str]:
-    """A sentence for each rule across settings of the architecture that is broken."""
+def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
+    """Yields the rules across settings of the architecture that are broken."""
     kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
     rotated = int(head_size * a.partial_rotary_factor)
-    positions = [n for n in ("use_rotary_pos", "trainable_pos", "absolute_pos") if getattr(a, n)]
+    positions = [f"attention.{n}" for n in ("absolute_pos", "trainable_pos", "use_rotary_pos") if getattr(a, n)]
     if m.head_size is None and m.dim % m.n_heads:
-        yield f"model.dim must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
+        yield "model.dim", f"must be a multiple of model.n_heads when model.head_size is null, got {m.dim} and {m.n_heads}"
     if m.n_heads % kv_heads:
-        yield f"model.kv_heads must divide model.n_heads, got {kv_heads} and {m.n_heads}"
+        yield "model.kv_heads", f"must divide model.n_heads, got {kv_heads} and {m.n_heads}"
     if a.kv_lora_rank is not None:
         for key in ("qkv_bias", "out_bias", "gate_bias", "query_pre_attn_scalar", "partial_rotary_factor", "rope_layers"):
             if getattr(a, key) != AttentionSection.model_fields[key].default:
-                yield f"attention.{key} has no meaning with attention.kv_lora_rank: leave it at its default"
+                yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
             yield (
-                "attention.kv_lora_rank needs attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false: "
-                "every head has its own keys, and the latents are normalised"
+                "attention.kv_lora_rank",
+                "needs attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false: "
+                "every head has its own keys, and the latents are normalised",
             )
         if (a.qk_rope_head_dim or head_size // 2) % 2:
-            yield f"attention.qk_rope_head_dim must be even, got {a.qk_rope_head_dim or head_size // 2}"
+            yield "attention.qk_rope_head_dim", f"must be even, got {a.qk_rope_head_dim or head_size // 2}"
     elif a.use_rotary_pos and head_size % 2:
-        yield f"model.head_size must be even with attention.use_rotary_pos, got {head_size}"
+        yield "model.head_size", f"must be even with attention.use_rotary_pos, got {head_size}"
     elif rotated < 2 or rotated % 2:
-        share = f"attention.partial_rotary_factor of model.head_size {head_size}"
-        yield f"{share} must be an even number of at least 2, got {rotated}"
+        share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
+        yield "attention.partial_rotary_factor", share
     if a.absolute_pos and m.dim % 2:
-        yield f"model.dim must be even with attention.absolute_pos, got {m.dim}"
+        yield "model.dim", f"must be even with attention.absolute_pos, got {m.dim}"
     if m.hidden_dim is not None and moe.expansion is not None:
-        yield "model.hidden_dim and moe.expansion both set the feed-forward width: give one of them"
+        yield "model.hidden_dim", "and moe.expansion both set the feed-forward width: give one of them"
     if moe.use_moe and moe.top_k_mlp > moe.n_experts:
-        yield f"moe.top_k_mlp must be at most moe.n_experts, got {moe.top_k_mlp} and {moe.n_experts}"
+        yield "moe.top_k_mlp", f"must be at most moe.n_experts, got {moe.top_k_mlp} and {moe.n_experts}"
     if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1:
-        yield "moe.norm_topk_prob must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
+        yield "moe.norm_topk_prob", "must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
     if len(positions) > 1:
-        yield f"attention.{' and attention.'.join(positions)} exclude each other: set all but one to false"
+        yield positions[0], f"and {' and '.join(positions[1:])} exclude each other: set all but one to false"
     if a.rope_scaling != "none" and a.rope_factor == 1:
-        yield f"attention.rope_factor must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
+        yield "attention.rope_factor", f"must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
     if a.rope_scaling in ("llama3", "yarn", "longrope") and a.rope_original_context is None:
-        yield f"attention.rope_original_context must be given with attention.rope_scaling: {a.rope_scaling}"
+        yield "attention.rope_original_context", f"must be given with attention.rope_scaling: {a.rope_scaling}"
     if a.rope_scaling == "llama3" and a.low_freq_factor >= a.high_freq_factor:
         yield (
-            "attention.low_freq_factor must be less than attention.high_freq_factor, "
-            f"got {a.low_freq_factor:g} and {a.high_freq_factor:g}"
+            "attention.low_freq_factor",
+            f"must be less than attention.high_freq_factor, got {a.low_freq_factor:g} and {a.high_freq_factor:g}",
         )
     if a.rope_scaling == "yarn" and (a.beta_slow >= a.beta_fast or a.rope_theta <= 1):
         yield (
-            "attention.rope_scaling: yarn needs attention.beta_slow < attention.beta_fast and attention.rope_theta > 1, "
-            f"got {a.beta_slow:g}, {a.beta_fast:g} and {a.rope_theta:g}"
+            "attention.rope_scaling",
+            "yarn needs attention.beta_slow < attention.beta_fast and attention.rope_theta > 1, "
+            f"got {a.beta_slow:g}, {a.beta_fast:g} and {a.rope_theta:g}",
         )
     if a.rope_scaling == "longrope":
         for key in ("rope_short_factors", "rope_long_factors"):
             if (count := len(getattr(a, key) or ())) != rotated // 2:
-                yield f"attention.{key} must hold {rotated // 2} numbers, one for each frequency of a head, got {count}"
+                yield f"attention.{key}", f"must hold {rotated // 2} numbers, one for each frequency of a head, got {count}"
     if m.mlp_bias and moe.use_moe:
-        yield "model.mlp_bias: true is for a dense feed-forward layer: experts (moe.use_moe) have no biases"
+        yield "model.mlp_bias", "is for a dense feed-forward layer: experts (moe.use_moe) have no biases"
     if not a.rope_layers:
-        yield "attention.rope_layers must name at least one layer, got []"
+        yield "attention.rope_layers", "must name at least one layer, got []"
     if a.sliding_window and a.context_window is None:
-        yield "attention.context_window must be an integer ≥ 0 when attention.sliding_window is true, got null"
+        yield "attention.context_window", "must be an integer ≥ 0 when attention.sliding_window is true, got null"
     if not a.layer_types:
-        yield "attention.layer_types must name at least one of sliding, full, got []"
+        yield "attention.layer_types", "must name at least one of sliding, full, got []"
 
 
 def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
@@ -382,7 +384,8 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
     """What these settings resolve to."""
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
-        raise UserError(f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}")
+        sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
+        raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
     gated = m.activation in ("swiglu", "geglu")
     default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
     if moe.expansion is not None:

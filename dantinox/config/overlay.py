@@ -80,4 +80,4 @@ def _check_name(name: str, origin: str) -> None:
     nearest = "" if name in KEYS else nearest_key(name)
     if nearest.startswith("kv."):  # suggested as it is to be written here
         place = f" ({origin})" if origin else ""
-        raise UserError(f"unknown key {on_one_line(name)}{did_you_mean(flat_name(nearest))}{place}")
+        raise UserError(f"unknown key {on_one_line(name)}{did_you_mean(flat_name(nearest))}{place}", key=f"generation.{name}")

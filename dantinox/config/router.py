@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Fraction, NonNegative, Section, field
+from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, NonNegative, Section, field
 from dantinox.config.needs import Needs, given
 from dantinox.files import UserError
 
@@ -154,7 +154,9 @@ class RouterSection(Section):
         if missing:
             raise UserError(
                 "router.router_preset calibrated needs thresholds measured on this model: run `dantinox calibrate "
-                f"--run_dir … --what router`, or set {', '.join(missing)}"
+                f"--run_dir … --what router`, or set {', '.join(missing)}",
+                key="router.router_preset",
+                value=self.router_preset,
             )
         return {name: float(value) for name, value in (preset | own).items()}
 
@@ -209,10 +211,10 @@ def forcing(strategy: str) -> dict[str, float]:
     raise ValueError(f"no strategy is called {strategy}: they are {', '.join(STRATEGIES)}")
 
 
-def router_conflicts(r: RouterSection) -> Iterator[str]:
-    """A sentence for each rule across keys of the section that is broken."""
+def router_conflicts(r: RouterSection) -> Iterator[Conflict]:
+    """Yields the rules across keys of the section that are broken."""
     numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
     for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p"):
         low, high = numbers[f"{name}_min"], numbers[f"{name}_max"]
         if low > high:
-            yield f"router.{name}_min must be at most router.{name}_max, got {low:g} and {high:g}"
+            yield f"router.{name}_min", f"must be at most router.{name}_max, got {low:g} and {high:g}"

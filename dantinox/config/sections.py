@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from dantinox.config.base import (
+    Conflict,
     Count,
     CountOrZero,
     FileName,
@@ -30,6 +31,7 @@ from dantinox.config.lora import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
 from dantinox.config.needs import Needs, given, idle_among
 from dantinox.config.router import RouterSection, router_conflicts
+from dantinox.files import UserError
 
 # Names in a run directory that its own files bear.
 RUN_FILES = (
@@ -213,21 +215,24 @@ class LoggingSection(Section):
     )
 
 
-def distributed_conflicts(d: DistributedSection) -> Iterator[str]:
-    """A sentence for each rule among these settings that is broken."""
+def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
+    """Yields the rules among these settings that are broken."""
     axes = {name: getattr(d, name) for name in AXES}
     for name, size in axes.items():
         if size == 0:
-            yield f"distributed.{name} must be at least 1, or -1 for all devices that are left, got 0"
-    left = [name for name, size in axes.items() if size == -1]
+            yield f"distributed.{name}", "must be at least 1, or -1 for all devices that are left, got 0"
+    left = [f"distributed.{name}" for name, size in axes.items() if size == -1]
     if len(left) > 1:
-        yield f"only one axis can take all devices that are left (-1), got {' and '.join(f'distributed.{n}' for n in left)}"
+        yield (
+            left[0],
+            f"and {' and '.join(left[1:])} exclude each other as -1: only one axis can take all devices that are left",
+        )
     if is_address(d.coordinator):
         if d.processes is None or d.process is None:
             missing = "processes" if d.processes is None else "process"
-            yield f"distributed.{missing} must be given where distributed.coordinator is an address"
+            yield f"distributed.{missing}", "must be given where distributed.coordinator is an address"
         elif d.process >= d.processes:
-            yield f"distributed.process must be less than distributed.processes, got {d.process} and {d.processes}"
+            yield "distributed.process", f"must be less than distributed.processes, got {d.process} and {d.processes}"
 
 
 UNCHECKED = "unchecked"  # the validation context of a caller that looks for what contradicts itself on its own
@@ -252,34 +257,36 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
         if info.context != UNCHECKED:
-            for problem in (*(f"{key} has no effect {reason}" for key, reason in idle(self).items()), *self.conflicts()):
-                raise ValueError(problem)
+            inactive = [(key, f"has no effect {reason}") for key, reason in idle(self).items()]
+            for key, problem in (*inactive, *self.conflicts()):
+                raise UserError(f"{key} {problem}", key=key)
         return self
 
-    def conflicts(self) -> Iterator[str]:
-        """A sentence for each rule across settings that is broken."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yields the rules across settings that are broken."""
         t, d, k, log = self.training, self.data, self.tokenizer, self.logging
         if t.batch_size % t.grad_accum:
-            yield f"training.grad_accum must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
+            yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
         if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
-            yield f"training.warmup_steps must be at most training.steps, got {t.warmup_steps} and {t.steps}"
+            yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
         yield from distributed_conflicts(self.distributed)
         if t.objective == "dpo" and t.init_from is None:
-            yield "training.objective: dpo needs training.init_from, the run whose answers are to be improved"
+            yield "training.objective", "dpo needs training.init_from, the run whose answers are to be improved"
         if k.tokenizer_type == "file" and k.tokenizer_path is None:
-            yield "tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file"
+            yield "tokenizer.tokenizer_path", "must be given with tokenizer.tokenizer_type: file"
         if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
-            yield f"data.mixture must have a number for each entry of data.path, got {len(d.mixture)} for {len(d.path)}"
+            yield "data.mixture", f"must have a number for each entry of data.path, got {len(d.mixture)} for {len(d.path)}"
         if d.path == ():
-            yield "data.path must name at least one file, got []"
+            yield "data.path", "must name at least one file, got []"
         if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:
             yield (
-                "logging.log_file and logging.summary_file must differ from each other and from the run's own files "
-                f"({', '.join(RUN_FILES[:3])} and so on), got {log.log_file} and {log.summary_file}"
+                "logging.log_file",
+                "and logging.summary_file must differ from each other and from the run's own files "
+                f"({', '.join(RUN_FILES[:3])} and so on), got {log.log_file} and {log.summary_file}",
             )
         if self.kv.compresses and self.attention.kv_lora_rank is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
-            yield f"{key} must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
+            yield key, "must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)

@@ -112,7 +112,7 @@ def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapp
         if other:
             what = f"{key} is {shown(before[key])} in {init_from}, whose weights the training starts from"
             place = f" ({where[key]})" if key in where else ""
-            raise UserError(f"{what}, got {shown(after[key])}: leave it out{place}")
+            raise UserError(f"{what}, got {shown(after[key])}: leave it out{place}", key=key, value=after[key])
 
 
 def _fixed(config: Config) -> ModelConfig:

@@ -77,10 +77,16 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
     """
     devices = jax.local_devices() if devices is None else devices
     if count > len(devices):
-        raise UserError(f"generation.tensor_parallel must be at most the {len(devices)} devices of this machine, got {count}")
+        raise UserError(
+            f"generation.tensor_parallel must be at most the {len(devices)} devices of this machine, got {count}",
+            key="generation.tensor_parallel",
+        )
     for what, number in _divided(model).items():
         if number % count:
-            raise UserError(f"generation.tensor_parallel must divide the {number} {what} of a layer, got {count}")
+            raise UserError(
+                f"generation.tensor_parallel must divide the {number} {what} of a layer, got {count}",
+                key="generation.tensor_parallel",
+            )
     kinds = (jax.sharding.AxisType.Auto,)
     return Mesh(np.array(devices[:count]), ("tensor",), axis_types=kinds)
 

@@ -36,7 +36,7 @@ def plan_cache(config: ModelConfig, kv: KVSection, slots: int, calibration: KVCa
       UserError: the budget is less than every head must have, or what it is divided by was not measured.
     """
     if kv.compresses and config.latent is not None:
-        raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone")
+        raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone", key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration) if kv.compresses else None)
 
@@ -92,7 +92,8 @@ def _compression(config: ModelConfig, kv: KVSection, slots: int, calibration: KV
         raise UserError(
             f"{key} leaves {wanted // (K * len(caps_L))} slots for a head of a text of {slots} tokens, and each needs "
             f"{floor} (kv.sinks + kv.recent, rounded up to {UNIT}): give at least "
-            + (f"{np.ceil(1000 * least / whole) / 1000:g}" if tokens is None else f"{floor}")
+            + (f"{np.ceil(1000 * least / whole) / 1000:g}" if tokens is None else f"{floor}"),
+            key="kv.budget" if tokens is None else "kv.budget_tokens",
         )
     # While something is compressed no buffer is as long as the text, if the budget can be spent without it.
     below_L = [cap - UNIT if cap == slots and cap - UNIT >= floor else cap for cap in caps_L]
@@ -121,7 +122,9 @@ def _compression(config: ModelConfig, kv: KVSection, slots: int, calibration: KV
 def _decays(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> tuple[tuple[float, ...], ...]:
     """The factor g of every head by its entropy, in the order of `head_order`."""
     if calibration is None:
-        raise UserError("kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir … --what kv`")
+        raise UserError(
+            "kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir … --what kv`", key="kv.decay"
+        )
     decays_LK = 1 - 1 / (TAU * 2 ** by_key_head(calibration.signal("entropy"), config.kv_heads, kv.grouping))
     order = head_order(config, kv, calibration) or ()
     return tuple(tuple(decays_K[list(heads)].tolist()) for decays_K, heads in zip(decays_LK, order, strict=True))

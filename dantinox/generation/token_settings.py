@@ -103,7 +103,9 @@ def _token(tokenizer: Tokenizer, token: int | str, key: str) -> int:
     # Where a space is put in front of every text, a sign alone is two tokens and yet in the vocabulary.
     same = [i for i, text in enumerate(_vocabulary(tokenizer)) if text == token]
     if len(same) != 1:
-        raise UserError(f"{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens")
+        raise UserError(
+            f"{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens", key=key, value=token
+        )
     return same[0]
 
 
@@ -111,7 +113,7 @@ def _spelt(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
     try:
         return tokenizer.encode(text)
     except UserError as error:  # a character the vocabulary lacks
-        raise UserError(f"{key}: {error}") from None
+        raise UserError(f"{key}: {error}", key=key, value=text) from None
 
 
 def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
@@ -120,7 +122,7 @@ def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> l
         return [word]
     plain = tuple(_spelt(tokenizer, word, f"generation.{key}"))
     if not plain:
-        raise UserError(f"generation.{key} must hold texts of at least one token, got {word!r}")
+        raise UserError(f"generation.{key} must hold texts of at least one token, got {word!r}", key=f"generation.{key}")
     try:
         spaced = tuple(tokenizer.encode(" " + word))
     except UserError:  # the vocabulary has no space

@@ -130,11 +130,11 @@ class SamplingParams:
         sections = [config.generation for config in configs]
         for name in SHARED:
             if len({getattr(section, name) for section in sections}) > 1:
-                raise UserError(f"generation.{name} must be the same for all rows of a batch")
+                raise UserError(f"generation.{name} must be the same for all rows of a batch", key=f"generation.{name}")
         first = sections[0]
         attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(attends) > 1:
-            raise UserError("router.use_attention must be the same for all rows of a batch")
+            raise UserError("router.use_attention must be the same for all rows of a batch", key="router.use_attention")
         for name, given in (("score_fn chooses among", score_fn is not None), ("show_candidates shows", show_candidates)):
             if given and first.strategy != "entropy":
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
@@ -193,13 +193,17 @@ def _checked(row: Row | Config, vocab_size: int | None) -> Config:
         config = build_config({}, changed, origin="")
         unused = [name for name in given if name not in KEYS]
         if unused:
-            raise UserError(f"generation.{unused[0]} is no sampling parameter: they are {', '.join(KEYS)}")
+            raise UserError(
+                f"generation.{unused[0]} is no sampling parameter: they are {', '.join(KEYS)}", key=f"generation.{unused[0]}"
+            )
     if config.generation.seed is None and not _is_greedy(config.generation):
-        raise UserError("generation.seed must be an integer when tokens are drawn at random, got null")
+        raise UserError("generation.seed must be an integer when tokens are drawn at random, got null", key="generation.seed")
     _check_tokens(config.generation, vocab_size)
     token = config.router.clarify_token
     if vocab_size is not None and str(token).isdecimal() and int(str(token)) >= vocab_size:
-        raise UserError(f"router.clarify_token must be a token id in [0, {vocab_size}), got {token}")
+        raise UserError(
+            f"router.clarify_token must be a token id in [0, {vocab_size}), got {token}", key="router.clarify_token"
+        )
     return config
 
 
@@ -243,7 +247,9 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
     tokens = list(getattr(section, key))
     text = next((t for t in tokens if isinstance(t, str) and not (is_digits(t) and key != "dry_breakers")), None)
     if text is not None:
-        raise UserError(f"generation.{key} must hold token ids where there is no tokenizer, got {text!r}")
+        raise UserError(
+            f"generation.{key} must hold token ids where there is no tokenizer, got {text!r}", key=f"generation.{key}"
+        )
     return [int(token) for token in tokens]
 
 
@@ -257,7 +263,9 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
             lists[key] = [token for words, _ in _sequences(section, key) for token in words]
     for key, ids in lists.items():
         if vocab_size is not None and any(i >= vocab_size for i in ids):
-            raise UserError(f"generation.{key} must hold token ids in [0, {vocab_size}), got {max(ids)}")
+            raise UserError(
+                f"generation.{key} must hold token ids in [0, {vocab_size}), got {max(ids)}", key=f"generation.{key}"
+            )
     banned = {*lists.get("banned_tokens", ())}
     banned |= {int(token) for token, bias in section.logit_bias.items() if bias == -np.inf}
     banned |= {words[0] for key in ("bad_words", "sequence_bias") for words, bias in _sequences(section, key)
@@ -265,7 +273,8 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     allowed = set(lists.get("allowed_tokens", ()))
     if (allowed and allowed <= banned) or len(banned) == vocab_size:
         raise UserError(
-            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias, bad_words: together they leave no token"
+            "generation.allowed_tokens, banned_tokens, logit_bias, sequence_bias, bad_words: together they leave no token",
+            key="generation.allowed_tokens",
         )
 
 
@@ -278,7 +287,7 @@ def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ..
     found = getattr(section, key)
     pairs = found if SETTINGS[key].kind == SequenceBiases else [(words, -np.inf) for words in found]
     if any(isinstance(words, str) for words, _ in pairs):
-        raise UserError(f"generation.{key} must hold lists of token ids where there is no tokenizer")
+        raise UserError(f"generation.{key} must hold lists of token ids where there is no tokenizer", key=f"generation.{key}")
     return list(pairs)
 
 

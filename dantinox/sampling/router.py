@@ -192,7 +192,10 @@ class _Numbers:
         section = RouterSection() if section is None else section
         token = -1 if section.clarify_token is None else section.clarify_token
         if isinstance(token, str) and not token.isdecimal():
-            raise UserError(f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}")
+            raise UserError(
+                f"router.clarify_token must be a token id where there is no tokenizer, got {token!r}",
+                key="router.clarify_token",
+            )
         config = RouterConfig(**with_request(section.numbers(measured), **request), clarify_token=int(token))
         return config if section.use_attention else without_attention(config)
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dantinox import cli
-from dantinox.config import Config, UserError, load_config
+from dantinox.config import Config, UserError, build_config, load_config
 
 LAUGHS = 'a: &a ["x", "x"]\n' + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
@@ -268,3 +268,21 @@ def test_a_file_of_the_first_version_loads_and_hears_what_has_no_effect(tmp_path
     path.write_text(EARLIER.replace("streaming: false", "streaming: true").replace("source: local", "source: huggingface"))
     with pytest.warns(UserWarning):
         assert load_config(path).data.streaming
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({"generation.top_p": 1.5}, "generation.top_p", 1.5),
+        ({"generation.topp": 0.5}, "generation.topp", 0.5),
+        ({"training.grad_accum": 3}, "training.grad_accum", 3),
+        ({"training.muon_lr": 0.5}, "training.muon_lr", 0.5),
+        ({"data.path": ""}, "data.path", ""),
+    ],
+    ids=["range", "name", "contradiction", "inactive", "path"],
+)
+def test_an_error_carries_its_setting_and_value(given, key, value):
+    with pytest.raises(UserError) as caught:
+        build_config({}, given)
+    assert (caught.value.key, caught.value.value) == (key, value) and key in str(caught.value)
+    assert UserError("about no setting").key is None and UserError("about no setting").value is None
