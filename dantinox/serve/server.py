@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
+from dantinox.programs import exit_now
 from dantinox.serve.guard import patient_protocol
 from dantinox.serve.options import Limits
 from dantinox.serve.response_stream import EngineProtocol
@@ -105,7 +105,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
 
     def be_gone_within(seconds: float) -> None:
         """Ends the process whatever its threads do: one that compiles cannot be stopped."""
-        timers.append(last := threading.Timer(seconds, os._exit, (FAILED,)))
+        timers.append(last := threading.Timer(seconds, exit_now, (FAILED,)))
         last.daemon = True
         last.start()
 

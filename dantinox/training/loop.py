@@ -7,7 +7,6 @@ a row of the logs is on the disk before the checkpoint of its step; rows past a 
 import contextlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -36,7 +35,7 @@ from dantinox.interop.peft import save_adapter
 from dantinox.model.flops import training_flops
 from dantinox.model.parameters import Parameters, blueprint, unrolled
 from dantinox.platform import platform_of
-from dantinox.programs import chip_of
+from dantinox.programs import chip_of, exit_now
 from dantinox.report import Console, MetricsLog, plot_loss, trackers
 from dantinox.run import RunDirectory, open_base, put, save_weights, weights_digest
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
@@ -194,7 +193,7 @@ class _Trainer:
         """Ends this process when another is gone: nothing that waits for all can end any more."""
         self.console.note(f"another process of this training is gone ({first_line(error)}): --resume goes on without it")
         self.console.close()
-        os._exit(GONE)
+        exit_now(GONE)
 
     def _ran_to_the_end(self) -> bool:
         """Trains; False where a step was no good and the run went back to a checkpoint."""

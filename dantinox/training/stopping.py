@@ -4,11 +4,12 @@ The exit code is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
 """
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from dantinox.programs import exit_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -27,7 +28,7 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The signal handler."""
         if self.signal is not None:
-            os._exit(128 + number)  # nothing is flushed or awaited: checkpoints are committed by a rename
+            exit_now(128 + number)  # nothing is flushed or awaited: checkpoints are committed by a rename
         self.signal = number
         if not self.can_save:
             raise SystemExit(self.exit_code)
