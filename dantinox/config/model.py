@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -299,6 +299,23 @@ class ModelConfig:
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
+# Fields that say how a model's programs are made, not what the model is.
+_RUNTIME = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
+# Fields that may differ between a model and one that starts from its weights.
+_REACH = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
+ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME)
+OF_WEIGHTS = tuple(name for name in ARCHITECTURE if name not in _REACH)
+# Field of the architecture → the setting (dotted path) that it is, or that it is resolved from first.
+_PATHS = {name: f"attention.{name}" for name in AttentionSection.model_fields} | {
+    name: f"model.{name}" for name in ModelSection.model_fields
+}
+SETTING_OF = {name: _PATHS[name] for name in ARCHITECTURE if name in _PATHS} | {
+    "vocab_size": "model.padded_vocab_size", "windows": "attention.sliding_window", "position": "attention.absolute_pos",
+    "unrotated": "attention.rope_layers", "softcap": "attention.attn_logit_softcapping",
+    "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
+}  # fmt: skip
+
+
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
     """Yields the rules across settings of the architecture that are broken."""
     kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
@@ -366,85 +383,56 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
 
 def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
     """The scaling that is asked for, with the numbers its formula has."""
-    if a.rope_scaling == "none" or not a.use_rotary_pos:
+    kind = a.rope_scaling
+    if kind == "none" or not a.use_rotary_pos:
         return None
-    if a.rope_scaling == "linear":
-        return RopeScaling("linear", a.rope_factor)
+    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}.get(kind, ())
+    numbers: dict[str, Any] = {name: getattr(a, name) for name in names}
     original = a.rope_original_context or 1
-    if a.rope_scaling == "llama3":
-        return RopeScaling("llama3", a.rope_factor, original, a.low_freq_factor, a.high_freq_factor)
-    if a.rope_scaling == "longrope":
-        factors = a.rope_long_factors if max_context > original else a.rope_short_factors
-        gain = a.rope_attention_factor
-        return RopeScaling("longrope", a.rope_factor, original, attention_factor=gain, factors=factors or ())
-    kept = a.low_freq_factor, a.high_freq_factor
-    return RopeScaling("yarn", a.rope_factor, original, *kept, a.beta_fast, a.beta_slow, a.rope_attention_factor)
+    if kind != "linear":
+        numbers["original_context"] = original
+    if kind in ("yarn", "longrope"):
+        numbers["attention_factor"] = a.rope_attention_factor
+    if kind == "longrope":
+        numbers["factors"] = (a.rope_long_factors if max_context > original else a.rope_short_factors) or ()
+    return RopeScaling(kind, a.rope_factor, **numbers)
 
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
-    """What these settings resolve to."""
+    """What these settings resolve to: a field is the setting of its name, unless it is among `resolved`."""
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
     gated = m.activation in ("swiglu", "geglu")
-    default_hidden = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
+    hidden_dim = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
     if moe.expansion is not None:
-        default_hidden = max(1, round(moe.expansion * m.dim))
-    experts = None
-    if moe.use_moe:
-        experts = ExpertsConfig(
-            moe.n_experts, moe.top_k_mlp, moe.shared_experts, moe.score_function, moe.norm_topk_prob, moe.bias_update_rate > 0
-        )
-    latent, head_size = None, m.head_size or m.dim // m.n_heads
-    if a.kv_lora_rank is not None:
-        rotated_size = a.qk_rope_head_dim or head_size // 2
-        latent = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank)
+        hidden_dim = max(1, round(moe.expansion * m.dim))
+    head_size = m.head_size or m.dim // m.n_heads
     window = None if a.context_window is None else a.context_window + 1
     kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
-    position: Position = (
-        "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
-    )
-    return ModelConfig(
-        vocab_size=m.padded_vocab_size or vocab_size,
-        dim=m.dim,
-        n_heads=m.n_heads,
-        kv_heads=m.kv_heads or m.n_heads,
-        head_size=head_size,
-        num_blocks=m.num_blocks,
-        hidden_dim=m.hidden_dim or default_hidden,
-        max_context=m.max_context,
-        windows=tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
-        position=position,
-        rope_theta=a.rope_theta,
-        rope_scaling=rope_scaling(a, m.max_context),
-        rope_local_theta=a.rope_local_theta if a.sliding_window else None,
-        unrotated=tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
-        partial_rotary_factor=a.partial_rotary_factor,
-        scale_embeddings=m.scale_embeddings,
-        activation=m.activation,
-        mlp_bias=m.mlp_bias,
-        norm=m.norm,
-        norm_placement=m.norm_placement,
-        norm_epsilon=m.norm_epsilon,
-        norm_zero_centered=m.norm_zero_centered,
-        qk_norm=m.qk_norm,
-        qk_norm_scope=m.qk_norm_scope,
-        qkv_bias=a.qkv_bias,
-        out_bias=a.out_bias,
-        query_pre_attn_scalar=a.query_pre_attn_scalar,
-        no_sink=a.no_sink,
-        gate_bias=a.gate_bias,
-        softcap=a.attn_logit_softcapping,
-        sink_logits=a.sink_logits,
-        head_bias=m.head_bias,
-        final_softcap=m.final_logit_softcapping,
-        experts=experts,
-        latent=latent,
-        kernel=a.kernel,
-        weight_tying=m.weight_tying,
-        dropout_rate=m.dropout_rate,
-        remat=m.remat_policy if m.gradient_checkpointing else "none",
-        scan_layers=m.scan_layers,
-        dtype=m.dtype,
-        platform=platform,
-    )
+    resolved: dict[str, Any] = {
+        "vocab_size": m.padded_vocab_size or vocab_size,
+        "kv_heads": m.kv_heads or m.n_heads,
+        "head_size": head_size,
+        "hidden_dim": m.hidden_dim or hidden_dim,
+        "windows": tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
+        "position": (
+            "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
+        ),
+        "rope_scaling": rope_scaling(a, m.max_context),
+        "rope_local_theta": a.rope_local_theta if a.sliding_window else None,
+        "unrotated": tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
+        "softcap": a.attn_logit_softcapping,
+        "final_softcap": m.final_logit_softcapping,
+        "remat": m.remat_policy if m.gradient_checkpointing else "none",
+        "platform": platform,
+    }
+    if moe.use_moe:
+        resolved["experts"] = ExpertsConfig(
+            moe.n_experts, moe.top_k_mlp, moe.shared_experts, moe.score_function, moe.norm_topk_prob, moe.bias_update_rate > 0
+        )
+    if a.kv_lora_rank is not None:
+        rotated_size = a.qk_rope_head_dim or head_size // 2
+        resolved["latent"] = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank)
+    same = {name: value for name, value in (vars(m) | vars(a)).items() if name in ModelConfig.__dataclass_fields__}
+    return ModelConfig(**same | resolved)

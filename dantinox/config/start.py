@@ -2,12 +2,11 @@
 training starts from."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dantinox.config.files import FIELDS, build_config, load_config, merge, read_yaml, report
-from dantinox.config.model import ModelConfig
+from dantinox.config.model import OF_WEIGHTS
 from dantinox.config.sections import Config, flat, without
 from dantinox.files import UserError, on_one_line, shown
 
@@ -21,11 +20,6 @@ ESSENTIAL = {
     "generation": ("max_new_tokens", "temperature", "top_p"),
 }
 INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
-# What may be another than where the weights are from: they have the same shapes and the same part in the model.
-FREE: dict[str, Any] = {
-    "max_context": 0, "windows": (), "rope_theta": 1.0, "rope_scaling": None, "rope_local_theta": None, "kernel": "auto",
-    "dropout_rate": 0.0, "remat": "none", "scan_layers": False, "dtype": "auto",
-}  # fmt: skip
 NOT_DEFAULT = {"data.path": "builtin:python", "training.sample_every": 250}
 
 
@@ -115,6 +109,7 @@ def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapp
             raise UserError(f"{what}, got {shown(after[key])}: leave it out{place}", key=key, value=after[key])
 
 
-def _fixed(config: Config) -> ModelConfig:
+def _fixed(config: Config) -> list[Any]:
     """What weights decide on of an architecture."""
-    return replace(config.architecture(1), **FREE)
+    model = config.architecture(1)
+    return [getattr(model, name) for name in OF_WEIGHTS]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
-from dantinox.config.sections import FIELDS
+from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import on_one_line, shown
 from dantinox.interop.gguf_families import (
     FAMILIES,
@@ -29,7 +29,7 @@ from dantinox.interop.gguf_families import (
 )
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, open_gguf, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
-from dantinox.interop.hf_config import SETTING_OF, settings_of
+from dantinox.interop.hf_config import settings_of
 from dantinox.interop.source import Arrays, Source, Tensor
 from dantinox.text import Tokenizer
 
@@ -242,10 +242,6 @@ def _shape(family: Family, tensors: Arrays, names: list[str], kind: str) -> Shap
     return shape, "F16" if kind == "Q8_0" and shape[-1] % BLOCK else kind
 
 
-# Of a model's settings, those that training or a machine has, and not the model.
-NOT_OF_THE_MODEL = {"kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "vocab_size", "weight_tying"}
-
-
 def _check_said(
     model: ModelConfig, family: Family, metadata: dict[str, Any], shapes: Mapping[str, Any], extra: Mapping[str, np.ndarray]
 ) -> None:
@@ -264,11 +260,12 @@ def _check_said(
         said | {"vocab_size": model.vocab_size, "tie_word_embeddings": model.weight_tying}, model.max_context
     )
     back = build_config(sections).architecture(model.vocab_size)
-    for name in (field.name for field in fields(ModelConfig) if field.name not in NOT_OF_THE_MODEL):
+    for name in ARCHITECTURE:
         ours, theirs = getattr(model, name), getattr(back, name)
         if not _close(ours, theirs):
-            path = SETTING_OF.get(name) or next((path for path in FIELDS if path.endswith(f".{name}")), name)
-            raise UserError(f"GGUF's {family.arch} cannot say {path}: of {name} {shown(ours)} it makes {shown(theirs)}")
+            raise UserError(
+                f"GGUF's {family.arch} cannot say {SETTING_OF[name]}: of {name} {shown(ours)} it makes {shown(theirs)}"
+            )
 
 
 def _close(one: Any, other: Any) -> bool:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
+from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flat
 from dantinox.files import on_one_line, shown
 from dantinox.interop.families import FAMILIES, ONLY, UNUSED, Family
@@ -28,13 +28,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 MOST_LAYERS = 10_000
 REQUIRED = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
 DEFAULTS = {"attention_bias": False, "mlp_bias": False}
-# What of a `ModelConfig` is no architecture, and where others of its fields come from.
-NOT_ARCHITECTURE = ("kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform", "lora")
-SETTING_OF = {
-    "windows": "attention.sliding_window", "position": "attention.absolute_pos", "softcap": "attention.attn_logit_softcapping",
-    "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
-    "unrotated": "attention.rope_layers", "rope_scaling": "attention.rope_scaling",
-}  # fmt: skip
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -332,7 +325,4 @@ def _differing(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
         again = build_config(settings_of(written, model.max_context)).architecture(model.vocab_size)
     except UserError:
         return [*(path for path in FIELDS if path.startswith(("model.", "attention.")))]
-    names = [f.name for f in fields(ModelConfig) if f.name not in NOT_ARCHITECTURE]
-    differing = [name for name in names if getattr(again, name) != getattr(model, name)]
-    paths = [SETTING_OF.get(name) or next(path for path in FIELDS if path.endswith(f".{name}")) for name in differing]
-    return sorted(set(paths))
+    return sorted(SETTING_OF[name] for name in ARCHITECTURE if getattr(again, name) != getattr(model, name))

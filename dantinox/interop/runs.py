@@ -7,14 +7,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dantinox.config import Config, UserError, build_config
+from dantinox.config.model import ARCHITECTURE
 from dantinox.files import shown
 from dantinox.interop.hf import from_hf, settings_of, to_hf
-from dantinox.interop.hf_config import NOT_ARCHITECTURE
 from dantinox.interop.hf_folder import TYPES, write_folder
 from dantinox.interop.source import Arrays, Source
 from dantinox.interop.v0 import parameters, read_v0
@@ -233,8 +232,7 @@ def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, 
     said = settings_of(origin["config"], config.model.max_context)
     other = config.architecture(vocab_size)
     one = build_config(said).architecture(other.vocab_size)
-    names = [field.name for field in fields(one) if field.name not in NOT_ARCHITECTURE]
-    return origin if all(getattr(one, name) == getattr(other, name) for name in names) else None
+    return origin if all(getattr(one, name) == getattr(other, name) for name in ARCHITECTURE) else None
 
 
 def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:

@@ -80,7 +80,6 @@ REFUSED = {
     "a bias that is no pair": ({"logit_bias": [1]}, "generation.logit_bias must be a mapping"),
     "a sequence of nothing": ({"sequence_bias": [[[], 1.0]]}, "generation.sequence_bias must be a list"),
     "an empty sequence": ({"sequence_bias": {"": 1.0}}, "generation.sequence_bias must be a list"),
-    "epsilon of one": ({"epsilon_cutoff": 1}, "generation.epsilon_cutoff must be a number in [0, 1)"),
     "infinite sigma": ({"top_n_sigma": float("inf")}, "generation.top_n_sigma must be a number, got inf"),
     "infinite penalty": ({"presence_penalty": BAN}, "generation.presence_penalty must be a number, got -inf"),
     "curve above three": (

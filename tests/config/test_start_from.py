@@ -1,12 +1,13 @@
 """Settings of a training that starts from a run: what is not said is as there, what contradicts its weights is a sentence."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 
 from dantinox.config import UserError, build_config, dump_config, load_config
-from dantinox.config.start import FREE, build_training, load_training
+from dantinox.config.model import ARCHITECTURE, OF_WEIGHTS, SETTING_OF, ModelConfig
+from dantinox.config.sections import FIELDS
+from dantinox.config.start import build_training, load_training
 
 BASE = {
     "model.dim": 48, "model.n_heads": 6, "model.num_blocks": 3, "model.max_context": 64, "model.activation": "geglu",
@@ -40,10 +41,9 @@ def test_what_has_no_part_in_the_weights_may_be_another(base):
     found = start(base, model__max_context=128, model__dropout_rate=0.1, model__scan_layers=True, training__steps=500)
     assert (found.model.max_context, found.model.dropout_rate, found.model.dim) == (128, 0.1, 48)
     assert start(base, model__kv_heads=6).model.kv_heads == 6, "the number that null stood for"
-    fields = set(vars(found.architecture(1)))
-    assert set(FREE) <= fields
-    same = replace(found.architecture(1), **FREE)
-    assert same == replace(build_config({}, BASE).architecture(1), **FREE)
+    one, other = found.architecture(1), build_config({}, BASE).architecture(1)
+    differing = {name for name, value in vars(one).items() if value != getattr(other, name)}
+    assert differing == {"max_context", "dropout_rate", "scan_layers"} and not differing & set(OF_WEIGHTS)
 
 
 def test_what_a_change_leaves_without_effect_is_dropped_in_silence(base):
@@ -90,3 +90,13 @@ def test_a_tokenizer_file_may_be_given(base):
     """Whether it is the run's is said when it is read."""
     found = start(base, tokenizer__tokenizer_type="file", tokenizer__tokenizer_path="t.json")
     assert found.tokenizer.tokenizer_path == "t.json"
+
+
+def test_every_field_of_an_architecture_comes_from_a_setting():
+    """A field is copied from the setting of its name, so that a new setting needs no line of copying."""
+    fields = set(ModelConfig.__dataclass_fields__)
+    assert set(ARCHITECTURE) == set(SETTING_OF) and set(SETTING_OF.values()) <= set(FIELDS)
+    assert fields - set(ARCHITECTURE) == {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
+    assert set(ARCHITECTURE) - set(OF_WEIGHTS) == {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
+    changed = build_config({}, {"model.qk_norm": True, "attention.rope_theta": 5.0}).architecture(7)
+    assert (changed.qk_norm, changed.rope_theta, changed.vocab_size) == (True, 5.0, 7)

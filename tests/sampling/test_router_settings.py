@@ -107,9 +107,9 @@ def test_bounds_that_cross_are_refused():
 
     assert broken() == broken(router_preset="calibrated") == broken(temperature_min=1.0, temperature_max=1.0) == []
     assert broken(adaptive_top_k_min=101) == [
-        "router.adaptive_top_k_min must be at most router.adaptive_top_k_max, got 101 and 100"
+        ("router.adaptive_top_k_min", "must be at most router.adaptive_top_k_max, got 101 and 100")
     ]
     assert len(broken(adaptive_min_p_max=0.001, adaptive_top_p_min=1.0, adaptive_top_p_max=0.5)) == 2
     assert broken(router_preset="calibrated", temperature_min=2.5) == [
-        "router.temperature_min must be at most router.temperature_max, got 2.5 and 2"
+        ("router.temperature_min", "must be at most router.temperature_max, got 2.5 and 2")
     ]
