@@ -54,14 +54,15 @@ def measure(name: str) -> dict[str, object]:
     from dantinox.programs import bytes_of, compiled
     from dantinox.text import Batch
     from dantinox.training.memory import give_back_freed_memory, keep_freed_memory
-    from dantinox.training.step import initial_state, traced_programs
+    from dantinox.training.step import TrainStep
 
     vocabulary, sections = SHAPES[name]
     sections["training"] |= {"steps": STEPS, "warmup_steps": 0}
     config = build_config(sections)
     keep_freed_memory()
     model, rows, length = config.architecture(vocabulary), config.training.batch_size, config.model.max_context
-    train = traced_programs(config, model, STEPS)["train"]
+    training = TrainStep(config, model, STEPS)
+    train = training.traced()["train"]
     step = compiled(train.program.lower(), train.options)
     del train
     planned = bytes_of(step)
@@ -71,7 +72,7 @@ def measure(name: str) -> dict[str, object]:
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # the peak begins anew
-    state = initial_state(config, model, STEPS)
+    state = training.initial_state()
     jax.block_until_ready(state)
     start = resident("VmHWM") - before
     give_back_freed_memory()  # as the loop does

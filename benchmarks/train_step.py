@@ -39,7 +39,7 @@ def main() -> None:
     from dantinox.programs import compiled
     from dantinox.text import Batch
     from dantinox.training.memory import keep_freed_memory
-    from dantinox.training.step import initial_state, traced_programs
+    from dantinox.training.step import TrainStep
 
     keep_freed_memory()
     config = build_config({
@@ -54,10 +54,11 @@ def main() -> None:
     })  # fmt: skip
     model = config.architecture(o.vocab)
     start = time.perf_counter()
-    train = traced_programs(config, model, o.steps)["train"]
+    training = TrainStep(config, model, o.steps)
+    train = training.traced()["train"]
     step = compiled(train.program.lower(), train.options)
     compile_s = time.perf_counter() - start
-    state = initial_state(config, model, o.steps)
+    state = training.initial_state()
     random = np.random.default_rng(0)
     times = []
     for _ in range(o.steps):

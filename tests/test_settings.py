@@ -16,7 +16,7 @@ from dantinox.distributed import mesh_sizes
 from dantinox.sampling import SamplingParams
 from dantinox.text import prepare_data
 from dantinox.training.resume import total_steps
-from dantinox.training.step import abstract_batch, abstract_state, initial_state, make_train_step
+from dantinox.training.step import TrainStep, abstract_batch
 
 ROOT = Path(__file__).parents[1] / "dantinox"
 SMALL = {
@@ -181,8 +181,8 @@ def lowered(text):
     config = build_config(yaml.safe_load(text))
     model, steps = config.architecture(17), total_steps(config, 40)
     t = config.training
-    state, batch = abstract_state(config, model, steps), abstract_batch(t.batch_size, config.model.max_context, t.objective)
-    return steps, make_train_step(config, model, steps).lower(state, batch).as_text()
+    state, batch = TrainStep(config, model, steps).shapes, abstract_batch(t.batch_size, config.model.max_context, t.objective)
+    return steps, TrainStep(config, model, steps).program.lower(state, batch).as_text()
 
 
 def sampled(config):
@@ -227,7 +227,7 @@ def written(config, directory):
 
 def started(config):
     """The weights before the first step."""
-    return [leaf.tolist() for leaf in jax.tree.leaves(initial_state(config, config.architecture(17), 3))]
+    return [leaf.tolist() for leaf in jax.tree.leaves(TrainStep(config, config.architecture(17), 3).initial_state())]
 
 
 def on_eight_devices(config):

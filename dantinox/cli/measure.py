@@ -293,12 +293,12 @@ def plan(options: argparse.Namespace) -> int:
     from dantinox.measure.topology import find_topology
     from dantinox.text import vocabulary_size
     from dantinox.training.resume import starting_tokenizer
-    from dantinox.training.step import traced_programs
+    from dantinox.training.step import TrainStep
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     known = starting_tokenizer(config)
     symbols = vocabulary_size(config) if known is None else known.vocab_size
-    found = make_plan(topology, config, symbols, traced_programs, meshes=options.mesh or (), progress=_progress, **sizes)
+    found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=_progress, **sizes)
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
         return 0

@@ -70,7 +70,7 @@ def find_lr(options: argparse.Namespace) -> int:
     for line in [json.dumps(asdict(found))] if options.json else rate_lines(found):
         print(line)
     if options.plot is not None:
-        marks = {"steepest": found.steepest, "lowest": found.lowest}
+        marks = {"suggested": found.suggested, "lowest": found.lowest}
         atomic_write(options.plot, draw_rates(found.key, found.rates, found.losses, found.smoothed, marks))
     return 0
 

@@ -86,7 +86,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     """Steps of the training of a run or a config, warm, and how many."""
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer, vocabulary_size
-    from dantinox.training.rehearsal import rehearsal
+    from dantinox.training.dry_run import benchmark_step
     from dantinox.training.resume import starting_tokenizer
 
     if subject.is_dir():
@@ -98,7 +98,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
         config = load_training(find_config(subject))
         known = starting_tokenizer(config)
         symbols = vocabulary_size(config) if known is None else known.vocab_size
-    step = rehearsal(config, symbols, _note)
+    step = benchmark_step(config, symbols, _note)
     step()
     step().loss.block_until_ready()
     steps = given or 5

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Core
 
 from dantinox.files import UserError, first_line, on_one_line, shown
 from dantinox.text import Tokenizer
-from dantinox.text.pieces import BYTE_TOKEN, byte_letters
+from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -137,8 +137,14 @@ class Traced(NamedTuple):
     options: Mapping[str, Any]
 
 
-# (config, model, steps, layout) → name → (rows, length, program, options): what training compiles.
-Training = Callable[[Config, ModelConfig, int, Layout], Mapping[str, tuple[int, int, Any, dict[str, str]]]]
+class TrainingPrograms(Protocol):
+    """What training compiles, as `training.step.TrainStep` gives it."""
+
+    def traced(self) -> Mapping[str, tuple[int, int, Any, dict[str, str]]]:
+        """Name → (rows, length, program, compiler options)."""
+
+
+Training = Callable[[Config, ModelConfig, int, Layout], TrainingPrograms]
 
 
 def make_plan(
@@ -224,7 +230,7 @@ def on_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
 def training_programs(config: Config, model: ModelConfig, training: Training, layout: Layout) -> Iterator[Traced]:
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
     steps = config.training.steps or STEPS
-    for name, (rows, length, program, options) in training(config, model, steps, layout).items():
+    for name, (rows, length, program, options) in training(config, model, steps, layout).traced().items():
         forward = 2 * (matrix_parameters(model) + adapter_parameters(model)) + attention_flops(model, length)
         flops = rows * length * (training_flops(model, length) if name == "train" else forward) // layout.devices
         layers = rows * length * (forward - 2 * model.dim * model.vocab_size) // layout.devices

@@ -17,7 +17,7 @@ from typing import Any
 from dantinox.files import UserError, atomic_write
 from dantinox.report.trackers import Tracker
 
-HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu"
+HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu,muon_lr"
 COLUMNS = HEADER.split(",")
 LEAST_COLUMNS = COLUMNS.index("memory_gb") + 1  # a log that an older version began is gone on with as it is
 

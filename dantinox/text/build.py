@@ -15,12 +15,12 @@ import numpy as np
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write
 from dantinox.text.chat import ChatTemplate
+from dantinox.text.conversation_store import ConversationStore
 from dantinox.text.conversations import Conversations, Encoded, options_of
 from dantinox.text.corpus import Corpus, Extent, cut_up
 from dantinox.text.hub import fetched
 from dantinox.text.store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
-from dantinox.text.turns import ConversationStore
 from dantinox.text.vocabulary import train_tokenizer
 
 FORMAT = 2

@@ -115,7 +115,7 @@ class ChatTemplate:
         ids: list[int] = self._tokenizer.encode_specials(self._rendered([(messages, generation_prompt)])[0])[0].tolist()
         return ids
 
-    def spoken(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_loss_mask(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """A conversation, int32 [N], and which of its tokens are the assistant's own, bool [N], from message `since` on.
 
         The assistant says what its turn adds to the text before it and its generation prompt, up to the special token that
@@ -147,7 +147,9 @@ class ChatTemplate:
         """The special tokens that end a turn of the assistant, the vocabulary's end token among them."""
         ids = set() if self._tokenizer.eos_id is None else {self._tokenizer.eos_id}
         try:
-            tokens, spoken = self.spoken([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            tokens, spoken = self.encode_with_loss_mask(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            )
         except UserError:
             return frozenset(ids)
         return frozenset(ids | (set(tokens[spoken][-1:].tolist()) & self._tokenizer.special_ids))

@@ -113,7 +113,7 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
 
 def _encoded(part: int, source: int, asked: Asked, template: ChatTemplate) -> Encoded:
     messages, since = asked
-    ids, spoken = template.spoken(messages, since)
+    ids, spoken = template.encode_with_loss_mask(messages, since)
     if not spoken.any():
         raise UserError("a conversation without a turn of the assistant")
     marks = np.where(spoken, SPOKEN, 0).astype(np.uint8)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError, shown
-from dantinox.text.packed import opened
+from dantinox.text.compressed_files import opened
 from dantinox.text.recall import FIELD
 from dantinox.text.sources import Source, find_sources
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer as Core
 
-from dantinox.text.pieces import Pieces
+from dantinox.text.token_pieces import Pieces
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.text.compressed_files import unpacked_name
 from dantinox.text.instructions import corpus as instructions
-from dantinox.text.packed import unpacked_name
 from dantinox.text.recall import corpus as with_tasks
 
 BUILTIN, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"

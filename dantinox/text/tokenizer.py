@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Core
 
 from dantinox.files import UserError, first_line
 from dantinox.text.detokenizer import Detokenizer, Joined, Spelled
-from dantinox.text.pieces import Pieces, byte_letters, size_of, spell
+from dantinox.text.token_pieces import Pieces, byte_letters, size_of, spell
 
 MAX_FILE_BYTES = 128 << 20
 TOKENIZER_CONFIG = "tokenizer_config.json"

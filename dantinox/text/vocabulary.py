@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.text.corpus import cut_up
-from dantinox.text.pieces import byte_letters
+from dantinox.text.token_pieces import byte_letters
 from dantinox.text.tokenizer import Tokenizer
 
 SPECIALS = ["<pad>", "<bos>", "<eos>"]

@@ -30,19 +30,19 @@ class Progress:
     """What the loop knows besides the state of the step.
 
     `evaluation_due`: the run was interrupted between a step and its evaluation; the part of the row that is known already.
-    `passed_over`: by how many batches the data are ahead of the step, since a rewind went past some.
+    `skipped_batches`: by how many batches the data are ahead of the step, since a rewind went past some.
     """
 
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
     evaluation_due: dict[str, Any] | None = None
-    passed_over: int = 0
+    skipped_batches: int = 0
 
     def after(self, val_loss: float, step: int) -> "Progress":
         """The progress after an evaluation; equal losses are not better."""
         if self.best_loss is None or val_loss < self.best_loss:
-            return Progress(val_loss, step, passed_over=self.passed_over)
+            return Progress(val_loss, step, skipped_batches=self.skipped_batches)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
 
 
@@ -101,7 +101,7 @@ class Checkpoints:
 
         self.wait()
         args, record = orbax.args, facts | {"progress": asdict(progress)}
-        arguments = args.Composite(state=args.StandardSave(state._asdict()), facts=args.JsonSave(record))
+        arguments = args.Composite(state=args.StandardSave(_tree(state)), facts=args.JsonSave(record))
         metrics = None if val_loss is None else {"val_loss": val_loss}
 
         def begin() -> None:
@@ -134,10 +134,13 @@ class Checkpoints:
             return None
         step, damaged, notes = chosen
         state, facts = self._read(step, abstract)
+        progress = facts.pop("progress")
+        if "passed_over" in progress:  # its name in checkpoints of version 1.0 and before
+            progress["skipped_batches"] = progress.pop("passed_over")
         notes += from_first(lambda: self._tidy(step, dict(damaged)))
         if damaged and "_manager" in self.__dict__:
             self._manager.reload()
-        return Restored(step, state, Progress(**facts.pop("progress")), facts, tuple(notes))
+        return Restored(step, state, Progress(**progress), facts, tuple(notes))
 
     def _choose(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
         """The newest whole step, what is wrong with newer ones, and what is to be said of that; None: there is none."""
@@ -257,12 +260,12 @@ class Checkpoints:
     def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
-        self._compare(step, abstract._asdict())
-        args = orbax.args
-        arguments = args.Composite(state=args.StandardRestore(_placed(abstract._asdict())), facts=args.JsonRestore())
+        args, wanted = orbax.args, _tree(abstract)
+        self._compare(step, wanted)
+        arguments = args.Composite(state=args.StandardRestore(_placed(wanted)), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self.path / str(step), args=arguments)
-        return State(**restored.state), dict(restored.facts)
+        return State(*(restored.state[name] for name in wanted)), dict(restored.facts)
 
     def _compare(self, step: int, wanted: dict[str, Any]) -> None:
         """Raises where a step has other arrays than these, in the entries of these."""
@@ -292,6 +295,12 @@ class Checkpoints:
             return "there is no such directory any more"
         said = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
         return next((sentence for sentence in said if sentence in str(error)), first_line(error))
+
+
+def _tree(state: State) -> dict[str, Any]:
+    """The state under the names of its fields on disk, which are older than those of `State`."""
+    saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
+    return {saved_as.get(name, name): value for name, value in state._asdict().items()}
 
 
 def _placed(tree: Any) -> Any:

@@ -17,7 +17,7 @@ from dantinox.text import ConversationStore, prepare_data
 from dantinox.training.launch import base_template
 from dantinox.training.reference import reference_of
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
-from dantinox.training.step import initial_state, make_train_step
+from dantinox.training.step import TrainStep
 
 SMOOTHING = 0.9  # of the losses, in steps; the mean is corrected for its start
 DIVERGED = 1.5  # times the lowest smoothed loss
@@ -33,8 +33,9 @@ class RateTest:
       rates: of each step.
       losses: nats per token, before the step's update.
       smoothed: their running mean.
-      lowest: the rate at the lowest smoothed loss: the edge of what works.
-      steepest: the rate at which the smoothed loss fell fastest: what to begin with.
+      lowest: the rate at the lowest smoothed loss; a little above it training diverges.
+      steepest: the rate at which the smoothed loss fell fastest.
+      suggested: the peak rate to train with, `steepest`, and at most a third of `lowest`.
     """
 
     key: str
@@ -43,6 +44,7 @@ class RateTest:
     smoothed: list[float]
     lowest: float
     steepest: float
+    suggested: float
 
 
 def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda line: None) -> RateTest:
@@ -64,20 +66,21 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
             return jnp.exp(math.log(LEAST) + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MOST / LEAST))
 
         layout = make_layout(config, model)
-        train = make_train_step(config, model, steps, factor, layout)
+        train = TrainStep(config, model, steps, layout, factor)
         given = starting_weights(config, model, tokenizer.fingerprint)
-        state = initial_state(config, model, steps, given, layout)
+        state = train.initial_state(given)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
         if isinstance(store, ConversationStore) and store.pairs:
             store.reference = reference_of(store, model, layout, t.batch_size, state.parameters, base)
-        losses: list[float] = []
+        key = "muon_lr" if t.optimizer == "muon" else "lr"
+        losses, rates = [], []
         for step in range(steps):
-            state, metrics = train(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum), base)
+            state, metrics = train.program(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum), base)
             losses.append(float(metrics.loss))
+            rates.append(float(metrics.rates[key]))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):
                 break
-    own = {"muon": ("training.muon_lr", t.muon_lr)}.get(t.optimizer, ("training.lr", t.lr))
-    return read_off(own[0], [own[1] * float(factor(step)) for step in range(len(losses))], losses)
+    return read_off(f"training.{key}", rates, losses)
 
 
 def read_off(key: str, rates: list[float], losses: list[float]) -> RateTest:
@@ -96,15 +99,15 @@ def read_off(key: str, rates: list[float], losses: list[float]) -> RateTest:
             f"the loss never fell, from {key} {rates[0]:.1g} on: lower it" if rates else f"no loss at all: lower {key}"
         )
     steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
-    return RateTest(key, rates, losses, smoothed, rates[low], rates[steep])
+    return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
 
 
 def rate_lines(found: RateTest) -> list[str]:
-    """What was found, as a person reads it."""
+    """The suggested rate, how it was chosen, and what it was read off."""
+    steepest = found.suggested == found.steepest
+    why = "the loss fell fastest there" if steepest else f"a third of {found.lowest:.2g}, where the loss was lowest"
+    fell = f"{found.smoothed[0]:.3f} → {min(found.smoothed):.3f} in {len(found.losses)} steps"
     return [
-        f"{found.key}: the loss fell fastest at {found.steepest:.2g} and was lowest at {found.lowest:.2g}, "
-        f"{found.smoothed[0]:.3f} → {min(found.smoothed):.3f} in {len(found.losses)} steps",
-        f"try {found.steepest:.2g} to {found.lowest / 3:.2g} as the peak, the less the longer the run"
-        if found.steepest < found.lowest / 3
-        else f"try {found.lowest / 3:.2g} as the peak",
+        f"{found.key}: try {found.suggested:.2g} ({why})",
+        f"smoothed loss {fell}, falling fastest at {found.steepest:.2g}, lowest at {found.lowest:.2g}",
     ]

@@ -32,7 +32,7 @@ from dantinox.training.loop import train
 from dantinox.training.memory import check_memory
 from dantinox.training.resume import resumed_config, starting_tokenizer, total_steps
 from dantinox.training.samples import Sampler, make_sampler
-from dantinox.training.step import Programs
+from dantinox.training.step import Programs, TrainStep
 
 Start = tuple[Config, Tokenizer, TokenStore, Sampler | None]
 START_UP = ("distributed.coordinator", "distributed.processes", "distributed.process")
@@ -93,7 +93,7 @@ def dry_run(config: Config) -> Iterator[str]:
         make_sampler(config, tokenizer)
         yield _plan(config, tokenizer, store)
         model = config.trained_architecture(tokenizer.vocab_size)
-        programs = Programs(config, model, total_steps(config, store.windows_per_epoch), make_layout(config, model))
+        programs = Programs(TrainStep(config, model, total_steps(config, store.windows_per_epoch), make_layout(config, model)))
         yield programs.memory.line()
         check_memory(programs.memory, config)
         batch = store.batch(0)

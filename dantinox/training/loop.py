@@ -35,7 +35,7 @@ from dantinox.interop.peft import save_adapter
 from dantinox.model.flops import training_flops
 from dantinox.model.parameters import Parameters, blueprint, unrolled
 from dantinox.platform import platform_of
-from dantinox.programs import chip_of, exit_now
+from dantinox.programs import chip_of
 from dantinox.report import Console, MetricsLog, plot_loss, trackers
 from dantinox.run import RunDirectory, open_base, put, save_weights, weights_digest
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
@@ -44,8 +44,8 @@ from dantinox.training.memory import check_memory, give_back_freed_memory, keep_
 from dantinox.training.reference import reference_of, save_reference, saved_reference
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.samples import Sampler, sampled_model
-from dantinox.training.step import Metrics, Programs, State, abstract_state, chosen, initial_state
-from dantinox.training.stopping import StopRequest, stop_request
+from dantinox.training.signals import StopRequest, stop_request
+from dantinox.training.step import Metrics, Programs, State, TrainStep, chosen
 
 AHEAD = 4  # batches
 MAX_REWINDS = 3  # to one checkpoint
@@ -128,7 +128,7 @@ def train(
                 if sentence := out_of_memory(error, config):
                     raise sentence from error
                 if jax.process_count() > 1:
-                    trainer.leave_alone(error)
+                    trainer.abort_on_peer_loss(error)
                 raise
 
 
@@ -156,6 +156,7 @@ class _Trainer:
         self.steps = total_steps(self.config, self.store.windows_per_epoch)
         self.model = self.config.trained_architecture(self.tokenizer.vocab_size)
         self.layout: Layout = make_layout(self.config, self.model)
+        self.train_step = TrainStep(self.config, self.model, self.steps, self.layout)
         self.facts = run_facts(self.config, self.tokenizer.fingerprint, self.layout, self.run)
         logs = self.run.log(self.config), self.run.metrics
         self.logs: Any = MetricsLog(*logs, trackers(self.config, self.run.path)) if is_first() else Silent()
@@ -170,7 +171,7 @@ class _Trainer:
             self._export_what_is_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
-        self.programs = Programs(self.config, self.model, self.steps, self.layout)
+        self.programs = Programs(self.train_step)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
         self.frozen = frozen_weights(self.config, self.model, self.tokenizer.fingerprint, self.layout, self.run)
@@ -184,20 +185,20 @@ class _Trainer:
         self.console.start(self.steps, self.step)
         self.stop.can_save = True
         meet()
-        while not self._ran_to_the_end():
+        while not self.run_until_done():
             pass
         self._conclude()
         return self.progress
 
-    def leave_alone(self, error: Exception) -> None:
+    def abort_on_peer_loss(self, error: Exception) -> None:
         """Ends this process when another is gone: nothing that waits for all can end any more."""
         self.console.note(f"another process of this training is gone ({first_line(error)}): --resume goes on without it")
         self.console.close()
         exit_now(GONE)
 
-    def _ran_to_the_end(self) -> bool:
+    def run_until_done(self) -> bool:
         """Trains; False where a step was no good and the run went back to a checkpoint."""
-        passed, self.looked_at = self.progress.passed_over, self.step
+        passed, self.looked_at = self.progress.skipped_batches, self.step
         t = self.config.training
 
         def batch(step: int) -> Batch:
@@ -222,24 +223,24 @@ class _Trainer:
             raise UserError(f"{bad}; going back {MAX_REWINDS} times did not help")
         ahead, self.recent, self.val_loss = self.progress, [], None
         del self.state  # two do not fit
-        if restored := self.checkpoints.restore(self._abstract()):
+        if restored := self.checkpoints.restore(self.train_step.shapes):
             self.step, self.state, self.progress = restored.step, restored.state, restored.progress
         else:
             self._begin()
-        self.progress = replace(self.progress, passed_over=ahead.passed_over + bad.step - self.step)
+        self.progress = replace(self.progress, skipped_batches=ahead.skipped_batches + bad.step - self.step)
         self.logs.cut(self.step)
         self.saved_step = self.step
         if ahead.best_step not in (None, self.progress.best_step):
             self._export(self._best())  # those on the disk are of a step that is no more
         passed = f"the batches of steps {self.step + 1} to {bad.step} are passed over"
         self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {passed}")
-        row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.passed_over}
+        row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.skipped_batches}
         self.logs.event("rewind", row)
 
     def _begin(self) -> None:
         given = starting_weights(self.config, self.model, self.tokenizer.fingerprint)
         self.step, self.progress = 0, Progress()
-        self.state = initial_state(self.config, self.model, self.steps, given, self.layout)
+        self.state = self.train_step.initial_state(given)
 
     def _reference(self, store: ConversationStore, restored: bool | None) -> np.ndarray:
         """The log-probabilities of all answers by the weights that this training started from."""
@@ -295,8 +296,8 @@ class _Trainer:
         return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _log_interval(self) -> None:
-        mean = _mean(self.state.since_line)
-        self.state = self.state._replace(since_line=self._zeros())
+        mean = _mean(self.state.loss_since_log)
+        self.state = self.state._replace(loss_since_log=self._zeros())
         row = {"step": self.step, "train_loss": mean} | self._vitals() | _named(self.recent[-1].rewards)
         self._check_numbers(row["train_loss"])
         self.logs.interval(row | self._expert_counts())
@@ -320,7 +321,7 @@ class _Trainer:
         rate = tokens / ms * 1e3
         vitals = {
             "ms_per_step": ms,
-            "lr": float(metrics.lr),
+            **{name: float(rate) for name, rate in metrics.rates.items()},
             "grad_norm": float(metrics.grad_norm),
             "tokens": self.step * tokens,
             "tokens_per_s": rate,
@@ -373,9 +374,9 @@ class _Trainer:
                 self._log_evaluation(loss, vitals)
 
     def _log_evaluation(self, loss: float, vitals: dict[str, Any]) -> None:
-        mean = _mean(self.state.since_row)
+        mean = _mean(self.state.loss_since_eval)
         self._check_numbers(mean)
-        self.state = self.state._replace(since_row=self._zeros())
+        self.state = self.state._replace(loss_since_eval=self._zeros())
         preferences = self.val_rewards is not None  # whose loss is not of bytes
         bits = None if preferences else loss / math.log(2) / self.store.val_bytes_per_token
         row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | vitals
@@ -435,7 +436,7 @@ class _Trainer:
         if self.saved_step == self.step:
             return
         with self.clock.paused():
-            self._check_numbers(float(self.state.since_row[0]))
+            self._check_numbers(float(self.state.loss_since_eval[0]))
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
         self.saved_step, self.rewinds = self.step, 0
 
@@ -472,13 +473,10 @@ class _Trainer:
     def _best(self) -> State:
         """The state of the best evaluation, or the last one where no checkpoint has it."""
         best = self.progress.best_step
-        kept = None if best in (None, self.step) else self.checkpoints.read(best, self._abstract())
+        kept = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)
         if kept is None and best != self.step:
             self.console.note(f"no whole checkpoint of the best step, {best}: exporting the weights of step {self.step}")
         return kept or self.state
-
-    def _abstract(self) -> State:
-        return self.layout.place(abstract_state(self.config, self.model, self.steps))
 
     def _zeros(self) -> jax.Array:
         return self.layout.everywhere(np.zeros(2, np.float32))
@@ -499,7 +497,7 @@ class _Trainer:
 
     def _restore(self) -> bool:
         """Takes the newest checkpoint that can be read; False where there is none."""
-        restored = self.checkpoints.restore(self._abstract())
+        restored = self.checkpoints.restore(self.train_step.shapes)
         if restored is None:
             self.console.note("there is no complete checkpoint: starting at step 0")
             return False

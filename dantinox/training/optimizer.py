@@ -74,23 +74,41 @@ def _cut(name: str, ndim: int) -> tuple[int, int] | None:
     return stacked, ndim - 1 if name.endswith(("attention/out/kernel", "o_proj/lora_a")) else stacked + 1
 
 
-def optimizer(
-    training: TrainingSection, steps: int, factor: Schedule | None = None, layout: Layout | None = None
-) -> optax.GradientTransformation:
-    """Clipping, then the rule of `training.optimizer`; with `training.ema` its state is an `Averaged`.
+class Optimizer(NamedTuple):
+    """An optax transformation and its learning rates.
+
+    Attributes:
+      init, update: as of `optax.GradientTransformation`; with `training.ema` the state is an `Averaged`.
+      rates: step (0 is the first) → the learning rates of its update, by the names of their settings: `lr`, with Muon also
+        `muon_lr`, that of its matrices. The update itself applies these.
+    """
+
+    init: Callable[[Parameters], Any]
+    update: Callable[[Parameters, Any, Parameters], tuple[Parameters, Any]]
+    rates: Callable[[Any], dict[str, jax.Array]]
+
+
+def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = None, layout: Layout | None = None) -> Optimizer:
+    """Clipping, then the rule of `training.optimizer`, then `training.ema`.
 
     Args:
       factor: on the peak learning rates, in place of that of `training.schedule`.
       layout: of the devices that share the step.
     """
-    factor = factor or schedule(training, steps)
-    rule = RULES[training.optimizer](training, lambda step: training.lr * factor(step))
+    scheduled = factor or schedule(training, steps)
+
+    def rates(step: Any) -> dict[str, jax.Array]:
+        muon_only = {"muon_lr": training.muon_lr * scheduled(step)} if training.optimizer == "muon" else {}
+        return {"lr": training.lr * scheduled(step)} | muon_only
+
+    rule = RULES[training.optimizer](training, lambda step: rates(step)["lr"])
     if training.optimizer == "muon":
-        matrices = muon(lambda step: training.muon_lr * factor(step), training.weight_decay, layout)
-        rule = _split(matrices, rule)
+        rule = _split(muon(lambda step: rates(step)["muon_lr"], training.weight_decay, layout), rule)
     if training.grad_clip:
         rule = optax.chain(optax.clip_by_global_norm(training.grad_clip), rule)
-    return averaging(rule, training.ema) if training.ema else rule
+    if training.ema:
+        rule = averaging(rule, training.ema)
+    return Optimizer(rule.init, rule.update, rates)
 
 
 def _decayed(parameters: Parameters) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from dantinox.programs import compiled, size
 from dantinox.text import Batch, Preferences
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import Sums, counted, log_probabilities, losses
-from dantinox.training.optimizer import Averaged, Schedule, optimizer, schedule
+from dantinox.training.optimizer import Averaged, Schedule, optimizer
 
 EVAL_TOKENS_PER_CALL = 8192
 
@@ -33,14 +33,14 @@ class State(NamedTuple):
     """All that the next step depends on, and so all that exact resume needs. The data and dropout of a step follow from `step`.
 
     Where adapters are trained, `parameters` are theirs alone; what stays as it is, is another argument of the programs.
-    `since_row` and `since_line` are `[sum of step losses, steps]` since the last row of the log and of metrics.jsonl.
+    `loss_since_eval` and `loss_since_log` are `[sum of step losses, steps]` since the last row of the log and of metrics.jsonl.
     """
 
     step: jax.Array
     parameters: Parameters
     optimizer: Any
-    since_row: jax.Array
-    since_line: jax.Array
+    loss_since_eval: jax.Array
+    loss_since_log: jax.Array
 
     @property
     def weights(self) -> Parameters:
@@ -49,7 +49,8 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Of one step, left on the device until they are read. `loss` in nats per token, before the update.
+    """Of one step, left on the device until they are read. `loss` in nats per token, before the update; `rates` as of
+    `Optimizer`: those that the update applied.
 
     `expert_counts`: how many tokens each expert of each layer got, `[L, E]`, where there are experts. `rewards`: of preferences
     the mean margin, and the share of pairs in which the preferred answer has the larger reward.
@@ -57,7 +58,7 @@ class Metrics(NamedTuple):
 
     loss: jax.Array
     grad_norm: jax.Array
-    lr: jax.Array
+    rates: dict[str, jax.Array]
     expert_counts: jax.Array | None = None
     rewards: jax.Array | None = None
 
@@ -75,97 +76,122 @@ def chosen(batch: Any, rows: np.ndarray | None = None) -> Any:
     return batch if rows is None else type(batch)(*(array[rows] for array in batch))
 
 
-def initial_state(
-    config: Config, model: ModelConfig, steps: int, given: Mapping[str, np.ndarray] | None = None, layout: Layout | None = None
-) -> State:
-    """The state before the first step: fresh weights by `training.seed`, or the given ones."""
-    layout = layout or Layout(model)
-    places = None if layout.mesh is None else layout.shardings(abstract_state(config, model, steps))
+class Traced(NamedTuple):
+    """A program before it is lowered, the tokens `rows × length` that a call of it reads, and options of its compiler."""
 
-    def fresh() -> Parameters:
-        return trained(initial_parameters(model, config.training.seed), model)
-
-    if given is not None:
-        parameters = layout.put_parameters(given)
-    elif places is None:
-        parameters = fresh() if model.lora is None else jax.jit(fresh)()  # which makes nothing that it does not give
-    else:  # no device has all of them at any time
-        parameters = jax.jit(fresh, out_shardings=places.parameters)()
-    init = optimizer(config.training, steps, layout=layout).init
-    moments = jax.jit(init, out_shardings=None if places is None else places.optimizer)(parameters)
-    zero, pair = layout.everywhere(np.zeros((), np.int32)), layout.everywhere(np.zeros(2, np.float32))
-    return State(zero, parameters, moments, pair, layout.everywhere(np.zeros(2, np.float32)))
+    rows: int
+    length: int
+    program: Any
+    options: dict[str, str]
 
 
-def abstract_state(config: Config, model: ModelConfig, steps: int) -> State:
-    """The shapes of `initial_state`, without allocating anything."""
-    shapes = trained(blueprint(model)[1], model)
-    moments = jax.eval_shape(optimizer(config.training, steps).init, shapes)
-    pair = jax.ShapeDtypeStruct((2,), jnp.float32)
-    return State(jax.ShapeDtypeStruct((), jnp.int32), shapes, moments, pair, pair)  # type: ignore[arg-type]
-
-
-def make_train_step(
-    config: Config, model: ModelConfig, steps: int, factor: Schedule | None = None, layout: Layout | None = None
-) -> Any:
-    """The optimizer step as one `jax.jit`: (state, which is donated; batch; frozen weights) → (next state, metrics).
+class TrainStep:
+    """The optimizer step of a training, the state that it works on, and the programs that belong to it.
 
     Args:
+      steps: of the schedule.
+      layout: of the devices that share the step; None: one device.
       factor: on the peak learning rates, in place of that of `training.schedule`.
-      layout: of the devices that share the step.
+
+    Attributes:
+      optimizer: with its learning rates; the only one of a training.
+      shapes: of the state, with its sharding where several devices share it. Nothing is allocated for them.
     """
-    training, layout = config.training, layout or Layout(model)
-    build, _ = blueprint(model)
-    factor = factor or schedule(training, steps)
-    transform = optimizer(training, steps, factor, layout)
 
-    def objective(
-        parameters: Parameters, part: Batch, key: jax.Array, count: jax.Array, base: Parameters
-    ) -> tuple[jax.Array, Any]:
-        built = layout.built(build, parameters | base)
-        drop_out(built, key)
-        total = losses(built, part, training.dpo_beta, rngs=nnx.Rngs(dropout=key))
-        loss = total.nats + training.z_loss * total.penalty
-        if total.routing is None:
-            return loss / count, (total.nats, None, total.rewards)
-        loss += config.moe.alpha_balance * total.routing.balance + config.moe.router_z_loss * total.routing.z
-        return loss / count, (total.nats, total.routing.counts_E, total.rewards)
+    def __init__(
+        self, config: Config, model: ModelConfig, steps: int, layout: Layout | None = None, factor: Schedule | None = None
+    ):
+        self.config, self.model, self.layout = config, model, layout or Layout(model)
+        self.optimizer = optimizer(config.training, steps, factor, self.layout)
+        parameters = trained(blueprint(model)[1], model)
+        sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
+        count: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        moments = jax.eval_shape(self.optimizer.init, parameters)
+        self.shapes: State = self.layout.place(State(count, parameters, moments, sums, sums))
 
-    def gradient(
-        parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
-    ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
-        """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
-        count = jnp.maximum(layout.sharing.total(counted(batch)), 1.0)
-        no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
-        nothing = jnp.zeros(()), no_counts, jnp.zeros(2) if training.objective == "dpo" else None
-        gradients, (nats, counts_LE, rewards) = _accumulated(
-            partial(objective, count=count, base=base), parameters, batch, layout.own_key(key), training.grad_accum, nothing
-        )
-        rewards = None if rewards is None else layout.total(rewards) / count
-        return layout.summed(gradients), layout.total(nats) / count, counts_LE, rewards
+    def initial_state(self, given: Mapping[str, np.ndarray] | None = None) -> State:
+        """The state before the first step: fresh weights by `training.seed`, or the given ones."""
+        model, layout = self.model, self.layout
+        places = None if layout.mesh is None else layout.shardings(self.shapes)
 
-    one, own = PartitionSpec(), trained(layout.specs, model)
-    gradient = layout.on_devices(gradient, (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one, one))
+        def fresh() -> Parameters:
+            return trained(initial_parameters(model, self.config.training.seed), model)
 
-    def step(state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
+        if given is not None:
+            parameters = layout.put_parameters(given)
+        elif places is None:
+            parameters = fresh() if model.lora is None else jax.jit(fresh)()  # which makes nothing that it does not give
+        else:  # no device has all of them at any time
+            parameters = jax.jit(fresh, out_shardings=places.parameters)()
+        moments = jax.jit(self.optimizer.init, out_shardings=None if places is None else places.optimizer)(parameters)
+        zero, *sums = (layout.everywhere(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
+        return State(zero, parameters, moments, *sums)
+
+    @cached_property
+    def program(self) -> Any:
+        """The step as one `jax.jit`: (state, which is donated; batch; frozen weights) → (next state, metrics)."""
+        places = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.on_all)
+        return jax.jit(self._step, donate_argnums=0, out_shardings=places)
+
+    def _step(self, state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
+        training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        gradients, loss, counts_LE, rewards = gradient(state.parameters, batch, key, base)
-        updates, moments = transform.update(gradients, state.optimizer, state.parameters)
+        one, own = PartitionSpec(), trained(layout.specs, model)
+        inputs, outputs = (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one, one)
+        of_devices = layout.on_devices(self._gradient, inputs, outputs)
+        gradients, loss, counts_LE, rewards = of_devices(state.parameters, batch, key, base)
+        updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
-            parameters = rebalanced(parameters, counts_LE, config.moe.bias_update_rate)
+            parameters = rebalanced(parameters, counts_LE, self.config.moe.bias_update_rate)
         seen = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             seen = jnp.where(finite, seen, 0.0)
             parameters, moments = _where(finite, (parameters, moments), (state.parameters, state.optimizer))
-        following = State(state.step + 1, parameters, moments, state.since_row + seen, state.since_line + seen)
-        return following, Metrics(loss, norm, training.lr * factor(state.step), counts_LE, rewards)
+        following = State(state.step + 1, parameters, moments, state.loss_since_eval + seen, state.loss_since_log + seen)
+        return following, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, rewards)
 
-    if layout.mesh is None:
-        return jax.jit(step, donate_argnums=0)
-    places = layout.shardings(abstract_state(config, model, steps))
-    return jax.jit(step, donate_argnums=0, out_shardings=(places, layout.on_all))
+    def _gradient(
+        self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
+    ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
+        """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
+        model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
+        build, _ = blueprint(model)
+        count = jnp.maximum(layout.sharing.total(counted(batch)), 1.0)
+
+        def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
+            built = layout.built(build, parameters | base)
+            drop_out(built, key)
+            total = losses(built, part, t.dpo_beta, rngs=nnx.Rngs(dropout=key))
+            loss = total.nats + t.z_loss * total.penalty
+            if total.routing is None:
+                return loss / count, (total.nats, None, total.rewards)
+            loss += moe.alpha_balance * total.routing.balance + moe.router_z_loss * total.routing.z
+            return loss / count, (total.nats, total.routing.counts_E, total.rewards)
+
+        no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
+        nothing = jnp.zeros(()), no_counts, jnp.zeros(2) if t.objective == "dpo" else None
+        gradients, (nats, counts_LE, rewards) = _accumulated(
+            objective, parameters, batch, layout.own_key(key), t.grad_accum, nothing
+        )
+        rewards = None if rewards is None else layout.total(rewards) / count
+        return layout.summed(gradients), layout.total(nats) / count, counts_LE, rewards
+
+    def traced(self) -> dict[str, Traced]:
+        """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
+        config, model, layout, t = self.config, self.model, self.layout, self.config.training
+        rows, length = t.batch_size, config.model.max_context
+        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.parts
+        base = layout.place(frozen(layout.shapes, model))
+        batch, eval_batch = (layout.place_rows(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
+        train = self.program.trace(self.shapes, batch, base)
+        evaluation = make_eval_step(model, layout, t.dpo_beta).trace(self.shapes.parameters, eval_batch, base)
+        platform = platform_of(model.platform)
+        options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(blueprint(replace(model, lora=None))[1]))
+        if t.deterministic and platform.name == "gpu":
+            options |= {"xla_gpu_deterministic_ops": "true"}
+        return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
 
 
 def _where(finite: jax.Array, after: Any, before: Any) -> Any:
@@ -231,44 +257,19 @@ def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any
     return jax.jit(layout.on_devices(reference, specs, PartitionSpec(BATCH)))
 
 
-class Traced(NamedTuple):
-    """A program before it is lowered, the tokens `rows × length` that a call of it reads, and options of its compiler."""
-
-    rows: int
-    length: int
-    program: Any
-    options: dict[str, str]
-
-
-def traced_programs(config: Config, model: ModelConfig, steps: int, layout: Layout | None = None) -> dict[str, Traced]:
-    """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
-    layout = layout or Layout(model)
-    rows, length, t = config.training.batch_size, config.model.max_context, config.training
-    eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.parts
-    state, base = (layout.place(tree) for tree in (abstract_state(config, model, steps), frozen(layout.shapes, model)))
-    batch, eval_batch = (layout.place_rows(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
-    train = make_train_step(config, model, steps, layout=layout).trace(state, batch, base)
-    evaluation = make_eval_step(model, layout, t.dpo_beta).trace(state.parameters, eval_batch, base)
-    platform = platform_of(model.platform)
-    options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(blueprint(replace(model, lora=None))[1]))
-    if config.training.deterministic and platform.name == "gpu":
-        options |= {"xla_gpu_deterministic_ops": "true"}
-    return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
-
-
 class Programs:
     """The compiled programs of a run. Compiling allocates nothing of the model's size, so the memory plan comes first."""
 
-    def __init__(self, config: Config, model: ModelConfig, steps: int, layout: Layout | None = None):
-        train, evaluation = traced_programs(config, model, steps, layout).values()
+    def __init__(self, step: TrainStep):
+        train, evaluation = step.traced().values()
         self.eval_rows = evaluation.rows
         train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compiled(train_lowered, train.options)
-        base, whole = frozen(blueprint(model)[1], model), blueprint(replace(model, lora=None))[1]
-        self.memory: MemoryPlan = plan_memory(self.train, abstract_state(config, model, steps), base, size(whole) // 4)
+        base, whole = frozen(step.layout.shapes, step.model), blueprint(replace(step.model, lora=None))[1]
+        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, size(whole) // 4)
 
     def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> Sums:
         """The summed losses of a validation batch of `eval_rows` rows."""

@@ -13,7 +13,7 @@ from dantinox.measure.work import Work, work_of
 from dantinox.programs import bytes_of, size
 from dantinox.text import Batch, TokenStore
 from dantinox.training.objective import sums
-from dantinox.training.step import State, abstract_batch, abstract_state, initial_state, make_eval_step, make_train_step
+from dantinox.training.step import State, TrainStep, abstract_batch, make_eval_step
 
 V, STEPS = 64, 3
 BASE = {
@@ -87,10 +87,10 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     config = settings(kind, mesh, **changes)
     model, layout, t = config.architecture(V), layout_of(config), config.training
     tokens = t.batch_size // t.grad_accum * model.max_context // layout.devices
-    shapes = abstract_state(config, model, t.steps)
+    shapes = TrainStep(config, model, t.steps).shapes
     batch = layout.place_rows(abstract_batch(t.batch_size, model.max_context))
     with patch.dict(sums.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
-        lowered = make_train_step(config, model, t.steps, layout=layout).lower(layout.place(shapes), batch)
+        lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place(shapes), batch)
     step = lowered.compile()
     return Program(step, work_of(step.as_text()), bytes_of(step).arguments, size(shapes))
 
@@ -110,7 +110,7 @@ def trained(kind: str, mesh: str = "", bad_step: int | None = None, chunks: int 
     """A training of `STEPS` steps with `program`; the batch of the step `bad_step` makes a loss that is no number."""
     step, config = program(kind, mesh, chunks, **changes).run, settings(kind, mesh, **changes)
     model, layout, store, t = config.architecture(V), layout_of(config), store_of(config), config.training
-    state: State = initial_state(config, model, t.steps, layout=layout)
+    state: State = TrainStep(config, model, t.steps, layout=layout).initial_state()
     losses, norms = [], []
     for number in range(STEPS):
         batch = store.batch(number)

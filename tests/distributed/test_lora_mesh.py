@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.model.lora import frozen, held
 from dantinox.model.parameters import blueprint, rolled
-from dantinox.training.step import initial_state, make_eval_step, make_train_step
+from dantinox.training.step import TrainStep, make_eval_step
 
 from .mesh import V, layout_of, rows, settings, store_of
 
@@ -28,7 +28,8 @@ def trained(mesh="", **changes):
         base |= held(name, wide.astype(np.float32), shapes)
     base = layout.put_parameters(rolled(base, model) if model.scan_layers else base)
     assert base.keys() == frozen(layout.shapes, model).keys()
-    step, state = make_train_step(config, model, t.steps, layout=layout), initial_state(config, model, t.steps, layout=layout)
+    training = TrainStep(config, model, t.steps, layout)
+    step, state = training.program, training.initial_state()
     losses = []
     for number in range(3):
         state, metrics = step(state, rows(layout, store_of(config).batch(number), t.grad_accum), base)

@@ -17,7 +17,7 @@ from dantinox.measure.plan_view import plan_lines
 from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import blueprint
 from dantinox.text import Preferences
-from dantinox.training.step import chosen, initial_state, make_reference_step, make_train_step, traced_programs
+from dantinox.training.step import TrainStep, chosen, make_reference_step
 
 from .mesh import KINDS, V, layout_of, program, same, settings, trained
 
@@ -58,7 +58,8 @@ def test_preferences_train_as_on_one_device():
     for mesh in ("", "data=2 fsdp=4"):
         config = settings("dense", mesh, training__objective="dpo", training__init_from="x", training__batch_size=8)
         model, layout = config.architecture(V), layout_of(config)
-        step, state = make_train_step(config, model, 10, layout=layout), initial_state(config, model, 10, layout=layout)
+        training = TrainStep(config, model, 10, layout)
+        step, state = training.program, training.initial_state()
         for _ in range(2):
             state, metrics = step(state, layout.put_rows(partial(chosen, pairs), 8))
         logp = make_reference_step(model, layout)(state.parameters, layout.put_rows(partial(chosen, pairs), 8), {})
@@ -206,8 +207,8 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     config = settings("dense", "fsdp=8", training__grad_accum=1, generation__seed=1)
     meshes = [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}]
     alone = replace(find_topology("cpu"), devices=jax.devices()[:1])
-    one = make_plan(alone, config, V, traced_programs, meshes=[{"fsdp": 1}]).programs
-    found = make_plan(find_topology("cpu"), config, V, traced_programs, meshes=meshes)
+    one = make_plan(alone, config, V, TrainStep, meshes=[{"fsdp": 1}]).programs
+    found = make_plan(find_topology("cpu"), config, V, TrainStep, meshes=meshes)
     wide, divided, *others = found.programs
     assert found.chips == 8 and [p.name for p in others] == ["evaluation", "evaluation", "prefill", "decode"]
     assert (wide.mesh, divided.mesh, others[-1].mesh) == ("fsdp 8", "fsdp 4 × tensor 2", "one device")
@@ -218,4 +219,4 @@ ENTRY %main (p: f32[8,4]) -> f32[64,4] {
     assert wide.traffic - own <= (one[0].traffic - own) / 8 + 6 * norms
     assert any("fsdp 4 × tensor 2" in line for line in plan_lines(found))
     with pytest.raises(UserError, match="fsdp 3 × expert 1 × tensor 1 is a mesh of 3 devices, and there are 8"):
-        make_plan(find_topology("cpu"), config, V, traced_programs, meshes=[{"fsdp": 3}])
+        make_plan(find_topology("cpu"), config, V, TrainStep, meshes=[{"fsdp": 3}])

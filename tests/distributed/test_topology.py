@@ -19,7 +19,7 @@ from dantinox.run import load_weights
 from dantinox.text import TokenStore
 from dantinox.training import loop
 from dantinox.training.checkpoints import Checkpoints
-from dantinox.training.step import abstract_state, initial_state
+from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.slow
 __all__ = ["programs_are_kept", "workshop"]
@@ -98,9 +98,9 @@ def test_a_state_is_the_same_on_other_devices(never_interrupted, devices, axes):
     def state_on(count, **axes):
         sections = config.model_copy(update={"distributed": config.distributed.model_copy(update={"tensor": 1} | axes)})
         layout = make_layout(sections, model, jax.devices()[:count])
-        restored = checkpoints.restore(layout.place(abstract_state(config, model, 24)))
+        restored = checkpoints.restore(layout.place(TrainStep(config, model, 24).shapes))
         assert restored.step == 24
-        fresh = initial_state(config, model, 24, layout=layout)
+        fresh = TrainStep(config, model, 24, layout=layout).initial_state()
         assert [a.sharding for a in jax.tree.leaves(restored.state)] == [a.sharding for a in jax.tree.leaves(fresh)]
         return restored.state
 
@@ -116,7 +116,7 @@ def test_parameters_alone_in_bfloat16(never_interrupted):
     config, run = never_interrupted()
     model = config.architecture(VOCABULARY)
     checkpoints = Checkpoints(run.checkpoints, 3)
-    state = checkpoints.restore(abstract_state(config, model, 24)).state
+    state = checkpoints.restore(TrainStep(config, model, 24).shapes).state
     shapes = blueprint(model)[1]
     wanted = {name: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16) for name, shape in shapes.items()}
     narrow = checkpoints.parameters(24, wanted)

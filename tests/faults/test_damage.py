@@ -11,7 +11,7 @@ from dantinox import load
 from dantinox.config import UserError
 from dantinox.run import RunDirectory, verify_run
 from dantinox.training.checkpoints import Checkpoints
-from dantinox.training.step import abstract_state
+from dantinox.training.step import TrainStep
 
 from .damages import DAMAGES, STEPS, architecture, config, counterpart, files_of, launch, small_run
 
@@ -30,7 +30,7 @@ def copied(finished, tmp_path):
 
 
 def abstract(settings, run):
-    return abstract_state(settings, architecture(settings, run), STEPS)
+    return TrainStep(settings, architecture(settings, run), STEPS).shapes
 
 
 def contents(folder):

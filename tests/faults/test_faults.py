@@ -13,7 +13,7 @@ from training.small import Workshop, small_config, small_store
 from dantinox.config import UserError
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import verify_run
-from dantinox.training import step as stepping
+from dantinox.training.step import Programs, TrainStep
 
 pytestmark = pytest.mark.slow
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
@@ -62,8 +62,8 @@ def test_skip_leaves_the_update_out_and_says_so(workshop):
 def test_a_skipped_step_changes_nothing_but_its_number():
     config = small_config(training__optimizer="adamw", training__nan_policy="skip", training__ema=0.9)
     model = config.architecture(11)
-    step, store = stepping.make_train_step(config, model, 24), poisoned(config, 1)
-    state, _ = step(stepping.initial_state(config, model, 24), store.batch(0))
+    step, store = TrainStep(config, model, 24).program, poisoned(config, 1)
+    state, _ = step(TrainStep(config, model, 24).initial_state(), store.batch(0))
     before = jax.device_get(state)
     after = jax.device_get(step(state, store.batch(1))[0])
     assert after.step == before.step + 1
@@ -109,7 +109,7 @@ def test_memory_that_runs_out_is_a_sentence_with_the_keys_to_lower(workshop, mon
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
 
-    monkeypatch.setattr(stepping.Programs, "evaluate", full)
+    monkeypatch.setattr(Programs, "evaluate", full)
     says = r"memory ran out \(RESOURCE_EXHAUSTED: .*\): raise training.grad_accum \(1\), lower training.batch_size \(4\), .*"
     with pytest.raises(UserError, match=says):
         workshop.train("run", config)

@@ -17,7 +17,7 @@ from training.small import VOCABULARY, Workshop, small_config
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import SAVING, RunDirectory, saved_steps, step_damage, verify_run
 from dantinox.training.checkpoints import Checkpoints
-from dantinox.training.step import abstract_state
+from dantinox.training.step import TrainStep
 
 from .dies import WATCHED
 
@@ -42,7 +42,7 @@ def outcome(path):
     config, run = small_config(), RunDirectory(path / "run")
     rows = [*read_csv(run.log(config)), *read_jsonl(run.metrics)]
     steps = config.training.steps
-    state = Checkpoints(run.checkpoints, 2).read(steps, abstract_state(config, config.architecture(VOCABULARY), steps))
+    state = Checkpoints(run.checkpoints, 2).read(steps, TrainStep(config, config.architecture(VOCABULARY), steps).shapes)
     return (
         run.weights.read_bytes(),
         [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)],

@@ -22,7 +22,7 @@ from dantinox.interop.gguf_vocabulary import (
     to_metadata,
 )
 from dantinox.text import Tokenizer
-from dantinox.text.pieces import byte_letters
+from dantinox.text.token_pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer
 
 KEY = "tokenizer.ggml."

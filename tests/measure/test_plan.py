@@ -17,7 +17,7 @@ from dantinox.measure.topology import find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import blueprint
 from dantinox.programs import CHIPS
-from dantinox.training.step import traced_programs
+from dantinox.training.step import TrainStep
 
 # D = 16, two heads of 8 and one key head, two layers of which one sees 5 keys, F = 24, V = 259 (bytes), T = 32.
 SETTINGS = {
@@ -43,7 +43,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def plan(config):
-    return make_plan(find_topology("cpu"), config, 259, traced_programs, batch=3, prompt=20)
+    return make_plan(find_topology("cpu"), config, 259, TrainStep, batch=3, prompt=20)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_long_texts_hold_no_square_of_their_length(name):
         config = build_config({}, settings | {"model.max_context": length + 8 * (named == "prefill")})
         model, topology = config.architecture(259, "cpu"), find_topology("cpu")
         if named == "train":
-            program = traced_programs(config, model, 9)["train"].program
+            program = TrainStep(config, model, 9).traced()["train"].program
         else:
             program = next(generation_programs(topology, config, model, 1, length, 8)).program
         text = program.lower().compile().as_text()
@@ -174,7 +174,7 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory required (3.00K) exceeds available HBM (1.00K)")
 
     compiled = iter([program] * 4)
-    found = make_plan(target, config, 259, traced_programs, batch=3, prompt=20)
+    found = make_plan(target, config, 259, TrainStep, batch=3, prompt=20)
     train = found.programs[0]
     assert (train.needs, train.fits) == (900 + 300 + 50 - 40, False)
     assert train.compute_seconds == train.flops / 1e9 and train.memory_seconds == train.traffic / 1e6
@@ -182,7 +182,7 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
     assert train.mfu == train.compute_seconds / max(train.compute_seconds, train.memory_seconds)
     again = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
     compiled = iter([program] * 4)
-    twice = make_plan(target, again, 259, traced_programs).programs[0]
+    twice = make_plan(target, again, 259, TrainStep).programs[0]
     assert twice.flops == train.flops and twice.again == 4 * 32 * (4 * BLOCK + 4 * 16 * (5 + 32))
     assert twice.compute_seconds == (twice.flops + twice.again) / 1e9
     assert twice.mfu == pytest.approx(twice.flops / 1e9 / max(twice.compute_seconds, twice.memory_seconds))
@@ -193,7 +193,7 @@ def test_bounds_follow_from_published_figures(plan, config, monkeypatch):
         and "train: does not fit, 210 B too much" in lines
     )
     monkeypatch.setattr(topologies.Topology, "compile", lambda *_: broken())
-    found = make_plan(target, config, 259, traced_programs)
+    found = make_plan(target, config, 259, TrainStep)
     assert [program.needs for program in found.programs] == [3072] * 4
     assert "decode: does not fit, 2.07 kB too much" in "\n".join(plan_lines(found))
 
@@ -248,4 +248,4 @@ def test_a_machine_that_there_is_not_is_one_sentence(name, says, command, monkey
 
 def test_texts_that_do_not_fit_the_context(config):
     with pytest.raises(UserError, match=r"prompt \+ new at most the context of 32, got 1, 30 and 10"):
-        make_plan(find_topology("cpu"), config, 259, traced_programs, prompt=30)
+        make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)

@@ -17,7 +17,7 @@ from dantinox.measure.work import Work, work_of
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.programs import Bytes, bytes_of, size
-from dantinox.training.step import traced_programs
+from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.aot
 
@@ -82,7 +82,7 @@ def traced(topology: str, case: str) -> dict[str, Any]:
     rows, new = 8 if "rows" in case else 1, 128
     programs = [*generation_programs(target, config, model, rows, model.max_context - new, new)] if "decode" in names else []
     if "train" in names:
-        programs += training_programs(config, model, traced_programs, make_layout(config, model, target.devices))
+        programs += training_programs(config, model, TrainStep, make_layout(config, model, target.devices))
     return {program.name: program for program in programs}
 
 
@@ -214,7 +214,7 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
     model = config.architecture(V, target.platform)
     layout = make_layout(config, model, target.devices)
     with target.assumed():
-        programs = {p.name: p for p in training_programs(config, model, traced_programs, layout)}
+        programs = {p.name: p for p in training_programs(config, model, TrainStep, layout)}
         found = target.compile(programs[name].program, programs[name].options)
     shapes, text = blueprint(model)[1], found.as_text()
     return Meshed(

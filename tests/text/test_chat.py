@@ -42,22 +42,23 @@ def test_a_turn_is_what_follows_the_generation_prompt_up_to_its_end_token(templa
     """Letter by letter where the vocabulary has no word for it; the line break behind a turn is nobody's."""
     conversation = [USER, SPOKEN, {"role": "user", "content": "you"}, {"role": "assistant", "content": "are"}]
     chatml = templates["chatml"]
-    ids, spoken = chatml.spoken(conversation)
+    ids, spoken = chatml.encode_with_loss_mask(conversation)
     assert spelled(chatml, ids) == (
         "<|im_start|> user Ċ hello Ġt he r e , Ġhow Ġare Ġyou ? <|im_end|> Ċ "
         "<|im_start|> assistant Ċ hello Ġ < y o u > <|im_end|> Ċ "
         "<|im_start|> user Ċ y o u <|im_end|> Ċ <|im_start|> assistant Ċ a r e <|im_end|> Ċ"
     )
     assert np.flatnonzero(spoken).tolist() == [*range(18, 26), *range(38, 42)]
-    ids, spoken = templates["llama3"].spoken([USER, SPOKEN])  # whose vocabulary here writes a prompt's last breaks as one
+    # The vocabulary here encodes the last line breaks of a prompt as one token.
+    ids, spoken = templates["llama3"].encode_with_loss_mask([USER, SPOKEN])
     assert spelled(templates["llama3"], ids[spoken]) == "hello Ġ < y o u > <|eot_id|>"
-    ids, spoken = templates["gemma"].spoken([USER, SPOKEN])
+    ids, spoken = templates["gemma"].encode_with_loss_mask([USER, SPOKEN])
     assert spelled(templates["gemma"], ids[spoken]) == "hello ▁ < y o u > <end_of_turn>"
     assert chatml.end_ids == {chatml._tokenizer.special_tokens["<|im_end|>"]}
 
 
 def test_a_token_across_the_beginning_of_a_turn_is_the_assistants(templates):
-    ids, spoken = templates["chatml"].spoken([{"role": "assistant", "content": "\n "}])
+    ids, spoken = templates["chatml"].encode_with_loss_mask([{"role": "assistant", "content": "\n "}])
     assert spelled(templates["chatml"], ids) == "<|im_start|> assistant ĊĊ Ġ <|im_end|> Ċ"
     assert spoken.astype(int).tolist() == [0, 0, 1, 1, 1, 0]
 
@@ -85,7 +86,7 @@ def test_the_plain_template_is_text_and_the_end_token(kind):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"]))
     template = ChatTemplate.named("plain", tokenizer)
     messages = [{"role": "user", "content": "a <eos>"}, {"role": "assistant", "content": "b"}]
-    ids, spoken = template.spoken(messages)
+    ids, spoken = template.encode_with_loss_mask(messages)
     expected = [tokenizer.bos_id, *tokenizer.encode("User:\na <eos>\n\nAssistant:\n"), *tokenizer.encode("b"), tokenizer.eos_id]
     assert ids.tolist() == template.encode(messages) == expected
     assert spoken.tolist() == [False] * (len(ids) - 2) + [True] * 2
@@ -157,7 +158,7 @@ def test_bad_messages_are_one_sentence(messages, sentence):
 def test_a_template_that_changes_earlier_turns_cannot_be_trained_on():
     source = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="cannot be trained on turn by turn: a turn of the assistant does not"):
-        ChatTemplate(source, BYTES).spoken([USER, SPOKEN, USER])
+        ChatTemplate(source, BYTES).encode_with_loss_mask([USER, SPOKEN, USER])
 
 
 @pytest.mark.parametrize(("content", "sentence"), [(None, "no chat template at"), (b"\xff", "byte 0 is not UTF-8 text")])

@@ -177,4 +177,4 @@ def test_instructions_have_their_form():
     assert question == {"role": "user", "content": "Summarise: m.n.f(a, b)"}
     assert answer == {"role": "assistant", "content": "Takes: two arguments\nDoes: Do it."}
     assert follows(answer["content"] + "\n") and not follows("Takes: two arguments\nDoes: it") and not follows("def f(a):")
-    assert ChatTemplate.named("plain", BYTES).spoken(function.messages())[1].sum() == len(answer["content"]) + 1
+    assert ChatTemplate.named("plain", BYTES).encode_with_loss_mask(function.messages())[1].sum() == len(answer["content"]) + 1

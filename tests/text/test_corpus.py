@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dantinox import cli
 from dantinox.config import UserError
-from dantinox.text import Corpus, corpus, packed
+from dantinox.text import Corpus, compressed_files, corpus
 from dantinox.text.corpus import cut_up
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
 
@@ -219,7 +219,7 @@ def test_unreadable(tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(packed, "open", refuse, raising=False)  # as root no file is unreadable
+    monkeypatch.setattr(compressed_files, "open", refuse, raising=False)  # as root no file is unreadable
     with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied"):
         Corpus.open(str(path)).scan()
 

@@ -18,7 +18,7 @@ def test_rates_climb_by_equal_factors_and_a_training_at_them_is_what_is_measured
     assert found.rates[0] == pytest.approx(LEAST * config.training.muon_lr) and found.key == "training.muon_lr"
     assert found.losses[0] == pytest.approx(np.log(11), abs=0.3) and min(found.smoothed) < found.losses[0] - 0.2
     assert found.rates[0] < found.steepest <= found.lowest <= found.rates[-1]
-    assert found.key in rate_lines(found)[0]
+    assert rate_lines(found)[0].startswith(f"training.muon_lr: try {found.suggested:.2g} (")
 
 
 def test_what_is_read_off_a_curve_of_known_shape():
@@ -30,6 +30,20 @@ def test_what_is_read_off_a_curve_of_known_shape():
     assert np.log10(found.steepest) == pytest.approx(-2 + delay, abs=0.15)
     assert np.log10(found.lowest) == pytest.approx(-1 + delay, abs=0.25)
     assert len(found.losses) < 200 and found.smoothed[-1] <= 1.6 * min(found.smoothed)
+
+
+@pytest.mark.parametrize(
+    ("losses", "line"),
+    [
+        ([4.0, 3.9, 3.0, 1.0, 0.9, 0.89], "training.lr: try 0.01 (the loss fell fastest there)"),
+        ([4.0, 3.9, 3.8, 1.0, 9.0, 9.0], "training.lr: try 0.033 (a third of 0.1, where the loss was lowest)"),
+    ],
+)
+def test_one_rate_is_suggested_with_its_reason(monkeypatch, losses, line):
+    monkeypatch.setattr(finding, "SMOOTHING", 0.0)
+    found = read_off("training.lr", [1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0], losses)
+    first, *rest = rate_lines(found)
+    assert first == line and "try" not in " ".join(rest)
 
 
 def test_what_gives_no_answer_is_a_sentence():
@@ -44,5 +58,5 @@ def test_the_command_draws_what_it_found(tmp_path, capsys, monkeypatch):
     found = read_off("training.lr", [0.1, 0.2, 0.3, 0.4], [4.0, 2.0, 1.0, 1.5])
     monkeypatch.setattr(finding, "find_lr", lambda config, steps, progress: found)
     assert cli.main(["find-lr", "--plot", str(tmp_path / "a.png"), "--lr", "0.1"]) == 0
-    assert capsys.readouterr().out.startswith("training.lr: the loss fell fastest at")
+    assert capsys.readouterr().out.startswith("training.lr: try 0.1 (the loss fell fastest there)\n")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

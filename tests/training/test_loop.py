@@ -14,8 +14,8 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights, save_tokenizer
 from dantinox.text import TokenStore
 from dantinox.training import loop
+from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.step import make_eval_step
-from dantinox.training.stopping import StopRequest, stop_request
 
 from .small import VOCABULARY, Tokens, small_config, small_store
 
@@ -184,7 +184,7 @@ def test_a_signal_during_an_evaluation_leaves_it_for_later(workshop):
 def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     exits = []
-    monkeypatch.setattr("os._exit", exits.append)
+    monkeypatch.setattr("dantinox.training.signals.exit_now", exits.append)
     with stop_request() as stop:
         stop.can_save = True
         assert isinstance(stop, StopRequest) and stop.signal is None

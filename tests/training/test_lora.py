@@ -22,7 +22,7 @@ from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
 from dantinox.training.samples import sampled_model
-from dantinox.training.step import Programs, initial_state
+from dantinox.training.step import Programs, TrainStep
 
 from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
 from .test_resume import TIMES, Stumbles
@@ -165,7 +165,7 @@ def test_merged_weights_give_the_logits_of_adapters_beside_the_base(tuned):
 def test_state_and_memory_are_of_the_adapters_alone(base):
     config = lora_config(base)
     model = config.trained_architecture(VOCABULARY)
-    programs, state = Programs(config, model, 24), initial_state(config, model, 24)
+    programs, state = Programs(training := TrainStep(config, model, 24)), training.initial_state()
     adapters = sum(p.nbytes for p in state.parameters.values())
     assert all(is_adapter(name) for name in state.parameters)
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))
@@ -193,7 +193,7 @@ def test_fresh_adapters_change_nothing(base):
     """A is uniform in ±1/√in, B zero."""
     config = lora_config(base)
     model = config.trained_architecture(VOCABULARY)
-    adapters = initial_state(config, model, 24).parameters
+    adapters = TrainStep(config, model, 24).initial_state().parameters
     for name, p in adapters.items():
         bound = np.prod(p.shape[:-1]) ** -0.5
         assert not np.any(p) if name.endswith("lora_b") else 0.5 * bound < np.max(np.abs(p)) <= bound

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from dantinox.model.parameters import blueprint, initial_parameters
-from dantinox.training.optimizer import as_matrix, optimizer, orthogonalise, schedule
+from dantinox.report import read_csv, read_jsonl
+from dantinox.training.optimizer import MUON_MOMENTUM, as_matrix, optimizer, orthogonalise, schedule
 
 from .small import VOCABULARY, small_config
 
@@ -199,3 +200,41 @@ def test_clipping_limits_the_norm_and_zero_switches_it_off():
     np.testing.assert_allclose(moment(1.0), 0.1 * 0.5, rtol=1e-5)
     np.testing.assert_allclose(moment(0.0), 0.1 * 50, rtol=1e-5)
     np.testing.assert_allclose(moment(1000.0), 0.1 * 50, rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", [0, 3, 17])
+def test_the_rates_that_are_logged_are_those_that_the_update_applies(step):
+    """Of Muon's matrices and of AdamW's embeddings, found from the sizes of the updates."""
+    t = small_config(training__weight_decay=0.0, training__grad_clip=0.0, training__lr=0.01, training__muon_lr=0.5).training
+    ours = optimizer(t, 24)
+    rng = np.random.default_rng(1)
+    names = {"blocks/0/ffn/down/kernel": (16, 16), "embed": (11, 16)}
+    parameters = {name: jnp.zeros(shape) for name, shape in names.items()}
+    gradients = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in names.items()}
+    state = jax.tree.map(lambda leaf: leaf + step if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf, ours.init(parameters))
+    updates, _ = ours.update(gradients, state, parameters)
+    kernel = gradients["blocks/0/ffn/down/kernel"]
+    direction = orthogonalise({"blocks/0/ffn/down/kernel": (1 - MUON_MOMENTUM**2) * kernel})["blocks/0/ffn/down/kernel"]
+    applied = -np.vdot(updates["blocks/0/ffn/down/kernel"], direction) / np.vdot(direction, direction)
+    rates = ours.rates(step)
+    assert applied == pytest.approx(float(rates["muon_lr"]), rel=1e-5)
+    first, second = ((1 - beta) / (1 - beta ** (step + 1)) for beta in (t.beta1, t.beta2))  # of Adam's moments
+    adam = first * gradients["embed"] / (np.sqrt(second) * np.abs(gradients["embed"]) + 1e-8)
+    np.testing.assert_allclose(-updates["embed"] / adam, np.full((11, 16), rates["lr"]), rtol=1e-4)
+    assert rates["muon_lr"] / rates["lr"] == pytest.approx(50)
+
+
+def test_the_rates_of_both_rules_are_in_the_log(workshop):
+    config = small_config(training__steps=6, training__lr=0.01, training__muon_lr=0.02, training__warmup_steps=0)
+    run = workshop.train("run", config)
+    rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"] + read_csv(run.log(config))
+    assert all(row["muon_lr"] == pytest.approx(2 * row["lr"]) for row in rows) and len(rows) > 1
+    assert f"muon_lr {rows[0]['muon_lr']:.4g}" in workshop.notes.getvalue()
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (3, 3), (3, 10), (1, 100)])
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_rates_are_positive_numbers_where_the_warm_up_is_as_long_as_the_training(name, steps, warmup):
+    t = small_config().training.model_copy(update={"steps": steps, "warmup_steps": warmup, "schedule": name})
+    rates = np.array([schedule(t, steps)(step) for step in range(steps)])
+    assert (rates > 0).all() and (rates <= 1).all()

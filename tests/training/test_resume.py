@@ -19,7 +19,7 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
 from dantinox.training import resume
 from dantinox.training.resume import check_facts, resumed_config, run_facts, total_steps
-from dantinox.training.step import traced_programs
+from dantinox.training.step import TrainStep
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -141,7 +141,7 @@ def test_deterministic_has_the_compiler_of_a_gpu_keep_the_order():
     for name, deterministic in itertools.product(("gpu", "cpu"), (True, False)):
         config = small_config(training__deterministic=deterministic)
         model = replace(config.architecture(VOCABULARY), platform=name, kernel="xla")
-        for traced in traced_programs(config, model, 24).values():
+        for traced in TrainStep(config, model, 24).traced().values():
             wanted = "true" if deterministic and name == "gpu" else None
             assert traced.options.get("xla_gpu_deterministic_ops") == wanted
 

@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.generation.loaded_model import load_model
 from dantinox.model.parameters import blueprint, initial_parameters, rolled, unrolled
-from dantinox.training.step import initial_state, make_train_step, rebalanced
+from dantinox.training.step import TrainStep, rebalanced
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -32,7 +32,7 @@ def trained(scan_layers, optimizer="adamw", **changes):
     """The losses of three steps, the tokens of experts, and the weights behind the steps, with the layers apart."""
     config = small_config(**SETTINGS, **changes, model__scan_layers=scan_layers, training__optimizer=optimizer)
     model, store, losses = config.architecture(VOCABULARY), small_store(config), []
-    state, step = initial_state(config, model, 9), make_train_step(config, model, 9)
+    state, step = TrainStep(config, model, 9).initial_state(), TrainStep(config, model, 9).program
     for i in range(3):
         state, metrics = step(state, store.batch(i))
         losses.append(float(metrics.loss))

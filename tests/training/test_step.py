@@ -5,7 +5,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.training.memory import MemoryPlan, check_memory, plan_memory
-from dantinox.training.step import abstract_batch, abstract_state, initial_state, make_eval_step, make_train_step
+from dantinox.training.step import TrainStep, abstract_batch, make_eval_step
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -13,7 +13,7 @@ from .small import VOCABULARY, small_config, small_store
 def after(steps, **changes):
     config = small_config(**changes)
     model, store = config.architecture(VOCABULARY), small_store(config)
-    state, step = initial_state(config, model, 24), make_train_step(config, model, 24)
+    state, step = TrainStep(config, model, 24).initial_state(), TrainStep(config, model, 24).program
     metrics = []
     for number in range(steps):
         state, seen = step(state, store.batch(number))
@@ -41,7 +41,8 @@ def test_accumulation_weighs_tokens_not_parts():
     losses = []
     for parts in (1, 2):
         config = small_config(model__dropout_rate=0.0, training__grad_accum=parts)
-        _, seen = make_train_step(config, model, 24)(initial_state(config, model, 24), batch._replace(mask_BT=mask))
+        training = TrainStep(config, model, 24)
+        _, seen = training.program(training.initial_state(), batch._replace(mask_BT=mask))
         losses.append(seen)
     np.testing.assert_allclose(losses[0].loss, losses[1].loss, rtol=1e-6)
     np.testing.assert_allclose(losses[0].grad_norm, losses[1].grad_norm, rtol=1e-5)
@@ -73,13 +74,13 @@ def test_weights_and_moments_stay_float32_under_bfloat16():
 
 def test_running_sums_count_losses_since_they_were_emptied():
     state, metrics = after(3)
-    np.testing.assert_allclose(state.since_row, [sum(m.loss for m in metrics), 3], rtol=1e-6)
+    np.testing.assert_allclose(state.loss_since_eval, [sum(m.loss for m in metrics), 3], rtol=1e-6)
 
 
 def test_evaluation_has_no_dropout():
     config = small_config(model__dropout_rate=0.9)
     model, batch = config.architecture(VOCABULARY), small_store(config).batch(0)
-    parameters = initial_state(config, model, 24).parameters
+    parameters = TrainStep(config, model, 24).initial_state().parameters
     plain = make_eval_step(small_config(model__dropout_rate=0.0).architecture(VOCABULARY))(parameters, batch)
     assert float(make_eval_step(model)(parameters, batch).nats) == float(plain.nats)
 
@@ -87,10 +88,10 @@ def test_evaluation_has_no_dropout():
 def test_the_step_reuses_its_state_and_knows_its_memory_beforehand(optimised):
     config = small_config()
     model = config.architecture(VOCABULARY)
-    abstract = abstract_state(config, model, 24)
-    compiled = optimised(make_train_step(config, model, 24).lower(abstract, abstract_batch(4, 8)))
+    abstract = TrainStep(config, model, 24).shapes
+    compiled = optimised(TrainStep(config, model, 24).program.lower(abstract, abstract_batch(4, 8)))
     plan = plan_memory(compiled, abstract)
-    state = initial_state(config, model, 24)
+    state = TrainStep(config, model, 24).initial_state()
     assert plan.parameters == sum(p.nbytes for p in state.parameters.values())
     assert plan.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))
     assert plan.peak > plan.parameters + plan.optimizer

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from dantinox.programs import exit_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -28,7 +27,7 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The signal handler."""
         if self.signal is not None:
-            exit_now(128 + number)  # nothing is flushed or awaited: checkpoints are committed by a rename
+            exit_now(128 + number)
         self.signal = number
         if not self.can_save:
             raise SystemExit(self.exit_code)

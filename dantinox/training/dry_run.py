@@ -12,12 +12,12 @@ from dantinox.model.lora import frozen
 from dantinox.model.parameters import initial_parameters
 from dantinox.text import Batch, Preferences
 from dantinox.training.memory import check_memory, keep_freed_memory
-from dantinox.training.step import Metrics, Programs, initial_state
+from dantinox.training.step import Metrics, Programs, TrainStep
 
 STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read
 
 
-def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
+def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
     """The step of these settings from fresh weights, on one batch of random tokens: each call goes a step on.
 
     Raises:
@@ -28,7 +28,8 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
     steps = config.training.steps or max(STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)
-    programs = Programs(config, model, steps, layout)
+    train_step = TrainStep(config, model, steps, layout)
+    programs = Programs(train_step)
     note(programs.memory.line())
     check_memory(programs.memory, config)
     pairs = config.training.objective == "dpo"
@@ -41,7 +42,7 @@ def rehearsal(config: Config, vocab_size: int, note: Callable[[str], None] = lam
         return type(rows)(*(array[numbers] for array in rows))
 
     batch = layout.put_rows(read, config.training.batch_size, config.training.grad_accum)
-    state = initial_state(config, model, steps, layout=layout)
+    state = train_step.initial_state()
     places = layout.shardings(frozen(layout.shapes, model))
     base = jax.jit(lambda: frozen(initial_parameters(model, config.training.seed), model), out_shardings=places)()
 
