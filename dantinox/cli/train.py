@@ -17,7 +17,7 @@ def train_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, help=f"a YAML file, or a config of the package (default: {DEFAULT})")
     command.add_argument("--run_dir", type=Path, help="where to write (default: runs/run_YYYYMMDD_HHMMSS)")
     command.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
-    command.add_argument("--dry_run", action="store_true", help="print plan, parameters, memory and the first batch, then stop")
+    command.add_argument("--dry_run", action="store_true", help="print the plan, the first batch, memory and time, then stop")
     command.add_argument("--print_config", action="store_true", help="print the complete settings as YAML, then stop")
     add_config_flags(command)
 
@@ -44,8 +44,7 @@ def train(options: argparse.Namespace) -> int:
     from dantinox.training import dry_run, launch
 
     if options.dry_run:
-        for line in dry_run(config):
-            print(line, flush=True)
+        dry_run(config, lambda line: print(line, flush=True))
         return 0
     launch(config, run_dir=options.run_dir, resume=options.resume)
     return 0

@@ -17,7 +17,13 @@ __all__ = [
 
 
 def open_console(stream: TextIO | None = None) -> Console:
-    """A live display where `stream` (default: stderr) is a terminal that can move its cursor, plain lines where not."""
+    """A live display where `stream` (default: stderr) is a terminal that can move its cursor, a bar in a notebook, else plain
+    lines."""
+    ipython = sys.modules.get("IPython")
+    if stream is None and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
+        from dantinox.report.notebook import NotebookConsole
+
+        return NotebookConsole(sys.stderr)
     stream = stream or sys.stderr
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         from dantinox.report.live import LiveConsole  # rich takes 60 ms to import

@@ -13,7 +13,8 @@ Row = Mapping[str, Any]
 class Console:
     """Plain lines of `key value` pairs, one per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
 
-    Rows are those of the metric files. `seconds_left` in a row is shown as a time.
+    Rows are those of the metric files; only the `train_loss` of an evaluation is shown as `train_loss_since_eval`, because an
+    interval that ends with the same step has another mean. `seconds_left` in a row is shown as a time.
     """
 
     def __init__(self, stream: TextIO):
@@ -71,6 +72,7 @@ def headline(row: Row) -> str:
     """The same row as a person reads it: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
     parts = {
         "train_loss": lambda x: f"loss {x:.4f}",
+        "train_loss_since_eval": lambda x: f"mean loss {x:.4f}",
         "val_loss": lambda x: f"val {x:.4f}",
         "bits_per_byte": lambda x: f"{x:.3f} bits/byte",
         "lr": lambda x: f"lr {x:.1e}",
@@ -92,6 +94,6 @@ def _number(name: str, value: Any) -> str:
     if isinstance(value, str):
         return printable(value)
     number = float(value)
-    if name.endswith("loss"):
+    if "loss" in name:
         return f"{number:.4f}"
     return f"{number:.0f}" if number.is_integer() or abs(number) >= 1000 else f"{number:.4g}"

@@ -1,5 +1,6 @@
 """The objective, the optimizers, the loop with its validation, checkpoints and exact resume."""
 
-from dantinox.training.launch import dry_run, launch
+from dantinox.training.dry_run import dry_run
+from dantinox.training.launch import launch
 
 __all__ = ["dry_run", "launch"]

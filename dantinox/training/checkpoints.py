@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +17,6 @@ import jax
 
 from dantinox.distributed import from_first, is_first
 from dantinox.files import UserError, first_line
-from dantinox.model.parameters import Parameters
 from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, write_step_manifest
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
@@ -179,26 +178,6 @@ class Checkpoints:
         """The state of a step, or None where that step is not there or damaged."""
         whole = from_first(lambda: step in self._finished() and not any(step_damage(self.path / str(step))))
         return self._read(step, abstract)[0] if whole and step is not None else None
-
-    def parameters(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Parameters:
-        """The parameters of a step and nothing else of it, in the dtypes and places of these shapes.
-
-        Raises:
-          UserError: that step is not there, damaged, or of another model.
-        """
-        import orbax.checkpoint as orbax
-
-        directory = self.path / str(step)
-        if step not in self._finished():
-            raise UserError(f"there is no complete checkpoint {step} in {self.path}")
-        if problem := next(step_damage(directory), ""):
-            raise UserError(problem)
-        self._compare(step, {"parameters": wanted})
-        tree = {"parameters": _placed(dict(wanted))}
-        restoring = orbax.checkpoint_utils.construct_restore_args(tree)
-        with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-            arguments = orbax.args.PyTreeRestore(item=tree, restore_args=restoring, partial_restore=True)
-            return checkpointer.restore(directory / "state", args=arguments)["parameters"]
 
     def newest(self) -> int | None:
         """The newest step that was written completely."""

@@ -1,5 +1,7 @@
-"""A training step again and again, to be measured: nothing of it is kept."""
+"""A training without a run directory: what it would do and how long it would take; and its step alone, for profiles."""
 
+import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,20 +12,48 @@ from dantinox.config import Config
 from dantinox.distributed import make_layout
 from dantinox.model.lora import frozen
 from dantinox.model.parameters import initial_parameters
-from dantinox.text import Batch, Preferences
+from dantinox.platform import platform_of
+from dantinox.text import Batch, Preferences, prepare_data
+from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
+from dantinox.training.resume import starting_tokenizer, total_steps
+from dantinox.training.samples import make_sampler
 from dantinox.training.step import Metrics, Programs, TrainStep
+from dantinox.training.training_log import duration
 
 STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read
 
 
+def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
+    """Reports what `launch` would do, without a run directory: the plan, the first batch as text, memory, time.
+
+    The time is that of a training step on random tokens.
+
+    Raises:
+      UserError: bad settings or data, or not enough memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
+        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
+        make_sampler(config, tokenizer)
+        for line in plan_lines(config, tokenizer, store):
+            note(line)
+        tokens, steps = store.batch(0)[0], total_steps(config, store.windows_per_epoch)
+        first = tokenizer.decode(tokens.reshape(-1, tokens.shape[-1])[0])
+        note(f"first batch: tokens {list(tokens.shape)}, first row: {first!r}")
+        step = benchmark_step(config, tokenizer.vocab_size, note)
+        step().loss.block_until_ready()
+        begun = time.perf_counter()
+        step().loss.block_until_ready()
+        note(duration(steps, time.perf_counter() - begun))
+
+
 def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
-    """The step of these settings from fresh weights, on one batch of random tokens: each call goes a step on.
+    """The step of these settings from fresh weights, on one batch of random tokens: each call is a step.
 
     Raises:
       UserError: not enough memory.
     """
-    if jax.default_backend() == "cpu":
+    if platform_of().name == "cpu":
         keep_freed_memory()
     steps = config.training.steps or max(STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ from dantinox.run import (
 )
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
-from dantinox.training.memory import check_memory
 from dantinox.training.resume import resumed_config, starting_tokenizer, total_steps
 from dantinox.training.samples import Sampler, make_sampler
-from dantinox.training.step import Programs, TrainStep
 
 Start = tuple[Config, Tokenizer, TokenStore, Sampler | None]
+FEW_STEPS = 20  # of a training that counts in passes: fewer are warned of
 START_UP = ("distributed.coordinator", "distributed.processes", "distributed.process")
 
 
@@ -48,7 +46,8 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
 
     Raises:
       UserError: bad settings or data, not enough memory or disk, another process in the same directory.
-      SystemExit: after SIGTERM (143) or SIGINT (130), with everything saved.
+      KeyboardInterrupt: after SIGINT, the interrupt of a notebook's cell too, with everything saved.
+      SystemExit: after SIGTERM, with code 143 and everything saved.
     """
     trackers(config, Path())  # a library that is missing is said before the corpus is read
     join(config)
@@ -70,7 +69,8 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
         run = RunDirectory(from_first(prepare))
         config, tokenizer, store, sample = made or _join_in(run)
         console.note(f"run directory {run.path}")
-        console.note(_plan(config, tokenizer, store))
+        for line in plan_lines(config, tokenizer, store):
+            console.note(line)
         train(config, run, tokenizer, store, console, resume=resume, sample=sample)
     return run
 
@@ -84,22 +84,6 @@ def _join_in(run: RunDirectory) -> Start:
             f"process {jax.process_index()} does not see the tokens in {run.data}: all processes need the same files"
         )
     return config, tokenizer, store, make_sampler(config, tokenizer)
-
-
-def dry_run(config: Config) -> Iterator[str]:
-    """What `launch` would do, without a run directory: the plan, the memory it takes, the first batch as text."""
-    with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
-        make_sampler(config, tokenizer)
-        yield _plan(config, tokenizer, store)
-        model = config.trained_architecture(tokenizer.vocab_size)
-        programs = Programs(TrainStep(config, model, total_steps(config, store.windows_per_epoch), make_layout(config, model)))
-        yield programs.memory.line()
-        check_memory(programs.memory, config)
-        batch = store.batch(0)
-        tokens = batch[0]
-        first = tokenizer.decode(tokens.reshape(-1, tokens.shape[-1])[0])
-        yield f"first batch: tokens {list(tokens.shape)}, first row: {first!r}"
 
 
 def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
@@ -191,8 +175,8 @@ def _existing(run_dir: str | Path | None) -> RunDirectory:
     return run
 
 
-def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
-    """What will be trained on what, and for how long."""
+def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Iterator[str]:
+    """What will be trained on what, and for how long; then a warning where that is next to nothing."""
     t, m = config.training, config.architecture(tokenizer.vocab_size)
     wide = f"{m.activation} {m.hidden_dim}"
     if m.experts is not None:
@@ -210,7 +194,7 @@ def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} stay, in {lora.held}"
         adapters = [("adapters", f"rank {lora.rank}, times {lora.scale:g}, {on}")]
-    return table([
+    yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {wide}"),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {tokenizer.vocab_size} symbols"),
         ("text", text),
@@ -218,3 +202,9 @@ def _plan(config: Config, tokenizer: Tokenizer, store: TokenStore) -> str:
         *adapters,
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip
+    if t.steps is None and steps < FEW_STEPS:
+        rows = f"{store.windows_per_epoch} rows, {t.batch_size} of them a step"
+        yield (
+            f"warning: training.epochs {t.epochs:g} of this corpus ({rows}) is a training of {steps} step{'s' * (steps > 1)}: "
+            "raise training.epochs or lower training.batch_size"
+        )

@@ -1,12 +1,13 @@
 """The log-probabilities of answers by the model that a training on preferences starts from: computed once, kept in the run."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from dantinox.config import ModelConfig
-from dantinox.distributed import Layout, on_host
+from dantinox.distributed import Layout, is_first, meet, on_host
 from dantinox.files import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.run import RunDirectory, put
@@ -27,29 +28,39 @@ def reference_of(
     return found
 
 
-def saved_reference(run: RunDirectory, store: ConversationStore, weights: str | None = None) -> np.ndarray | None:
-    """What `save_reference` left for these tokens, float32 [pairs, 2], or None where there is nothing.
+def saved_or_computed(
+    run: RunDirectory,
+    store: ConversationStore,
+    weights: str | None,
+    compute: Callable[[], np.ndarray],
+    note: Callable[[str], None] = lambda line: None,
+) -> np.ndarray:
+    """The log-probabilities that the run keeps for these tokens, float32 [pairs, 2]; else computed, and kept from then on.
 
     Args:
-      weights: the SHA-256 of the weights that it must be of; None: any.
+      weights: the SHA-256 of the weights that they must be of; None: of any, and they must be there, because a training that
+        goes on has other weights now.
 
     Raises:
-      UserError: the file is damaged.
+      UserError: the file is damaged, or missing where it is needed.
     """
     path = run.data / NAME
-    if not path.is_file():
-        return None
-    run.check(path)
-    try:
-        record = json.loads(path.read_bytes())
-        found = np.array(record["log_probabilities"], np.float32)
-        same = record["tokens"] == store.name and weights in (None, record["weights"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a file of log-probabilities: {error}") from None
-    return found if same and found.shape == store.reference.shape else None
-
-
-def save_reference(run: RunDirectory, store: ConversationStore, weights: str, found: np.ndarray) -> None:
-    """Keeps log-probabilities, bound to the tokens and to the SHA-256 of the weights."""
-    record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}
-    put(run.path, f"{run.data.name}/{NAME}", json.dumps(record) + "\n")
+    if path.is_file():
+        run.check(path)
+        try:
+            record = json.loads(path.read_bytes())
+            found = np.array(record["log_probabilities"], np.float32)
+            same = record["tokens"] == store.name and weights in (None, record["weights"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a file of log-probabilities: {error}") from None
+        if same and found.shape == store.reference.shape:
+            return found
+    if weights is None:
+        raise UserError(f"{run.data} has no log-probabilities of the starting weights for its tokens: put {NAME} back")
+    note("computing the log-probabilities of all answers by the starting weights")
+    found = compute()
+    if is_first():
+        record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}
+        put(run.path, f"{run.data.name}/{NAME}", json.dumps(record) + "\n")
+    meet()
+    return found

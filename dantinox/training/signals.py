@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT: the first asks the loop to save and exit, the second exits at once.
+"""SIGTERM and SIGINT: the first asks the loop to save and stop, the second ends the process at once.
 
-The exit code is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
+The exit code of the process is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -20,17 +21,19 @@ class StopRequest:
         self.signal: int | None = None
         self.can_save = False
 
-    @property
-    def exit_code(self) -> int:
-        return 128 + (self.signal or 0)
-
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The signal handler."""
         if self.signal is not None:
             exit_now(128 + number)
         self.signal = number
         if not self.can_save:
-            raise SystemExit(self.exit_code)
+            self.end()
+
+    def end(self) -> NoReturn:
+        """Raises KeyboardInterrupt after SIGINT, as in any Python program, and SystemExit with code 143 after SIGTERM."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + (self.signal or 0))
 
 
 @contextlib.contextmanager

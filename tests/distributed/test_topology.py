@@ -11,7 +11,6 @@ from training.conftest import programs_are_kept, workshop
 from training.small import VOCABULARY, Workshop, small_config, small_store
 from training.test_resume import Stumbles, outcome
 
-from dantinox.config import UserError
 from dantinox.distributed import make_layout
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
@@ -109,25 +108,6 @@ def test_a_state_is_the_same_on_other_devices(never_interrupted, devices, axes):
     here, there = state_on(8, fsdp=4, tensor=2), state_on(devices, **axes)
     jax.tree.map(np.testing.assert_array_equal, there, here)
     assert len(there.parameters["embed"].sharding.device_set) == devices
-    checkpoints.close()
-
-
-def test_parameters_alone_in_bfloat16(never_interrupted):
-    config, run = never_interrupted()
-    model = config.architecture(VOCABULARY)
-    checkpoints = Checkpoints(run.checkpoints, 3)
-    state = checkpoints.restore(TrainStep(config, model, 24).shapes).state
-    shapes = blueprint(model)[1]
-    wanted = {name: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16) for name, shape in shapes.items()}
-    narrow = checkpoints.parameters(24, wanted)
-    assert narrow.keys() == state.parameters.keys()
-    for name, array in state.parameters.items():
-        assert narrow[name].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(narrow[name], array.astype(jnp.bfloat16), err_msg=name)
-    with pytest.raises(UserError, match="there is no complete checkpoint 23 in"):
-        checkpoints.parameters(23, wanted)
-    with pytest.raises(UserError, match=r"parameters/embed has the shape \(11, 16\) in checkpoint 24 of .*\(12, 16\)"):
-        checkpoints.parameters(24, wanted | {"embed": jax.ShapeDtypeStruct((12, 16), jnp.bfloat16)})
     checkpoints.close()
 
 

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as Screen
@@ -155,3 +156,36 @@ def test_headline_without_numbers_is_empty():
 )
 def test_numbers_as_a_person_reads_them(shown, expected):
     assert shown == expected
+
+
+def test_a_notebook_gets_a_bar_that_is_updated_in_place(monkeypatch, capsys):
+    """With a stand-in for IPython, which notebooks have imported."""
+    shown = []
+
+    class Handle:
+        def update(self, content, raw):
+            shown.append((content["text/plain"], raw))
+
+    def display(content, raw, display_id):
+        assert display_id is True
+        shown.append((content["text/plain"], raw))
+        return Handle()
+
+    ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with open_console() as console:
+        console.start(40, 10)
+        console.interval(ROW)
+        console.evaluation({"step": 20, "val_loss": 1.5})
+    assert [raw for _, raw in shown] == [True, True]
+    assert shown[0][0].startswith("step 10/40 " + "█" * 7 + "░" * 23)
+    assert shown[1][0] == "step 20/40 " + "█" * 15 + "░" * 15 + f" {headline(ROW)} · 1m23s left"
+    assert capsys.readouterr().err == "step 20 val_loss 1.5000\n"
+    ipython.get_ipython = lambda: None  # IPython is imported and runs no cell
+    assert type(open_console()) is Console
+
+
+def test_the_training_loss_of_an_evaluation_has_its_own_name():
+    plain, live = through_both(lambda console: console.evaluation({"step": 20, "train_loss_since_eval": 1.25, "val_loss": 1.5}))
+    assert plain == "step 20 train_loss_since_eval 1.2500 val_loss 1.5000\n" and "mean loss 1.2500 · val 1.5000" in live

@@ -78,7 +78,7 @@ def test_other_columns_in_the_file_are_a_sentence(log):
 
 
 def test_a_log_of_an_older_version_keeps_its_columns(log):
-    older = metrics.HEADER.removesuffix(",mfu")
+    older = metrics.HEADER.removesuffix(",mfu,muon_lr")
     log.path_csv.write_text(f"{older}\n")
     log.evaluation({"step": 1, "val_loss": 2.0, "mfu": 0.5})
     assert read_csv(log.path_csv) == [{"step": 1, "val_loss": 2.0}] and log.path_csv.read_text().startswith(f"{older}\n1,")

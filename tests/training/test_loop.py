@@ -1,4 +1,6 @@
+import importlib
 import json
+import re
 import signal
 from types import SimpleNamespace
 
@@ -13,11 +15,13 @@ from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights, save_tokenizer
 from dantinox.text import TokenStore
-from dantinox.training import loop
+from dantinox.training import training_log
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.step import make_eval_step
 
 from .small import VOCABULARY, Tokens, small_config, small_store
+
+launching = importlib.import_module("dantinox.training.launch")
 
 
 def test_a_run_learns_and_leaves_everything_behind(workshop):
@@ -66,7 +70,7 @@ class Recorder:
 
 def test_trackers_are_told_what_the_log_is_told(workshop, monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(loop, "trackers", lambda config, folder: (recorder,))
+    monkeypatch.setattr(training_log, "trackers", lambda config, folder: (recorder,))
     config = small_config(training__sample_every=24)
     run = workshop.train("run", config, sample=lambda model: "text")
     rows = read_jsonl(run.metrics)
@@ -125,7 +129,7 @@ def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):
 def test_the_share_of_the_chip_is_logged_where_its_figures_are_known(workshop, monkeypatch):
     config = small_config(training__steps=6)
     chip = SimpleNamespace(flops=1e9)
-    monkeypatch.setattr("dantinox.training.loop.chip_of", lambda device: chip)
+    monkeypatch.setattr("dantinox.training.training_log.chip_of", lambda device: chip)
     run = workshop.train("run", config)
     row = read_csv(run.log(config))[-1]
     shapes = {name: leaf.shape for name, leaf in blueprint(config.architecture(VOCABULARY))[1].items()}
@@ -189,7 +193,7 @@ def test_signals_are_given_back_and_a_second_one_exits_at_once(monkeypatch):
         stop.can_save = True
         assert isinstance(stop, StopRequest) and stop.signal is None
         signal.raise_signal(signal.SIGINT)
-        assert stop.exit_code == 130 and exits == []
+        assert stop.signal == signal.SIGINT and exits == []
         signal.raise_signal(signal.SIGTERM)
         assert exits == [143]
     assert signal.getsignal(signal.SIGTERM) is before
@@ -204,14 +208,62 @@ def test_an_ignored_signal_stays_ignored():
         signal.raise_signal(signal.SIGINT)
         assert stop.signal is None
         signal.raise_signal(signal.SIGTERM)
-        assert stop.exit_code == 143
+        assert stop.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_before_there_is_anything_to_save_exits_at_once():
     with pytest.raises(SystemExit) as stopped, stop_request():
         signal.raise_signal(signal.SIGTERM)
     assert stopped.value.code == 143
+    with pytest.raises(KeyboardInterrupt), stop_request():
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_is_a_keyboard_interrupt_after_the_step_is_saved(workshop):
+    """As in the cell of a notebook, where SystemExit would be an error of its own."""
+    config = small_config(training__optimizer="adamw")
+
+    class Interrupted(TokenStore):
+        def batch(self, step):
+            if step == 5:
+                signal.raise_signal(signal.SIGINT)
+            return super().batch(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        workshop.train("run", config, store=small_store(config, Interrupted))
+    saved = [int(path.name) for path in (workshop.path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
+
+
+def test_rows_of_one_step_name_the_two_means_of_the_training_loss(workshop):
+    config = small_config(training__steps=12, training__optimizer="adamw")
+    run = workshop.train("run", config)
+    lines = [line.split() for line in workshop.notes.getvalue().splitlines() if line.startswith("step 12 ")]
+    interval, evaluation = (dict(zip(line[::2], line[1::2], strict=True)) for line in lines)
+    assert "train_loss" in interval and "train_loss_since_eval" not in interval and "train_loss" not in evaluation
+    assert float(evaluation["train_loss_since_eval"]) == pytest.approx(read_csv(run.log(config))[-1]["train_loss"], abs=1e-4)
+
+
+def test_a_training_that_will_take_long_says_so_after_its_first_steps(workshop, monkeypatch):
+    config = small_config(training__steps=12, training__optimizer="adamw")
+    workshop.train("short", config)
+    assert "evaluations not counted" not in workshop.notes.getvalue()
+    monkeypatch.setattr(training_log, "LEAST_ESTIMATE", 0)
+    workshop.train("run", config)
+    assert re.search(r"about \S+ for 8 steps at \S+ m?s a step, evaluations not counted\n", workshop.notes.getvalue())
+    assert training_log.duration(500, 4.2) == "about 35m00s for 500 steps at 4.2 s a step, evaluations not counted"
+
+
+@pytest.mark.parametrize(("epochs", "warned"), [(1, True), (30, False)])
+def test_a_training_of_few_steps_is_warned_of(epochs, warned):
+    config = small_config().model_copy(deep=True)
+    t = config.training.model_copy(update={"steps": None, "epochs": epochs, "warmup_steps": 0, "batch_size": 300})
+    lines = list(launching.plan_lines(config.model_copy(update={"training": t}), Tokens(), small_store(config)))
+    warning = "warning: training.epochs 1 of this corpus (336 rows, 300 of them a step) is a training of 2 steps: raise"
+    assert any(line.startswith(warning) for line in lines) == warned
 
 
 def test_init_from_starts_with_the_weights_of_another_run(workshop):

@@ -1,0 +1,33 @@
+"""The display of a training in a notebook: one line with a bar, updated in place. Imported only there."""
+
+from typing import Any
+
+from IPython.display import display
+
+from dantinox.report.console import Console, Row, headline
+from dantinox.report.tables import human_time
+
+WIDTH = 30  # characters of the bar
+
+
+class NotebookConsole(Console):
+    """Rows between evaluations update the bar; evaluations, samples and notes are plain lines below it."""
+
+    total = 0
+    handle: Any = None
+
+    def start(self, total_steps: int, step: int = 0) -> None:
+        self.total = total_steps
+        self._show(step, "compiling the first step …")
+
+    def interval(self, row: Row) -> None:
+        left = f" · {human_time(float(row['seconds_left']))} left" if row.get("seconds_left") is not None else ""
+        self._show(int(row["step"]), headline(row) + left)
+
+    def _show(self, step: int, text: str) -> None:
+        done = WIDTH * step // max(self.total, 1)
+        content = {"text/plain": f"step {step}/{self.total} {'█' * done}{'░' * (WIDTH - done)} {text}"}
+        if self.handle is None:
+            self.handle = display(content, raw=True, display_id=True)
+        else:
+            self.handle.update(content, raw=True)

@@ -1,0 +1,59 @@
+"""What a training leaves in its run besides checkpoints and logs: the exported weights, the summary, the plot of the loss."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+from dantinox.config import Config, ModelConfig
+from dantinox.distributed import is_first, meet, on_host
+from dantinox.files import UserError
+from dantinox.interop.peft import save_adapter
+from dantinox.model.parameters import blueprint, unrolled
+from dantinox.report import Console, plot_loss
+from dantinox.run import RunDirectory, put, save_weights
+from dantinox.training.checkpoints import Progress
+from dantinox.training.step import State
+from dantinox.training.training_log import tokens_per_step
+
+
+def export_weights(run: RunDirectory, model: ModelConfig, state: State, facts: dict[str, Any]) -> None:
+    """Writes the weights of a state, or its adapters, as generation reads them."""
+    weights = on_host(state.weights)
+    if is_first():
+        if model.lora is None:
+            save_weights(run.weights, unrolled(weights), facts)
+        else:
+            save_adapter(run, unrolled(weights), model, facts)
+    meet()
+
+
+def write_summary(
+    config: Config,
+    run: RunDirectory,
+    model: ModelConfig,
+    state: State,
+    step: int,
+    progress: Progress,
+    facts: dict[str, Any],
+    console: Console,
+) -> None:
+    """Writes the summary of a finished training, and with `logging.plot` the plot of its loss."""
+    sizes = {name: math.prod(leaf.shape) for name, leaf in blueprint(replace(model, lora=None))[1].items()}
+    embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
+    summary = {
+        "parameters": sum(sizes.values()),
+        "trained_parameters": sum(p.size for p in state.parameters.values()),
+        "parameters_without_embeddings": sum(sizes.values()) - embeddings,
+        "steps": step,
+        "tokens": step * tokens_per_step(config),
+        "val_loss": progress.best_loss,
+        "best_step": progress.best_step,
+        "model": asdict(model),
+    }
+    put(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")
+    if config.logging.plot:
+        try:
+            plot_loss(run.log(config), run.metrics, run.plots / "loss.png")
+        except UserError as error:
+            console.note(f"no plot: {error}")

@@ -1,0 +1,178 @@
+"""The rows of a training: metrics of its steps on their way to the console, the log files and the trackers."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dantinox.config import Config, ModelConfig
+from dantinox.distributed import Layout, Silent, is_first
+from dantinox.files import UserError
+from dantinox.model.flops import training_flops
+from dantinox.programs import chip_of
+from dantinox.report import Console, MetricsLog, trackers
+from dantinox.report.tables import human_time
+from dantinox.run import RunDirectory
+from dantinox.training.memory import used_gb
+from dantinox.training.step import Metrics
+
+TIMED_STEPS = 3  # from which the duration of a training is estimated, after one that is not timed
+LEAST_ESTIMATE = 60  # seconds; shorter trainings get no estimate
+
+
+class NotFinite(UserError):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+    def __init__(self, step: int, metrics: Metrics):
+        super().__init__(
+            f"the loss or its gradient is not a finite number in step {step} "
+            f"(loss {metrics.loss}, gradient norm {metrics.grad_norm}): lower training.lr or set training.nan_policy"
+        )
+        self.step = step
+
+
+class Clock:
+    """Seconds per step, without those of evaluations, samples and checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps, self._since, self._average = 0, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time spent inside does not count."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    def seconds_per_step(self) -> float:
+        """The mean since the last call, to be called when the device has finished the steps."""
+        now = time.perf_counter()
+        if self.steps:
+            self._average = (now - self._since) / self.steps
+        self.steps, self._since = 0, now
+        return self._average
+
+
+class TrainingLog:
+    """The console and the log files of a training, and the metrics of the steps since the last row.
+
+    Attributes:
+      clock: of the rows; pause it for whatever is no training step.
+      recent: metrics of the steps since they were last checked, still on the device.
+    """
+
+    def __init__(self, config: Config, model: ModelConfig, layout: Layout, run: RunDirectory, console: Console):
+        self.config, self.model, self.layout, self.console = config, model, layout, console
+        paths = run.log(config), run.metrics
+        self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_first() else Silent()
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Begins at a step: at the start of a training, and after a rewind."""
+        self.clock, self._estimate = Clock(), Clock()
+        self.recent: list[Metrics] = []
+        self._checked = step
+        self._first: int | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        with self.clock.paused(), self._estimate.paused():
+            yield
+
+    def add(self, step: int, steps: int, metrics: Metrics) -> None:
+        """Takes the metrics of a step; after the first few, estimates how long all `steps` will take."""
+        self.recent.append(metrics)
+        self.clock.steps += 1
+        self._first = self._first or step
+        if step - self._first not in (0, TIMED_STEPS):
+            return
+        metrics.loss.block_until_ready()
+        self._estimate.steps = step - self._first
+        seconds = self._estimate.seconds_per_step()
+        if step > self._first and (steps - step) * seconds >= LEAST_ESTIMATE:
+            self.console.note(duration(steps - step, seconds))
+
+    def vitals(self, step: int) -> dict[str, Any]:
+        """Waits for the device, then reads what every row ends with: times, rates, the gradient's norm, tokens, memory."""
+        metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
+        tokens, context = tokens_per_step(self.config), self.config.model.max_context
+        rates = {name: float(rate) for name, rate in metrics.rates.items()}
+        row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
+        row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
+        chip = chip_of(jax.devices()[0])
+        if chip is not None:  # a share of the published bfloat16 FLOP/s
+            row["mfu"] = row["tokens_per_s"] * training_flops(self.model, context) / chip.flops / self.layout.devices
+        return row
+
+    def interval(self, step: int, steps: int, mean_loss: float) -> None:
+        """Writes a row of `logging.log_every` steps; `mean_loss` is over the steps since the row before.
+
+        Raises:
+          NotFinite: see `check`.
+        """
+        newest = self.recent[-1]
+        row = {"step": step, "train_loss": mean_loss} | self.vitals(step) | named_rewards(newest.rewards)
+        self.check(step, mean_loss)
+        counts_LE = newest.expert_counts
+        self.files.interval(row | ({} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}))
+        self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (steps - step)})
+
+    def evaluation(self, row: dict[str, Any], rewards: dict[str, float]) -> None:
+        """Writes the row of an evaluation, whose `train_loss` is the mean over the steps since the evaluation before."""
+        self.files.evaluation(row)
+        if rewards:
+            self.files.event("preferences", {"step": row["step"]} | rewards)
+        # An interval of the same step has a `train_loss` over other steps.
+        renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
+        self.console.evaluation(renamed | rewards)
+
+    def check(self, step: int, mean_loss: float) -> None:
+        """Looks at the steps since the last check, of which `step` is the last. Checkpoints are written after a check.
+
+        Raises:
+          NotFinite: a loss or gradient is NaN or infinite, and `training.nan_policy` is not to skip such steps.
+        """
+        skips = self.config.training.nan_policy == "skip"
+        if skips:
+            self._report_skipped(step)
+        if math.isfinite(mean_loss) and (skips or all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:])):
+            self.recent = self.recent[-1:]
+            return
+        known = jax.device_get(self.recent)
+        bad = next((i for i, metrics in enumerate(known) if not _finite(metrics)), 0)
+        raise NotFinite(step - len(known) + 1 + bad, known[bad])
+
+    def _report_skipped(self, step: int) -> None:
+        known = jax.device_get(self.recent)
+        for number, metrics in enumerate(known, step - len(known) + 1):
+            if number > self._checked and not _finite(metrics):
+                self.console.note(f"step {number} was skipped: loss {metrics.loss}, gradient norm {metrics.grad_norm}")
+                self.files.event("skip", {"step": number})
+        self._checked = step
+
+
+def tokens_per_step(config: Config) -> int:
+    t = config.training
+    return t.batch_size * config.model.max_context * (2 if t.objective == "dpo" else 1)
+
+
+def duration(steps: int, seconds_per_step: float) -> str:
+    """`about 35m00s for 500 steps at 4.2 s a step, evaluations not counted`."""
+    each = f"{seconds_per_step:.2g} s" if seconds_per_step >= 0.1 else f"{1e3 * seconds_per_step:.2g} ms"
+    return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} a step, evaluations not counted"
+
+
+def named_rewards(rewards: Any, prefix: str = "") -> dict[str, float]:
+    """Mean margin and accuracy of preferences as a row has them; nothing for other objectives."""
+    if rewards is None:
+        return {}
+    margin, accuracy = np.asarray(rewards, np.float64).tolist()
+    return {f"{prefix}reward_margin": margin, f"{prefix}reward_accuracy": accuracy}
+
+
+def _finite(metrics: Metrics) -> bool:
+    return bool(np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm))
