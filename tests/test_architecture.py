@@ -14,7 +14,7 @@ PACKAGE = ROOT / "dantinox"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import what stands in an earlier tier. `cli` and the public API import all.
 TIERS = (
-    {"files", "process_exit"},
+    {"files"},
     {"config"},
     {"platform", "programs"},
     {"text", "sampling", "model"},

@@ -291,13 +291,11 @@ def plan(options: argparse.Namespace) -> int:
     from dantinox.measure.plan import make_plan
     from dantinox.measure.plan_view import plan_lines
     from dantinox.measure.topology import find_topology
-    from dantinox.text import vocabulary_size
-    from dantinox.training.resume import starting_tokenizer
+    from dantinox.training.resume import vocabulary_size_of
     from dantinox.training.step import TrainStep
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
-    known = starting_tokenizer(config)
-    symbols = vocabulary_size(config) if known is None else known.vocab_size
+    symbols = vocabulary_size_of(config)
     found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=_progress, **sizes)
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))

@@ -85,9 +85,9 @@ def profile(options: argparse.Namespace) -> int:
 def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
     """Steps of the training of a run or a config, warm, and how many."""
     from dantinox.run import RunDirectory, load_run_config
-    from dantinox.text import Tokenizer, vocabulary_size
+    from dantinox.text import Tokenizer
     from dantinox.training.dry_run import benchmark_step
-    from dantinox.training.resume import starting_tokenizer
+    from dantinox.training.resume import vocabulary_size_of
 
     if subject.is_dir():
         run = RunDirectory(subject)
@@ -96,8 +96,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
         symbols = Tokenizer.load(run.tokenizer).vocab_size
     else:
         config = load_training(find_config(subject))
-        known = starting_tokenizer(config)
-        symbols = vocabulary_size(config) if known is None else known.vocab_size
+        symbols = vocabulary_size_of(config)
     step = benchmark_step(config, symbols, _note)
     step()
     step().loss.block_until_ready()

@@ -163,7 +163,7 @@ class TrainingSection(Section):
     sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field(
         "", "what the samples start from (empty: a newline)"
     )
-    keep_last: Count = field(2, "latest checkpoints kept, besides the best")
+    keep_last: Count = field(2, "latest checkpoints kept, at least two, besides the best")
     patience: Count | None = field(None, "stop after this many evaluations without a better loss")
     init_from: str | None = field(None, "run directory whose weights to start from")
     nan_policy: Literal["stop", "skip", "rewind"] = field(

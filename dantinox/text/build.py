@@ -88,55 +88,32 @@ def prepare_data(
     Raises:
       UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
     """
-    directory = Path(directory)
-    talks = config.training.objective != "next_token"
-    with fetched(config.data, directory, whole=talks) as data:
-        local = config.model_copy(update={"data": data})
-        if talks:
-            return _prepare_conversations(local, directory, tokenizer, progress, data.chat_template or chat_template)
-        return _prepare(local, directory, tokenizer, progress)
-
-
-def _prepare_conversations(
-    config: Config, directory: Path, tokenizer: Tokenizer | None, progress: Progress | None, template: str
-) -> tuple[Tokenizer, TokenStore]:
-    """`prepare_data` of conversations on this machine."""
-    objective = config.training.objective
-    assert objective != "next_token"
-    if tokenizer is None:
-        if config.tokenizer.tokenizer_type not in ("byte", "file"):
-            raise UserError(
-                f"training.objective: {objective} makes no tokenizer: set training.init_from, the run to go on from, or "
-                "tokenizer.tokenizer_type: file"
-            )
-        tokenizer = train_tokenizer(config.tokenizer, lambda: iter(()))
-    chat = ChatTemplate.named(template, tokenizer)
-    found = Conversations.of(_corpora(config), config.data)
-    wanted = _wanted(found.digests, tokenizer, options_of(chat, objective, config.data), config)
-    encode = partial(found.encoded, chat, objective, progress)
-    header = _read_header(directory, wanted) or _build(encode, tokenizer, directory, wanted)
-    return tokenizer, _open(directory, header, config, tokenizer)
-
-
-def _prepare(
-    config: Config, directory: Path, tokenizer: Tokenizer | None, progress: Progress | None
-) -> tuple[Tokenizer, TokenStore]:
-    """`prepare_data` of a corpus on this machine."""
-    plan = _plan(config)
-    if tokenizer is None:
-        tokenizer = _make_tokenizer(config, plan, progress)
-    options = {"text_field": config.data.text_field, "val_fraction": config.data.val_fraction}
-    wanted = _wanted([extent.digest for extent in plan.extents], tokenizer, options, config)
-    encode = partial(_encoded, plan, tokenizer, progress)
-    header = _read_header(directory, wanted) or _build(encode, tokenizer, directory, wanted)
-    return tokenizer, _open(directory, header, config, tokenizer)
-
-
-def _wanted(digests: Sequence[str], tokenizer: Tokenizer, options: dict[str, Any], config: Config) -> Header:
-    """What the header of these tokens says."""
-    if config.data.mixture:
-        options = options | {"sources": len(config.data.mixture)}
-    return {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
+    directory, objective = Path(directory), config.training.objective
+    with fetched(config.data, directory, whole=objective != "next_token") as data:
+        config = config.model_copy(update={"data": data})
+        if objective == "next_token":
+            plan = _plan(config)
+            tokenizer = tokenizer or _make_tokenizer(config, plan, progress)
+            digests: Sequence[str] = [extent.digest for extent in plan.extents]
+            options: dict[str, Any] = {"text_field": data.text_field, "val_fraction": data.val_fraction}
+            encode = partial(_encoded, plan, tokenizer, progress)
+        else:
+            if tokenizer is None:
+                if config.tokenizer.tokenizer_type not in ("byte", "file"):
+                    raise UserError(
+                        f"training.objective: {objective} makes no tokenizer: set training.init_from, the run to go on from, "
+                        "or tokenizer.tokenizer_type: file"
+                    )
+                tokenizer = train_tokenizer(config.tokenizer, lambda: iter(()))
+            chat = ChatTemplate.named(data.chat_template or chat_template, tokenizer)
+            found = Conversations.of(_corpora(config), data)
+            digests, options = found.digests, options_of(chat, objective, data)
+            encode = partial(found.encoded, chat, objective, progress)
+        if data.mixture:
+            options |= {"sources": len(data.mixture)}
+        wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
+        header = _read_header(directory, wanted) or _build(encode, tokenizer, directory, wanted)
+        return tokenizer, _open(directory, header, config, tokenizer)
 
 
 def vocabulary_size(config: Config) -> int:

@@ -182,10 +182,12 @@ class ChatTemplate:
             return {str(name): self._guarded(item) for name, item in value.items()}
         return [self._guarded(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def _ask(self, values: Any) -> Any:
-        """What the process that renders says; one that the template has ended is begun anew."""
+    def _ask(self, conversations: Any) -> Any:
+        """The answer of the process that renders; one that the template has ended is replaced at the next call."""
+        variables = json.dumps(self._tokenizer.template_variables | {"tools": None, "documents": None})
+        question = {"template": self.source, "variables": variables, "conversations": conversations}
         try:
-            question = json.dumps(values, allow_nan=False)
+            line = json.dumps(question, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"messages must be plain JSON: {error}") from None
         if self._process is None:
@@ -194,30 +196,16 @@ class ChatTemplate:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
             weakref.finalize(self, _end, self._process)
-            variables = self._tokenizer.template_variables | {"tools": None, "documents": None}
-            if isinstance(problem := self._line(json.dumps({"template": self.source, "variables": variables})), dict):
-                self._stop()
-                return problem
-        answer = self._line(question)
-        if answer is None:
-            self._stop()
-            answer = {"error": f"it takes more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}
-        return answer
-
-    def _line(self, question: str) -> Any:
-        """An answer, or None from a process that is no more."""
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
         try:
-            self._process.stdin.write(question.encode() + b"\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
-        except (OSError, ValueError):
-            return None
-
-    def _stop(self) -> None:
-        if self._process is not None:
+            stdin.write(line)
+            stdin.flush()
+            return json.loads(stdout.readline())
+        except (OSError, ValueError):  # the process has ended
             _end(self._process)
-        self._process = None
+            self._process = None
+            return {"error": f"it takes more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -60,12 +60,22 @@ class Corpus:
     def digest(self) -> str:
         """SHA-256 over the SHA-256 of each file's (unpacked) content, without looking at the text."""
         total = hashlib.sha256()
-        for source in self.sources:
-            one = _hash(source)
-            for _ in _blocks(source, one):
+        for source, content in self._contents(total):
+            for _ in _blocks(source, content):
                 pass
-            total.update(one.digest())
         return total.hexdigest()
+
+    def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[Source, Any]]:
+        """Every file with the SHA-256 that is to be fed its content; `total` gets that of all, which must be as `expected`.
+
+        Whether a file is text or records counts: the same bytes make other documents.
+        """
+        for source in self.sources:
+            content = hashlib.sha256(b"records" if source.records else b"text")
+            yield source, content
+            total.update(content.digest())
+        if expected is not None and total.hexdigest() != expected:
+            raise UserError(f"the corpus {self.name} changed while it was read: start again when it is complete")
 
     def pieces(self, expected: str | None = None) -> Iterator[Piece]:
         """All the text, in order; documents without text are left out.
@@ -73,18 +83,15 @@ class Corpus:
         Raises:
           UserError: something that is not text, or content that no longer has the digest `expected`.
         """
-        total, document = hashlib.sha256(), -1
-        for source in self.sources:
-            one, empty = _hash(source), True
-            field = self.text_field if source.content is None else FIELD
-            for starts, text in _records(source, field, one) if source.records else _text(source, one):
+        document = -1
+        for source, content in self._contents(hashlib.sha256(), expected):
+            empty, field = True, self.text_field if source.content is None else FIELD
+            for starts, text in _records(source, field, content) if source.records else _text(source, content):
                 empty = False
                 document += starts
                 yield Piece(document, text)
             if empty and source.named:
                 raise UserError(f"{source.path} holds no text" if source.records else f"{source.path} is empty")
-            total.update(one.digest())
-        self._check(total.hexdigest(), expected)
 
     def records(self, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every record with the place that it stands at, for messages.
@@ -92,14 +99,10 @@ class Corpus:
         Raises:
           UserError: a file of text, a line that is no JSON object, or content that no longer has the digest `expected`.
         """
-        total = hashlib.sha256()
-        for source in self.sources:
+        for source, content in self._contents(hashlib.sha256(), expected):
             if not source.records:
                 raise UserError(f"{source.path} is text: conversations are records of JSON Lines (.jsonl)")
-            one = _hash(source)
-            yield from _objects(source, one)
-            total.update(one.digest())
-        self._check(total.hexdigest(), expected)
+            yield from _objects(source, content)
 
     def scan(self) -> Extent:
         """Reads everything once.
@@ -116,15 +119,6 @@ class Corpus:
         if blank:
             raise UserError(f"the corpus {self.name} holds " + ("nothing but white space" if sizes else "no text"))
         return Extent(digest, np.cumsum(np.asarray(sizes)))
-
-    def _check(self, digest: str, expected: str | None) -> None:
-        if expected is not None and digest != expected:
-            raise UserError(f"the corpus {self.name} changed while it was read: start again when it is complete")
-
-
-def _hash(source: Source) -> Any:
-    """SHA-256 of a file, to be fed its content. Whether that is text or records counts: the same bytes make other documents."""
-    return hashlib.sha256(b"records" if source.records else b"text")
 
 
 def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:

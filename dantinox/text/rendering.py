@@ -1,10 +1,10 @@
 """The process in which a chat template is rendered: somebody else's program, which is given little.
 
-It is run as a program, never imported. It reads lines of JSON – first the template and the variables that it always has, then
-lists of conversations – and answers each with a line. Nothing but the standard library and Jinja is loaded here. The
-surroundings of a template are those of transformers (`apply_chat_template`): the immutable sandbox, trimmed blocks, loop
-controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and `{% generation %}` blocks, which change
-nothing.
+It is run as a program, never imported. It reads lines of JSON, each a question with the template, the variables that it
+always has and a list of conversations, and answers each with a line: the texts, or `{"error": …}`, or `{"refusal": …}`.
+Nothing but the standard library and Jinja is loaded here. The surroundings of a template are those of transformers
+(`apply_chat_template`): the immutable sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson`
+that does not escape HTML, and `{% generation %}` blocks, which change nothing.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -129,26 +129,25 @@ def said(error: BaseException) -> dict[str, str]:
     return {"refusal" if isinstance(error, Refusal) else "error": words[:200] + line}
 
 
-def answers(lines: Iterator[bytes]) -> Iterator[Any]:
-    """An answer to each line: an empty list or an error to the first, the texts or an error to the others."""
+@lru_cache(maxsize=1)
+def compiled(source: str, variables: str) -> jinja2.Template:
+    """A template with the variables, an object of JSON, that it always sees."""
+    return surroundings().from_string(source, globals=json.loads(variables))
+
+
+def answer(line: bytes) -> Any:
+    """The texts of the conversations of a question, or what went wrong."""
     limit(SECONDS)
-    first = json.loads(next(lines))
     try:
-        template = surroundings().from_string(first["template"], globals=first["variables"])
-        yield []
+        asked = json.loads(line)
+        template = compiled(asked["template"], asked["variables"])
+        return [render(template, values) for values in asked["conversations"]]
     except Exception as error:
-        yield said(error)
-        return
-    for line in lines:
-        limit(SECONDS)
-        try:
-            yield [render(template, values) for values in json.loads(line)]
-        except Exception as error:
-            yield said(error)
+        return said(error)
 
 
 if __name__ == "__main__":
     contain()
-    for answer in answers(iter(sys.stdin.buffer)):
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    for question in sys.stdin.buffer:
+        sys.stdout.buffer.write(json.dumps(answer(question)).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,8 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The directory `checkpoints/` of a run, as an Orbax manager that keeps the latest `keep_last` steps and the best one.
+    """The directory `checkpoints/` of a run, as an Orbax manager that keeps the latest `keep_last` steps, at
+    least two, and the best one.
 
     Orbax does not notice a changed byte, so every step has a manifest, written when Orbax is done with it. Until then a file
     `12.saving` says that step 12 is unfinished, and the step before it stays.
@@ -80,8 +81,7 @@ class Checkpoints:
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
 
-        # Orbax removes old steps before the manifest of the new one is written: it is to leave one that has its own.
-        latest = policies.LatestN(max(self._keep_last, 2))
+        latest = policies.LatestN(max(self._keep_last, 2))  # the manifest of the newest is written after old ones are removed
         best = policies.BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = orbax.CheckpointManagerOptions(
             # max_to_keep together with best_fn would delete the latest step.
@@ -184,15 +184,11 @@ class Checkpoints:
         return next(iter(self._finished()), None)
 
     def wait(self) -> None:
-        """Returns when everything is on the disk, and no more than is to be kept."""
+        """Returns when everything is on the disk."""
         manifest, self._manifest = self._manifest, None
         if manifest is None:
             return
         self._guarded(manifest.result)
-        steps, best = self._manager.all_steps(), self._manager.best_step()
-        for step in steps[: -self._keep_last]:
-            if step != best:
-                self._guarded(partial(self._manager.delete, step))
         self._delete_removed()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from dantinox.distributed import StopTogether, agreed, from_first, is_first, mak
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
 from dantinox.platform import platform_of
-from dantinox.process_exit import exit_now
+from dantinox.programs import exit_now
 from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, put, weights_digest
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore

@@ -17,7 +17,7 @@ from dantinox.model.lora import held
 from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
 from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest
-from dantinox.text import Tokenizer
+from dantinox.text import Tokenizer, vocabulary_size
 
 # None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
 FREE = [
@@ -114,6 +114,12 @@ def starting_tokenizer(config: Config) -> Tokenizer | None:
     source = open_base(config.training.init_from)
     given = config.tokenizer.tokenizer_type == "file" and config.tokenizer != load_run_config(source).tokenizer
     return None if given else Tokenizer.load(source.tokenizer)
+
+
+def vocabulary_size_of(config: Config) -> int:
+    """The size of the vocabulary that a training with these settings has; the corpus is read only if it decides."""
+    known = starting_tokenizer(config)
+    return vocabulary_size(config) if known is None else known.vocab_size
 
 
 def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from dantinox.programs import exit_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
