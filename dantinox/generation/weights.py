@@ -256,7 +256,9 @@ def _with_kernel(like: Any, kernel: jax.Array) -> Any:
         if isinstance(like, ExpertLinear | NarrowExperts):
             E, I = kernel.shape[:2]  # noqa: E741
             return ExpertLinear(E, I, like.shape_out, dtype=dtype, platform=like.platform, rngs=rngs)
-        return Linear(like.shape_in, like.shape_out, dtype=dtype, rngs=rngs, out_dtype=like.out_dtype)
+        return Linear(
+            like.shape_in, like.shape_out, dtype=dtype, rngs=rngs, out_dtype=like.out_dtype, bias=like.bias is not None
+        )
 
     linear = nnx.eval_shape(shapes)
     linear.kernel = nnx.Param(kernel)

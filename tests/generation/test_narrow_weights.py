@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = builder.prompts(5, 9, 2, 7, 3, 8)
 ROWS = [1, 4, 6]  # alone, the most that are multiplied row by row in float32, and over widened weights
 TIED = builder.config(no_sink=True)
-UNTIED = builder.config(weight_tying=False, activation="gelu", kv_heads=1)
+UNTIED = builder.config(weight_tying=False, activation="gelu", kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True)
 
 
 def rounded(kernel, shape_in, weights):
