@@ -1,6 +1,7 @@
 """The ground floor: a mistake as one sentence, values inside such sentences, and the one way files are written."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -40,6 +41,45 @@ def first_line(error: BaseException) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def read_text(path: str | Path, limit: int, what: str = "") -> str:
+    """The UTF-8 text of a file.
+
+    Args:
+      limit: bytes that the file may have; no more than that is read.
+      what: the kind of file, for messages ("the chat template").
+
+    Raises:
+      UserError: it cannot be read, is larger, or is not UTF-8.
+    """
+    name = f"{what} {path}".lstrip()
+    try:
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise UserError(f"{name} is larger than {f'{limit >> 20} MiB' if limit >= 1 << 20 else f'{limit} bytes'}")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text, at byte {error.start}") from None
+
+
+def read_json(path: str | Path, limit: int, what: str = "") -> dict[str, Any]:
+    """The JSON object in a file; arguments and errors are those of `read_text`.
+
+    Raises:
+      UserError: it is not JSON, or not an object.
+    """
+    name, text = f"{what} {path}".lstrip(), read_text(path, limit, what)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{name} must hold a JSON object, got {shown(found)}")
+    return found
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:

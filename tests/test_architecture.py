@@ -26,6 +26,7 @@ TIERS = (
 )
 TIER_OF = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 ALSO_ALLOWED = {("interop", "run"), ("__main__", "cli")}
+FORBIDDEN = {("generation", "interop"), ("training", "interop")}  # formats of other programs
 
 
 def room_of(path: Path) -> str:
@@ -58,7 +59,9 @@ def wrong_arrows(path: Path, source: str) -> set[tuple[str, str]]:
     return {
         (room, other)
         for other in rooms_imported(path, source)
-        if TIER_OF[other] >= TIER_OF[room] and (room, other) not in ALSO_ALLOWED and room != "__init__"
+        if (TIER_OF[other] >= TIER_OF[room] or (room, other) in FORBIDDEN)
+        and (room, other) not in ALSO_ALLOWED
+        and room != "__init__"
     }
 
 
@@ -85,6 +88,7 @@ def test_imports_run_one_way(path):
         ("report/a.py", "from dantinox.run import RunDirectory", {("report", "run")}),
         ("report/a.py", "from dantinox.files import atomic_write", set()),
         ("training/a.py", "from dantinox.generation import generate", set()),
+        ("generation/a.py", "from dantinox.interop.peft import load_adapter", {("generation", "interop")}),
         ("cli.py", "from dantinox.training import train", set()),
     ],
 )

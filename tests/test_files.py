@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from dantinox.files import UserError, atomic_write, on_one_line, shown
+from dantinox.files import UserError, atomic_write, on_one_line, read_json, read_text, shown
 
 
 def sentence(call, *args) -> str:
@@ -74,3 +74,26 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
 
 def test_a_vanished_directory_is_a_sentence(tmp_path):
     assert "No such file or directory" in sentence(atomic_write, tmp_path / "gone" / "a", b"")
+
+
+def test_text_is_read_up_to_a_limit(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("für", encoding="utf-8")
+    assert read_text(path, 4) == "für"
+    assert sentence(read_text, path, 3, "the notes") == f"the notes {path} is larger than 3 bytes"
+    assert sentence(read_text, tmp_path, 3) == f"cannot read {tmp_path}: Is a directory"
+    assert sentence(read_text, tmp_path / "b", 3) == f"cannot read {tmp_path / 'b'}: No such file or directory"
+    path.write_bytes(b"ab\xff")
+    assert sentence(read_text, path, 1 << 20) == f"{path} is not UTF-8 text, at byte 2"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [("{", "is not JSON: Expecting"), ("[" * 100_000, "is not JSON: "), ("[1]", "must hold a JSON object, got [1]")],
+)
+def test_json_is_an_object(tmp_path, content, problem):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    assert sentence(read_json, path, 1 << 20).startswith(f"{path} {problem}")
+    path.write_text('{"a": 1}')
+    assert read_json(path, 1 << 20) == {"a": 1}

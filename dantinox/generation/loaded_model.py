@@ -18,7 +18,6 @@ from dantinox.generation.loop import bucket
 from dantinox.generation.result import Result
 from dantinox.generation.token_settings import sampling_params, seeded
 from dantinox.generation.weights import HeadOrder, prepare, with_head_order
-from dantinox.interop.peft import run_weights
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.run import (
@@ -31,6 +30,7 @@ from dantinox.run import (
     open_run,
     weights_digest,
 )
+from dantinox.run.adapters import run_weights
 from dantinox.sampling import SamplingParams
 from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, atomic_write
-from dantinox.interop.safetensors_files import CODES, DTYPES, TensorFiles, write_tensors
+from dantinox.files import UserError, atomic_write, read_json, read_text
+from dantinox.interop.safetensors_files import TensorFiles, write_tensors
 from dantinox.interop.source import Arrays, Source, Tensor
+from dantinox.run.safetensors_file import CODES, DTYPES
 
 MAX_JSON_BYTES = 128 << 20
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -27,23 +28,28 @@ def open_folder(folder: str | Path) -> Source:
       UserError: one of these is missing or damaged, or the weights are a pickle.
     """
     folder = Path(folder)
-    config = _object(folder / "config.json")
-    if config is None:
+
+    def text(name: str) -> str | None:
+        return read_text(folder / name, MAX_JSON_BYTES) if (folder / name).exists() else None
+
+    def settings(name: str) -> dict[str, Any]:
+        return read_json(folder / name, MAX_JSON_BYTES) if (folder / name).exists() else {}
+
+    if not (folder / "config.json").exists():
         raise UserError(f"{folder} is no folder of transformers: it has no config.json")
-    files = TensorFiles(folder)
-    tokenizer = _text(folder / "tokenizer.json")
+    config, files, tokenizer = settings("config.json"), TensorFiles(folder), text("tokenizer.json")
     if tokenizer is None:
         slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
         remedy = "save it in transformers by AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
         raise UserError(f"{folder} has no tokenizer.json{f', only {slow}' if slow else ''}: {remedy}")
-    tokenizer_config = _object(folder / "tokenizer_config.json") or {}
-    template = _text(folder / "chat_template.jinja") or tokenizer_config.get("chat_template")
+    tokenizer_config = settings("tokenizer_config.json")
+    template = text("chat_template.jinja") or tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several by their names
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return Source(
         folder, "hf", config, files.tensors, files.read, tokenizer, tokenizer_config,
-        template if isinstance(template, str) else None, _object(folder / "generation_config.json") or {},
+        template if isinstance(template, str) else None, settings("generation_config.json"),
     )  # fmt: skip
 
 
@@ -96,28 +102,3 @@ def write_folder(
     atomic_write(folder / "tokenizer.json", tokenizer)
     if chat_template is not None:
         atomic_write(folder / "chat_template.jinja", chat_template)
-
-
-def _text(path: Path) -> str | None:
-    """The text of a file, or None where there is none."""
-    try:
-        if not path.is_file():
-            return None
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise UserError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text: byte {error.start} is not UTF-8") from None
-
-
-def _object(path: Path) -> dict[str, Any] | None:
-    text = _text(path)
-    try:
-        found = None if text is None else json.loads(text)
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is no JSON") from None
-    if text is not None and not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object")
-    return found

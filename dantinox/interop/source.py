@@ -3,16 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-
-class Tensor(NamedTuple):
-    """What is known of an array before it is made: `dtype` is NumPy's name, or `bfloat16`."""
-
-    shape: tuple[int, ...]
-    dtype: str
+from dantinox.run.safetensors_file import Tensor
 
 
 class Arrays(Mapping[str, np.ndarray]):

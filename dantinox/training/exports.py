@@ -8,10 +8,10 @@ from typing import Any
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import is_first, meet, on_host
 from dantinox.files import UserError
-from dantinox.interop.peft import save_adapter
 from dantinox.model.parameters import blueprint, unrolled
 from dantinox.report import Console, plot_loss
 from dantinox.run import RunDirectory, put, save_weights
+from dantinox.run.adapters import save_adapter
 from dantinox.training.checkpoints import Progress
 from dantinox.training.step import State
 from dantinox.training.training_log import tokens_per_step

@@ -12,11 +12,11 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, shown
-from dantinox.interop.peft import run_weights
 from dantinox.model.lora import held
 from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
 from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest
+from dantinox.run.adapters import run_weights
 from dantinox.text import Tokenizer, vocabulary_size
 
 # None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.

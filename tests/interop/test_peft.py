@@ -7,12 +7,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dantinox.config import UserError, build_config
-from dantinox.interop.peft import load_adapter, merge_adapter, merged, peft_config
-from dantinox.interop.safetensors_files import file_of, read_tensors
-from dantinox.interop.source import Tensor
+from dantinox.interop.peft import load_adapter, merge_adapter
 from dantinox.model.parameters import blueprint
+from dantinox.run.adapters import merged, peft_config
 
 FOLDER = Path(__file__).parent / "peft"
 V = 17
@@ -25,7 +25,7 @@ MODEL = CONFIG.architecture(V)
 
 def base_weights():
     """The Llama of `base.safetensors` by our names."""
-    theirs = {name.removeprefix("model."): array for name, array in read_tensors(FOLDER / "base.safetensors").items()}
+    theirs = {name.removeprefix("model."): array for name, array in load_file(FOLDER / "base.safetensors").items()}
     ours = {"embed": theirs["embed_tokens.weight"], "norm_f/scale": theirs["norm.weight"]}
     for i in range(MODEL.num_blocks):
         at = {name.removeprefix(f"layers.{i}."): a for name, a in theirs.items() if name.startswith(f"layers.{i}.")}
@@ -70,11 +70,9 @@ def adapter(tmp_path):
         path = folder / "adapter_config.json"
         path.write_text(json.dumps({key: v for key, v in (json.loads(path.read_text()) | keys).items() if v != "absent"}))
         if arrays is not None:
-            tensors = dict(read_tensors(folder / "adapter_model.safetensors"))
+            tensors = load_file(folder / "adapter_model.safetensors")
             arrays(tensors)
-            kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in tensors.items()}
-            content = b"".join(file_of(list(tensors), tensors, kinds))
-            (folder / "adapter_model.safetensors").write_bytes(content)
+            save_file(tensors, folder / "adapter_model.safetensors")
         return folder
 
     return change

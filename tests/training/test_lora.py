@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from dantinox import cli
 from dantinox.config import LoraConfig, UserError, build_config
-from dantinox.interop.peft import run_weights
-from dantinox.interop.safetensors_files import read_tensors
 from dantinox.model.flops import adapter_parameters, attention_flops, training_flops
 from dantinox.model.layers import Linear
 from dantinox.model.lora import Adapted, Place, drop_out, frozen, held, is_adapter, places
@@ -21,6 +20,7 @@ from dantinox.model.lora import adapted as parts_of
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
+from dantinox.run.adapters import run_weights
 from dantinox.training.samples import sampled_model
 from dantinox.training.step import Programs, TrainStep
 
@@ -144,7 +144,7 @@ def test_a_run_of_adapters_learns_and_holds_nothing_else(base, tuned):
     assert not run.weights.exists() and sorted(p.name for p in run.adapter.parent.iterdir()) == [
         "adapter_config.json", "adapter_model.safetensors",
     ]  # fmt: skip
-    tensors = read_tensors(run.adapter)
+    tensors = load_file(run.adapter)
     assert len(tensors) == 14
     assert tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (2, 16)
     assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (16, 2)
