@@ -1,14 +1,17 @@
-"""What a compiled program says of its operations, read from XLA's text."""
+"""The reader of XLA's program text: computations, instructions, and the Python lines that they come from."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([a-z][\w\-]*)\(")
-CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 NAME = re.compile(r"%([\w.\-]+)")
+BRACKET = re.compile(r"[()]")
+CALLED = re.compile(
+    r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
 METADATA = re.compile(r"\bmetadata=\{(.*?[^\\])\}")
 LABEL = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -27,60 +30,83 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """An operation of a program.
+    """`name = type opcode(operands), attributes`; where it comes from is set by `instructions` alone.
 
     Attributes:
       inside: the opcodes of what is fused into it.
-      label: jax's own name for where it is from, `jit(step)/transpose(jvp())/dot_general`.
-      frames: the calls in Python that it was traced in, the innermost last.
+      label: jax's name for its origin, `jit(step)/transpose(jvp())/dot_general`.
+      frames: the Python calls that it was traced in, the innermost last.
       target: of a custom call.
     """
 
+    name: str
+    type: str
     opcode: str
-    inside: tuple[str, ...]
-    label: str
-    frames: tuple[Frame, ...]
+    operands: str = ""
+    attributes: str = ""
+    inside: tuple[str, ...] = ()
+    label: str = ""
+    frames: tuple[Frame, ...] = ()
     target: str = ""
 
+    @property
+    def called(self) -> list[str]:
+        """The computations that it calls; of a loop the body, not the condition."""
+        return [name for _, names in CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", names)]
 
-def instructions(text: str) -> dict[str, Instruction]:
-    """The operations of a program by their names.
 
-    What is fused takes the origin of the product in it, or of anything in it, where it has none of its own, and what XLA has
-    put in without one that of the first operation that reads it.
-    """
-    frames = _Frames(text)
-    found: dict[str, Instruction] = {}
-    members: dict[str, list[str]] = {}  # of each computation
-    reads: dict[str, list[str]] = {}
-    fused: dict[str, str] = {}
-    computation = ""
+def computations(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation of a program's text; the program's own computation is `ENTRY`."""
+    found: dict[str, list[Instruction]] = {}
+    inside: list[Instruction] = []
     for line in text.splitlines():
-        if not line.startswith(" "):
-            header = COMPUTATION.match(line)
-            computation = header[1] if header else computation
-            continue
-        if match := INSTRUCTION.match(line):
-            name = match[1]
-            found[name] = _instruction(match[2], line, frames)
-            members.setdefault(computation, []).append(name)
-            reads[name] = NAME.findall(line[match.end() :].partition(")")[0])
-            if called := CALLS.search(line):
-                fused[name] = called[1]
-    for name, inner in fused.items():
-        found[name] = _fused(found[name], [found[part] for part in members.get(inner, [])])
-    for name in reversed(found):  # an operation stands before those that read it
-        for read in reads[name]:
-            if read in found and not found[read].frames and found[name].frames:
-                found[read] = replace(found[read], label=found[name].label, frames=found[name].frames)
+        if head := COMPUTATION.match(line):
+            inside = found["ENTRY" if head[1] else head[2]] = []
+        elif match := INSTRUCTION.match(line):
+            inside.append(_instruction(match[1], line[match.end() :]))
     return found
 
 
-def _instruction(opcode: str, line: str, frames: "_Frames") -> Instruction:
-    metadata, target = METADATA.search(line), TARGET.search(line)
-    said = metadata[1] if metadata else ""
-    label = LABEL.search(said)
-    return Instruction(opcode, (), label[1] if label else "", frames.of(said), target[1] if target else "")
+def _instruction(name: str, line: str) -> Instruction:
+    end = _closing(line, 0) if line.startswith("(") else line.index(" ")
+    opening = line.index("(", end)
+    closing = _closing(line, opening)
+    return Instruction(name, line[:end], line[end:opening].strip(), line[opening + 1 : closing - 1], line[closing:])
+
+
+def _closing(line: str, opening: int) -> int:
+    """The index after the bracket that closes the one at `opening`."""
+    depth = 0
+    for bracket in BRACKET.finditer(line, opening):
+        depth += 1 if bracket[0] == "(" else -1
+        if not depth:
+            return bracket.end()
+    raise ValueError(f"a bracket is not closed in {line!r}")
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """The instructions of a program by their names, with their origins.
+
+    A fusion takes the origin of the product in it, or of any instruction in it, if it has none of its own. An instruction that
+    XLA has added takes that of the first instruction that reads it.
+    """
+    frames, members = _Frames(text), computations(text)
+    found = {i.name: _with_origin(i, frames) for inside in members.values() for i in inside}
+    for i in list(found.values()):
+        if "calls=" in i.attributes:
+            found[i.name] = _fused(i, [found[part.name] for called in i.called for part in members.get(called, [])])
+    for i in reversed(list(found.values())):  # an instruction comes before those that read it
+        for read in NAME.findall(i.operands):
+            if read in found and not found[read].frames and found[i.name].frames:
+                found[read] = replace(found[read], label=found[i.name].label, frames=found[i.name].frames)
+    return found
+
+
+def _with_origin(i: Instruction, frames: "_Frames") -> Instruction:
+    metadata, target = METADATA.search(i.attributes), TARGET.search(i.attributes)
+    origin = metadata[1] if metadata else ""
+    label = LABEL.search(origin)
+    return replace(i, label=label[1] if label else "", frames=frames.of(origin), target=target[1] if target else "")
 
 
 def _fused(outer: Instruction, parts: list[Instruction]) -> Instruction:

@@ -124,7 +124,7 @@ class Plan:
     programs: list[Program]
 
 
-class Traced(NamedTuple):
+class PlannedProgram(NamedTuple):
     """A program before it is compiled, with what `Program` says of it and the options of its compiler."""
 
     name: str
@@ -184,7 +184,7 @@ def make_plan(
     trained = config.trained_architecture(vocab_size, topology.platform)
     layouts = [make_layout(one, trained, topology.devices) for one in meshed]
     with topology.assumed():
-        traced: list[Traced] = []
+        traced: list[PlannedProgram] = []
         for one, layout in zip(meshed, layouts, strict=True):
             traced += training_programs(one, trained, training, layout)
         traced.sort(key=lambda program: program.name, reverse=True)  # the meshes of one program beside each other
@@ -227,7 +227,7 @@ def on_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
     return config.model_copy(update={"distributed": config.distributed.model_copy(update=dict(mesh))})
 
 
-def training_programs(config: Config, model: ModelConfig, training: Training, layout: Layout) -> Iterator[Traced]:
+def training_programs(config: Config, model: ModelConfig, training: Training, layout: Layout) -> Iterator[PlannedProgram]:
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
     steps = config.training.steps or STEPS
     for name, (rows, length, program, options) in training(config, model, steps, layout).traced().items():
@@ -239,12 +239,12 @@ def training_programs(config: Config, model: ModelConfig, training: Training, la
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else model.vocab_size * model.dim * 4
         (state, batch, base), _ = program.in_avals
         traffic = layout.bytes((state, base)) + size(batch) // layout.parts + layout.bytes(program.out_info) - untouched
-        yield Traced(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic, program, options)
+        yield PlannedProgram(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic, program, options)
 
 
 def generation_programs(
     topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
-) -> Iterator[Traced]:
+) -> Iterator[PlannedProgram]:
     """Prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
     g, rows, model = config.generation, batch * config.generation.n, replace(model, scan_layers=False)
     weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.products))
@@ -278,7 +278,9 @@ def generation_programs(
         return rows * (length * (token + attention_flops(model, length)) + head)
 
     shares, on = g.tensor_parallel, ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
-    yield Traced("prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache, first, {})
+    yield PlannedProgram(
+        "prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache, first, {}
+    )
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
     if model.latent is not None:  # which all heads read, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
@@ -286,7 +288,7 @@ def generation_programs(
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
-    yield Traced("decode", on, reads, flops // shares, 0, read - idle + cache, following, {})
+    yield PlannedProgram("decode", on, reads, flops // shares, 0, read - idle + cache, following, {})
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
@@ -296,7 +298,7 @@ def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
     return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
 
 
-def _compiled(topology: Topology, traced: Traced) -> Program:
+def _compiled(topology: Topology, traced: PlannedProgram) -> Program:
     name, mesh, reads, flops, again, traffic, program, options = traced
     begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
     collectives: dict[str, Collectives] = {}

@@ -157,7 +157,7 @@ def ranked(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operat
     for (name, _), times in runs.items():
         program = max(programs.get(name, ()), key=lambda known: len(known.keys() & times.keys()), default={})
         for operation, spent in times.items():
-            found = program.get(operation, Instruction("", (), "", ()))
+            found = program.get(operation, Instruction("", "", ""))
             stem = re.sub(r"[.\d]+$", "", operation)
             if (found.opcode or stem) not in CONTAINERS:
                 groups[stem, kind_of(found, stem), *_origin(found)].append(spent)

@@ -7,9 +7,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
+
+from dantinox.measure.hlo import Instruction, computations
 
 # Bytes that each of n devices sends round a ring, of operands of so many bytes (Chan et al. 2007, "Collective
 # communication: theory, practice, and experience", section 7).
@@ -20,9 +21,6 @@ SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-to-all": lambda size, n: size * (n - 1) / n,
     "collective-permute": lambda size, n: size,
 }
-CALLED = re.compile(
-    r"\b(calls|to_apply|body|branch_computations|true_computation|false_computation|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
 SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 
 
@@ -57,70 +55,30 @@ class Work:
         return Work(turns * self.flops, count, sent, self.unknown_loops)
 
 
-class Instruction(NamedTuple):
-    """`name = type opcode(operands), rest`."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: str
-    rest: str
-
-
 def work_of(text: str) -> Work:
     """The work of a program, from `compiled.as_text()`; of a condition that the program decides itself, all branches."""
-    computations = _computations(text)
+    members = computations(text)
     header = text.partition("\n")[0]
     devices = max(int(n) for n in [*re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header), "1"])
 
     @cache
     def of(computation: str) -> Work:
-        types = {i.name: i.type for i in computations[computation]}
+        types = {i.name: i.type for i in members[computation]}
         total = Work()
         # On a TPU a collective stands in every fusion that goes on with it; a sum of which parts are kept is one fusion.
-        begins = any('"AsyncCollectiveStart"' in i.rest for i in computations[computation])
+        begins = any('"AsyncCollectiveStart"' in i.attributes for i in members[computation])
         scatters = computation.startswith("all-reduce-scatter")
-        for i in computations[computation]:
-            if i.opcode.endswith(("-done", "-update")) or ("chain_id=" in i.rest and i.opcode in SENT and not begins):
+        for i in members[computation]:
+            if i.opcode.endswith(("-done", "-update")) or ("chain_id=" in i.attributes and i.opcode in SENT and not begins):
                 continue
             if scatters and i.opcode == "all-reduce":
-                i = i._replace(opcode="reduce-scatter")
+                i = replace(i, opcode="reduce-scatter")
             total += _own(i, types, devices)
-            called = [name for _, names in CALLED.findall(i.rest) for name in re.findall(r"[\w.\-]+", names)]
-            for name in called:
-                total += _in_loop(of(name), i, computations) if i.opcode == "while" else of(name)
+            for name in i.called:
+                total += _in_loop(of(name), i, members) if i.opcode == "while" else of(name)
         return total
 
     return of("ENTRY")
-
-
-def _computations(text: str) -> dict[str, list[Instruction]]:
-    """The instructions of each computation by its name; the program's own is ENTRY."""
-    found: dict[str, list[Instruction]] = {}
-    inside: list[Instruction] = []
-    for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            inside = found["ENTRY" if head[1] else head[2]] = []
-        elif match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line):
-            inside.append(_instruction(match[1], line[match.end() :]))
-    return found
-
-
-def _instruction(name: str, line: str) -> Instruction:
-    end = _closing(line, 0) if line.startswith("(") else line.index(" ")
-    opening = line.index("(", end)
-    closing = _closing(line, opening)
-    return Instruction(name, line[:end], line[end:opening].strip(), line[opening + 1 : closing - 1], line[closing:])
-
-
-def _closing(line: str, opening: int) -> int:
-    """The place behind the bracket that closes the one at `opening`."""
-    depth = 0
-    for place in range(opening, len(line)):
-        depth += (line[place] == "(") - (line[place] == ")")
-        if not depth:
-            return place + 1
-    raise ValueError(f"a bracket is not closed in {line!r}")
 
 
 def _own(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
@@ -129,7 +87,7 @@ def _own(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
     if contracted := _contracted(i, operands):
         return Work(flops=2.0 * math.prod(_dimensions(i.type)) * contracted)
     kind = i.opcode.removesuffix("-start")
-    if kind not in SENT or (n := _group(i.rest, devices)) == 1:
+    if kind not in SENT or (n := _group(i.attributes, devices)) == 1:
         return Work()
     return Work(count=Counter({kind: 1}), sent=Counter({kind: SENT[kind](sum(map(_bytes, operands)), n)}))  # type: ignore[dict-item]
 
@@ -137,9 +95,9 @@ def _own(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
 def _contracted(i: Instruction, operands: list[str]) -> int:
     """Over how many products an element of the result is summed; 0 where it is no product."""
     if i.opcode == "convolution":
-        letters = re.findall(r"dim_labels=\w+_(\w+)->", i.rest)[0]
+        letters = re.findall(r"dim_labels=\w+_(\w+)->", i.attributes)[0]
         return math.prod(n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o")
-    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)  # of a `dot`, or of a call of a library
+    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)  # of a `dot`, or of a call of a library
     if not axes:
         return 0
     sizes = _dimensions(operands[0])
@@ -160,23 +118,23 @@ def _group(rest: str, devices: int) -> int:
     return devices
 
 
-def _in_loop(body: Work, loop: Instruction, computations: Mapping[str, list[Instruction]]) -> Work:
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+def _in_loop(body: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return body.times(int(known[1]))
-    limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.rest)[0], computations))
+    limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.attributes)[0], members))
     if len(limits) == 1:  # a count from 0 up to it
         return body.times(limits.pop())
     return body + Work(unknown_loops=1)
 
 
-def _constants(computation: str, computations: Mapping[str, list[Instruction]]) -> Iterator[int]:
+def _constants(computation: str, members: Mapping[str, list[Instruction]]) -> Iterator[int]:
     """Whole numbers that a computation names."""
-    for i in computations[computation]:
+    for i in members[computation]:
         if i.opcode == "constant" and re.match(r"[su]\d+\[\]", i.type):
             yield int(i.operands)
-        for _, names in CALLED.findall(i.rest):
-            yield from _constants(names.strip("%{}"), computations)
+        for name in i.called:
+            yield from _constants(name, members)
 
 
 def _dimensions(type: str) -> list[int]:
