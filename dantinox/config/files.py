@@ -56,9 +56,9 @@ class _Loader(yaml.SafeLoader):
     """A SafeLoader that refuses duplicate keys and aliases of collections, and reads 5e-4 as a number."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
+        mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         is_alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         if is_alias and isinstance(node, yaml.CollectionNode):
             # Nested ones grow without bound when they are printed ("billion laughs").
             raise _Refused(problem="an alias (*name) may stand for a single value only", problem_mark=mark)
@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
         except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML lets through whatever comes

@@ -5,7 +5,8 @@ import difflib
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from dantinox.config.files import ALIASES, FIELDS, allowed, did_you_mean, flat_name, nearest_key, parse_value
+from dantinox.config.files import ALIASES, allowed, did_you_mean, flat_name, nearest_key, parse_value
+from dantinox.config.sections import FIELDS
 from dantinox.files import UserError
 
 SHORT_NAMES = {"data_path": "data.path"}

@@ -1,13 +1,13 @@
 """How a token is chosen: the keys of the `generation` section, the orders steps may run in, and what contradicts itself."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
 from dantinox.config.needs import Needs
-from dantinox.config.steps import CHAIN, EDITS, PENALTIES, SETTINGS, STEERED, STEPS, Tokens, declared, is_digits
+from dantinox.config.steps import CHAIN, EDITS, PENALTIES, STEERED, STEPS, StepSettings, Tokens, is_digits
 
 GREEDY_BELOW = 1e-5  # a temperature
 
@@ -57,21 +57,9 @@ class _Request(Section):
     )
 
 
-if TYPE_CHECKING:
+class GenerationSection(StepSettings, _Request):
+    """The keys of a request, and the settings of all sampling steps."""
 
-    class GenerationSection(_Request):
-        """The keys above, and the settings of all steps."""
-
-        def __init__(self, **settings: Any): ...
-        def __getattr__(self, key: str) -> Any: ...
-
-else:
-    GenerationSection = create_model(
-        "GenerationSection",
-        __base__=_Request,
-        __doc__=_Request.__doc__,
-        **{key: declared(key) for key in SETTINGS},
-    )
 
 # The steps behind the edits, in the order they run in. A preset lacks what its namesake does not know.
 PRESETS: dict[str, tuple[str, ...]] = {

@@ -31,6 +31,7 @@ from dantinox.config.lora import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
 from dantinox.config.needs import Needs, given, idle_among
 from dantinox.config.router import RouterSection, router_conflicts
+from dantinox.config.steps import needs_of
 from dantinox.files import UserError
 
 # Names in a run directory that its own files bear.
@@ -309,7 +310,11 @@ FIELDS: dict[str, FieldInfo] = {
 PARTS = {key: tuple(key.split(".")) for key in FIELDS}
 DEFAULTS = {key: field.default for key, field in FIELDS.items()}
 NEEDS = {
-    key: (*SECTIONS[key.partition(".")[0]].needs, *(mark for mark in field.metadata if isinstance(mark, Needs)))
+    key: (
+        *SECTIONS[key.partition(".")[0]].needs,
+        *needs_of(key.removeprefix("generation.")),
+        *(mark for mark in field.metadata if isinstance(mark, Needs)),
+    )
     for key, field in FIELDS.items()
 }
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dantinox.config.files import FIELDS, build_config, load_config, merge, read_yaml, report
+from dantinox.config.files import build_config, load_config, merge, read_yaml, report
 from dantinox.config.model import OF_WEIGHTS
-from dantinox.config.sections import Config, flat, without
+from dantinox.config.sections import FIELDS, Config, flat, without
 from dantinox.files import UserError, on_one_line, shown
 
 CONFIGS = Path(__file__).parents[1] / "configs"

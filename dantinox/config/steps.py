@@ -8,12 +8,13 @@ section there.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from dataclasses import field as factory
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, as_tuple
+from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, Section, as_tuple, field
 from dantinox.config.needs import Needs
 
 TINY = 1.1754943508222875e-38  # the smallest normal float32
@@ -81,15 +82,6 @@ SequenceBiases = Annotated[tuple[tuple[Sequence, Bias], ...], BeforeValidator(_a
 Scope = Literal["all", "output"]
 
 
-class Setting(NamedTuple):
-    """A key of the `generation` section: its type with its range, its default, what the help says of it, what it needs."""
-
-    kind: Any
-    default: Any
-    help: str
-    needs: tuple[Needs, ...] = ()
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """One row of the table.
@@ -107,10 +99,10 @@ class Step:
     """
 
     on: dict[str, Callable[[Any], bool]]
-    arguments: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = factory(default_factory=dict)
     reads: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    given: dict[str, tuple[Any, Any]] = factory(default_factory=dict)
     group: Literal["edit", "penalty", "other"] = "other"
     cuts: Literal["", "likeliest", "typical"] = ""
     by_row: bool = False
@@ -135,60 +127,73 @@ def not_one(value: Any) -> bool:
 
 CHAIN = (Needs(("generation.strategy", "chain")),)
 RANGED = (Needs(("generation.repetition_range", lambda tokens: tokens > 1)),)
-SETTINGS: dict[str, Setting] = {
-    "no_repeat_ngram": Setting(int, 0, "no sequence of this many tokens occurs twice (0: off)"),
-    "logit_bias": Setting(Biases, {}, "added to the logits of tokens, by id or text of one token (null or -inf: banned)"),
-    "sequence_bias": Setting(
-        SequenceBiases, (), "texts, or lists of ids, and what is added to the last token of each behind its others"
-    ),
-    "allowed_tokens": Setting(Tokens, (), "no other tokens are generated: ids, or texts of one token"),
-    "banned_tokens": Setting(Tokens, (), "tokens never generated: ids, or texts of one token"),
-    "bad_words": Setting(Sequences, (), "texts never generated: the last token of each is banned behind the others"),
-    "min_tokens": Setting(int, 0, "tokens before the end token, a stop id or a stop string may end the text"),
-    "repetition_penalty": Setting(Positive, 1.0, "divides positive and multiplies negative logits of seen tokens (1: off)"),
-    "repetition_range": Setting(CountOrZero, 0, "only this many last tokens are penalised (0: all)"),
-    "repetition_slope": Setting(NonNegative, 0.0, "how much more the newest of them are penalised (0: all alike)", RANGED),
-    "repetition_scope": Setting(Scope, "all", "repetition penalty: of prompt and output, or of output"),
-    "presence_penalty": Setting(Finite, 0.0, "subtracted once from the logits of generated tokens"),
-    "frequency_penalty": Setting(Finite, 0.0, "subtracted for each time a token was generated"),
-    "presence_scope": Setting(Scope, "output", "presence and frequency penalty: prompt and output, or output alone"),
-    "dry_multiplier": Setting(NonNegative, 0.0, "DRY: penalty for going on with a repeated sequence (0: off)"),
-    "dry_base": Setting(Annotated[float, Field(ge=1, allow_inf_nan=False)], 1.75, "DRY: growth per repeated token"),
-    "dry_allowed_length": Setting(Count, 2, "DRY: repeated tokens that cost the multiplier alone; fewer are free"),
-    "dry_range": Setting(CountOrZero, 0, "DRY: only this many last tokens are searched (0: all)"),
-    "dry_breakers": Setting(Breakers, ("\n", ":", '"', "*"), "DRY: tokens with one of these texts in them end a repetition"),
-    "dynatemp_low": Setting(NonNegative, 1.0, "dynamic temperature: its value where the model is certain"),
-    "dynatemp_high": Setting(NonNegative, 1.0, "dynamic temperature: its value where all tokens are equally likely"),
-    "dynatemp_exponent": Setting(NonNegative, 1.0, "dynamic temperature: power of the normalised entropy between them"),
-    "temperature": Setting(NonNegative, 1.0, "divides the logits; 0 is greedy"),
-    "smoothing_factor": Setting(NonNegative, 0.0, "quadratic smoothing of the logits around the largest (0: off)"),
-    "smoothing_curve": Setting(Annotated[float, Field(ge=1, le=3)], 1.0, "share of a cubic term in the smoothing"),
-    "top_k": Setting(int | None, None, "keep the k most likely tokens (null, 0 or less: off)"),
-    "top_p": Setting(Fraction | None, None, "keep the smallest set of tokens with this mass (null or 1: off)"),
-    "top_p_rule": Setting(
-        Literal["inclusive", "exclusive"],
-        "inclusive",
-        "whether the token that crosses the mass is kept (exclusive: KoboldAI on TPU)",
-        CHAIN,
-    ),
-    "min_p": Setting(Fraction, 0.0, "keep tokens at least this likely, relative to the most likely (0: off)"),
-    "top_a": Setting(NonNegative, 0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)"),
-    "tail_free": Setting(Fraction, 1.0, "cut where the curve of sorted probabilities has flattened (1: off)"),
-    "typical": Setting(Fraction, 1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)"),
-    "epsilon_cutoff": Setting(Fraction, 0.0, "keep tokens with at least this probability (0: off)"),
-    "eta_cutoff": Setting(Fraction, 0.0, "the same bound, lowered where the entropy is high (0: off)"),
-    "top_n_sigma": Setting(Finite, 0.0, "keep logits within this many standard deviations of the largest (0: off)"),
-    "xtc_probability": Setting(Fraction, 0.0, "how often the top choices are excluded (0: off)"),
-    "xtc_threshold": Setting(Fraction, 0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)"),
-    "ties": Setting(
-        Literal["first", "all"],
-        "first",
-        "top_k, top_p, typical: of tokens equal to the last kept one, those with lower ids, or all",
-        CHAIN,
-    ),
-    "mirostat": Setting(Literal[0, 1, 2], 0, "hold the surprise of the text constant: version 1 or 2 (0: off)"),
-    "mirostat_tau": Setting(Positive, 5.0, "mirostat: the surprise aimed at, in bits"),
-    "mirostat_eta": Setting(Positive, 0.1, "mirostat: how fast it is corrected"),
+
+
+class StepSettings(Section):
+    """The settings of all steps, in the order of the help."""
+
+    no_repeat_ngram: int = field(0, "no sequence of this many tokens occurs twice (0: off)")
+    logit_bias: Biases = field({}, "added to the logits of tokens, by id or text of one token (null or -inf: banned)")
+    sequence_bias: SequenceBiases = field(
+        (), "texts, or lists of ids, and what is added to the last token of each behind its others"
+    )
+    allowed_tokens: Tokens = field((), "no other tokens are generated: ids, or texts of one token")
+    banned_tokens: Tokens = field((), "tokens never generated: ids, or texts of one token")
+    bad_words: Sequences = field((), "texts never generated: the last token of each is banned behind the others")
+    min_tokens: int = field(0, "tokens before the end token, a stop id or a stop string may end the text")
+    repetition_penalty: Positive = field(1.0, "divides positive and multiplies negative logits of seen tokens (1: off)")
+    repetition_range: CountOrZero = field(0, "only this many last tokens are penalised (0: all)")
+    repetition_slope: Annotated[NonNegative, *RANGED] = field(
+        0.0, "how much more the newest of them are penalised (0: all alike)"
+    )
+    repetition_scope: Scope = field("all", "repetition penalty: of prompt and output, or of output")
+    presence_penalty: Finite = field(0.0, "subtracted once from the logits of generated tokens")
+    frequency_penalty: Finite = field(0.0, "subtracted for each time a token was generated")
+    presence_scope: Scope = field("output", "presence and frequency penalty: prompt and output, or output alone")
+    dry_multiplier: NonNegative = field(0.0, "DRY: penalty for going on with a repeated sequence (0: off)")
+    dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(1.75, "DRY: growth per repeated token")
+    dry_allowed_length: Count = field(2, "DRY: repeated tokens that cost the multiplier alone; fewer are free")
+    dry_range: CountOrZero = field(0, "DRY: only this many last tokens are searched (0: all)")
+    dry_breakers: Breakers = field(("\n", ":", '"', "*"), "DRY: tokens with one of these texts in them end a repetition")
+    dynatemp_low: NonNegative = field(1.0, "dynamic temperature: its value where the model is certain")
+    dynatemp_high: NonNegative = field(1.0, "dynamic temperature: its value where all tokens are equally likely")
+    dynatemp_exponent: NonNegative = field(1.0, "dynamic temperature: power of the normalised entropy between them")
+    temperature: NonNegative = field(1.0, "divides the logits; 0 is greedy")
+    smoothing_factor: NonNegative = field(0.0, "quadratic smoothing of the logits around the largest (0: off)")
+    smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(1.0, "share of a cubic term in the smoothing")
+    top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)")
+    top_p: Fraction | None = field(None, "keep the smallest set of tokens with this mass (null or 1: off)")
+    top_p_rule: Annotated[Literal["inclusive", "exclusive"], *CHAIN] = field(
+        "inclusive", "whether the token that crosses the mass is kept (exclusive: KoboldAI on TPU)"
+    )
+    min_p: Fraction = field(0.0, "keep tokens at least this likely, relative to the most likely (0: off)")
+    top_a: NonNegative = field(0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)")
+    tail_free: Fraction = field(1.0, "cut where the curve of sorted probabilities has flattened (1: off)")
+    typical: Fraction = field(1.0, "keep the mass of tokens whose surprise is nearest to the entropy (1: off)")
+    epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)")
+    eta_cutoff: Fraction = field(0.0, "the same bound, lowered where the entropy is high (0: off)")
+    top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
+    xtc_probability: Fraction = field(0.0, "how often the top choices are excluded (0: off)")
+    xtc_threshold: Fraction = field(0.1, "tokens this likely are top choices; all but the last go (above 0.5: off)")
+    ties: Annotated[Literal["first", "all"], *CHAIN] = field(
+        "first", "top_k, top_p, typical: of tokens equal to the last kept one, those with lower ids, or all"
+    )
+    mirostat: Literal[0, 1, 2] = field(0, "hold the surprise of the text constant: version 1 or 2 (0: off)")
+    mirostat_tau: Positive = field(5.0, "mirostat: the surprise aimed at, in bits")
+    mirostat_eta: Positive = field(0.1, "mirostat: how fast it is corrected")
+
+
+class Setting(NamedTuple):
+    """The type of a step's setting with its range, and its default."""
+
+    kind: Any
+    default: Any
+
+
+SETTINGS = {
+    name: Setting(kind, StepSettings.model_fields[name].default)
+    for name, kind in get_type_hints(StepSettings, include_extras=True).items()
+    if name in StepSettings.model_fields
 }
 
 TEXT, WORDS = ("history_S", "length"), ("prefix_WM", "last_W")
@@ -269,13 +274,12 @@ PENALTIES = tuple(name for name, step in STEPS.items() if step.group == "penalty
 STEERED = tuple(name for name, step in STEPS.items() if "mu" in step.reads)  # by the surprise of what was drawn
 
 
-def declared(key: str) -> tuple[Any, Any]:
-    """A setting as a section declares it. What switches no step on refines some, and needs one of them on."""
-    kind, default, text, needs = SETTINGS[key]
+def needs_of(key: str) -> tuple[Needs, ...]:
+    """A setting that switches no step on refines some, and needs one of them on."""
     owners = [step for step in STEPS.values() if key in step.settings]
-    if not any(key in step.on for step in owners):
-        needs = (Needs(*((f"generation.{switch}", on) for step in owners for switch, on in step.on.items())), *needs)
-    return Annotated[kind, *needs] if needs else kind, Field(default, description=text)
+    if not owners or any(key in step.on for step in owners):
+        return ()
+    return (Needs(*((f"generation.{switch}", on) for step in owners for switch, on in step.on.items())),)
 
 
 class Bounds(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dantinox.config.files import FIELDS, REQUEST, allowed, did_you_mean, nearest_key, read_yaml
-from dantinox.config.sections import Config
+from dantinox.config.files import REQUEST, allowed, did_you_mean, nearest_key, read_yaml
+from dantinox.config.sections import FIELDS, Config
 from dantinox.config.start import DEFAULT, build_training, find_config
 from dantinox.files import UserError, on_one_line, shown
 
