@@ -44,7 +44,7 @@ def main() -> None:
 
     from dantinox.config import ModelConfig
     from dantinox.generation import prepare
-    from dantinox.generation.loop import Session
+    from dantinox.generation.static_batch import StaticBatch
     from dantinox.generation.weights import weight_bytes
     from dantinox.model import Transformer
     from dantinox.sampling import SamplingParams
@@ -86,7 +86,7 @@ def main() -> None:
 
             def run(new: int, ids=ids, params=params, batch=batch) -> float:
                 start = time.perf_counter()
-                session = Session(
+                session = StaticBatch(
                     model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch
                 )
                 for _ in session.run(ahead=True):

@@ -96,7 +96,7 @@ def ours(o: argparse.Namespace) -> None:
     import numpy as np
 
     import dantinox
-    from dantinox.generation.loop import Session
+    from dantinox.generation.static_batch import StaticBatch
     from dantinox.sampling import SamplingParams
 
     run = dantinox.load(o.folder / "run")
@@ -105,7 +105,7 @@ def ours(o: argparse.Namespace) -> None:
     def decode(batch: int, new: int) -> list[list[int]]:
         ids = np.array(prompts(o, batch))
         params = SamplingParams.build({"greedy": True}, batch=batch)
-        session = Session(model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch)
+        session = StaticBatch(model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch)
         chunks = list(session.run(ahead=True))
         return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :new].tolist()
 

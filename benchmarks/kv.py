@@ -35,7 +35,7 @@ from dantinox.config.kv import KVSection
 from dantinox.generation import prepare
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.loop import Session, bucket
+from dantinox.generation.static_batch import StaticBatch, bucket
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed, Group
 from dantinox.run import KVCalibration
@@ -101,7 +101,7 @@ def grown(o: argparse.Namespace) -> int:
 
 def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iterator[dict[str, Any]]:
     """What is to be told of every cache: of the full ones when all of them have raced, then of each compressed one."""
-    best: Session | None = None
+    best: StaticBatch | None = None
     best_told: dict[str, Any] = {}
     told_of_full: list[dict[str, Any]] = []
     for plan in full_plans(o, context):
@@ -146,8 +146,8 @@ def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: floa
 
 
 def enter(
-    o: argparse.Namespace, model: Any, context: int, batch: int, plan: CachePlan, best: Session | None
-) -> tuple[dict[str, Any], Session | None, Session | None]:
+    o: argparse.Namespace, model: Any, context: int, batch: int, plan: CachePlan, best: StaticBatch | None
+) -> tuple[dict[str, Any], StaticBatch | None, StaticBatch | None]:
     """Races a cache against the best one, if there is one.
 
     Returns:
@@ -176,7 +176,7 @@ def enter(
     return told | {"rounds": len(times)}, session, best
 
 
-def race(o: argparse.Namespace, sessions: list[Session]) -> list[list[float]]:
+def race(o: argparse.Namespace, sessions: list[StaticBatch]) -> list[list[float]]:
     """Seconds of each session's chunks, a list for each."""
     for session in sessions:
         session.advance()  # compiles
@@ -197,17 +197,17 @@ def rate(batch: int, times: list[float]) -> float:
     return round(batch * CHUNK / statistics.median(times), 1)
 
 
-def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> Session:
+def begin(model: Any, batch: int, length: int, new: int, cache: KVCache | None) -> StaticBatch:
     """A session that has read `length` tokens but for the last one, with `new` more to come; it takes the cache over."""
-    session = Session(
+    session = StaticBatch(
         model, np.ones((batch, length), np.int32), np.full(batch, length), SamplingParams.build({"greedy": True}, batch=batch),
         limits_B=np.full(batch, new), eos_ids=[[]] * batch,
     )  # fmt: skip
-    session.cache = cache
+    session.resume(cache)
     return session
 
 
-def held(session: Session) -> int:
+def held(session: StaticBatch) -> int:
     """Bytes of a session's cache."""
     assert session.cache is not None
     return session.cache.report()["bytes"]

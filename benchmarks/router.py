@@ -98,12 +98,12 @@ def length(o: argparse.Namespace) -> int:
 
 
 def session(o: argparse.Namespace, model: Any, batch: int, case: str, report: int | None = None) -> Any:
-    from dantinox.generation.loop import Session
+    from dantinox.generation.static_batch import StaticBatch
     from dantinox.sampling import SamplingParams
 
     ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
     limits = np.full(batch, length(o) - o.prompt)
-    return Session(
+    return StaticBatch(
         model, ids, np.full(batch, o.prompt), SamplingParams.build(CASES[case], batch=batch), limits_B=limits,
         eos_ids=[[]] * batch, report=report,
     )  # fmt: skip
@@ -152,7 +152,7 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
     import jax.numpy as jnp
 
     from dantinox.generation.decode import _generate_toks
-    from dantinox.generation.loop import bucket
+    from dantinox.generation.static_batch import bucket
     from dantinox.model import make_cache
     from dantinox.sampling import SamplingParams
 

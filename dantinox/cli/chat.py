@@ -20,8 +20,8 @@ from dantinox.config.sections import FIELDS
 from dantinox.files import on_one_line, shown
 
 if TYPE_CHECKING:
-    from dantinox.generation.batch import Piece
     from dantinox.generation.chat_session import Chat
+    from dantinox.generation.sample_text import TextPart
 
 PROMPT, MISTAKE = "> ", 2
 KEYS_HELP = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer and keeps what was said, Ctrl-D leaves."
@@ -165,7 +165,7 @@ def command(line: str) -> tuple[str, str] | None:
     return name, rest.strip()
 
 
-def respond(talk: "Chat", line: str) -> "str | Generator[Piece] | None":
+def respond(talk: "Chat", line: str) -> "str | Generator[TextPart] | None":
     """What a line leads to: a sentence about a command, the pieces of an answer, or None where it ends the conversation.
 
     Raises:
@@ -266,7 +266,7 @@ def _through_pipe(talk: "Chat") -> int:
     return code
 
 
-def _show(pieces: "Generator[Piece]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
+def _show(pieces: "Generator[TextPart]", entropy: bool, colours: Any, stopped: Callable[[], bool]) -> None:
     """Prints an answer as it comes; without colours one that shows its entropies once it is complete."""
     from dantinox.report.entropy_view import digits_below, painted
 

@@ -62,21 +62,22 @@ def generate(options: argparse.Namespace) -> int:
     if options.stream and not alone:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
     use_compilation_cache()
-    from dantinox.generation import in_order, load
+    from dantinox.generation import load
+    from dantinox.generation.loaded_model import in_order
 
     run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in requests), default=1))
     alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
     report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
-    batches = run.start(requests, **report, constraint=constraint)
     stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     stream = stream and not options.show_entropy
+    batches = run.start([run.request(*request, **report, constraint=constraint) for request in requests], stream=stream)
     if stream:
         print(requests[0][0], end="", flush=True)
     for batch in batches:
-        for piece in batch.pieces(stream=stream):
+        for _, part in batch.parts():
             if stream:
-                print(piece.text, end="", flush=True)
+                print(part.text, end="", flush=True)
     if stream:
         print()
     results, documents = in_order(batches), list[dict[str, Any]]()

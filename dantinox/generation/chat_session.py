@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from dantinox.config import Config, UserError, overlay, settings_of
 from dantinox.files import atomic_write, check_writable, first_line, shown
-from dantinox.generation.batch import Piece
+from dantinox.generation.batch_run import BatchRun
 from dantinox.generation.loaded_model import LoadedModel
-from dantinox.generation.loop import bucket
+from dantinox.generation.sample_text import TextPart
+from dantinox.generation.static_batch import bucket
 
 Message = dict[str, str]  # role and content
 LEAST_LENGTH = 256  # tokens that a prompt and a cache are padded to at least
@@ -105,7 +106,7 @@ class Chat:
 
     # --- turns
 
-    def answer(self, text: str) -> Generator[Piece]:
+    def answer(self, text: str) -> Generator[TextPart]:
         """Says `text` and yields the answer as it comes. What has come when the iterator is closed is kept as the answer.
 
         Raises:
@@ -124,23 +125,24 @@ class Chat:
             "seed": None if generation.seed is None else (generation.seed + self._answers) % 2**32,
         }
         config = self.config.model_copy(update={"generation": generation.model_copy(update=limits)})
-        (batch,) = self.run.start([(ids, config)], logprobs=0 if self.entropy else None, pad=self._pad)
-        return self._answered(turn, batch, "length" if generation.max_new_tokens <= room else "context")
+        request = self.run.request(ids, config, logprobs=0 if self.entropy else None)
+        (run,) = self.run.start([request], stream=True, pad=self._pad)
+        return self._answered(turn, run, "length" if generation.max_new_tokens <= room else "context")
 
-    def _answered(self, turn: list[Message], batch: Any, full: str) -> Generator[Piece]:
+    def _answered(self, turn: list[Message], run: BatchRun, full: str) -> Generator[TextPart]:
         said: list[str] = []
         self.ended = "interrupted"
         self._answers += 1
         try:
-            for piece in batch.pieces(stream=True):
-                said.append(piece.text)
-                yield piece
-            reason = batch.results[0].finish_reason
+            for _, part in run.parts():
+                said.append(part.text)
+                yield part
+            reason = run.results[0].finish_reason
             self.ended = full if reason == "length" else reason
         finally:
             self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
 
-    def retry(self) -> Generator[Piece]:
+    def retry(self) -> Generator[TextPart]:
         """Answers the last turn anew, in the place of the answer that there is."""
         before = self.messages
         text = self.undo()

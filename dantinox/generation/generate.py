@@ -1,6 +1,5 @@
-"""Token ids in, token ids out."""
+"""Token ids in, token ids out: `generate` for a bare transformer without a tokenizer."""
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,33 +9,28 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, KVSection, UserError, overlay
-from dantinox.generation.cache_plan import head_order, measured_or_uniform, plan_cache
-from dantinox.generation.loop import Session, clamp_to_context, slots_needed
-from dantinox.generation.weights import with_head_order
+from dantinox.files import shown
+from dantinox.generation.cache_plan import measured_or_uniform
+from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.weights import HeadOrder, with_head_order
 from dantinox.model import Transformer
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration
-from dantinox.sampling import SamplingParams
+from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.params import ScoreFn
+
+DEFAULTS = Config().generation
+# They need a tokenizer, or change the weights, which come as they are.
+REFUSED = ("stop", "keep_stop", "weights", "products", "tensor_parallel")
 
 
 def generate(
     model: Transformer,
     input_ids: Any,
-    max_generations: int = 150,
+    max_new_tokens: int = DEFAULTS.max_new_tokens,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    greedy: bool = False,
-    seed: int | None = None,
-    use_cache: bool = True,
     prompt_lengths: Any = None,
     eos_ids: Sequence[int] = (),
-    min_tokens: int = 0,
     pad_id: int = 0,
-    n: int = 1,
     logprobs: int | None = None,
     return_info: bool = False,
     score_fn: ScoreFn | None = None,
@@ -47,125 +41,157 @@ def generate(
     """Continues token sequences.
 
     Args:
-      input_ids: prompts `[B, T]`, right-padded where they differ in length.
-      max_generations: new tokens per row; less where `max_context` ends, with a warning. 0 returns the input.
-      prompt_lengths: `[B]`, the tokens of each row that count; None: all T.
-      seed: of the draws, the same for every row; None takes a fresh one from the operating system.
+      input_ids: prompts: an array `[B, T]`, right-padded where they differ in length, or a list of lists of any lengths.
+      max_new_tokens: per row; less where `max_context` ends, with a warning. 0 returns the input. `max_generations` is its old
+        name.
+      prompt_lengths: `[B]`, the tokens of each row that count; None: all.
       eos_ids: ids that end a row (the id itself is kept).
-      n: samples per prompt; their rows follow each other.
       logprobs: alternatives to report per token with `return_info`; None reports none.
-      temperature, top_k, top_p, min_p, repetition_penalty, greedy, min_tokens: as the keys of the `generation` section.
       score_fn, show_candidates: as of `LoadedModel.generate`.
       router_calibration: what `dantinox calibrate --what router` measured on this model, for `router_preset="calibrated"`: its
         file, or the numbers by name.
-      settings: any other key of it or of `router` that says how a token is chosen; tokens are named by id. And the keys of `kv`
-        (`kv_budget` and so on); what was measured on the heads is read from the file `kv_calibration` names.
+      settings: keys of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n`: samples per prompt, whose rows
+        follow each other), `router` and `kv` (`kv_budget` and so on). Tokens are named by id; what was measured on the heads is
+        read from the file that `kv_calibration` names. Without a seed the draws get a fresh one.
 
     Returns:
-      int32 `[B · n, T + max_generations]`, or as many new tokens as the context has room for: each row's prompt, its
+      int32 `[B · n, T + max_new_tokens]`, or as many new tokens as the context has room for: each row's prompt, its
       continuation right behind it, then `pad_id`. With `return_info` also a dict: `lengths` (prompt and continuation),
-      `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo` or None.
+      `reasons` (`eos` or `length`), `seed`, `seconds`, and `info`, a `StepInfo` `[B · n, new, …]` or None.
 
     Raises:
       UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
     """
-    tokens_BT, lengths_B = _checked_prompts(model, input_ids, prompt_lengths)
-    _check_whole("max_generations", max_generations, 0)
-    _check_whole("n", n, 1)
-    B, V = len(tokens_BT), model.config.vocab_size
-    if logprobs is not None:
-        _check_whole("logprobs", logprobs, 0, V)
-    if show_candidates and (logprobs is None or not return_info):
+    max_new_tokens = settings.pop("max_generations", max_new_tokens)
+    prompts, T = _prompts(input_ids, prompt_lengths)
+    for name in REFUSED:
+        if name in settings:
+            raise UserError(f"{name} has no effect on token ids and a model that is loaded: leave it out")
+    if show_candidates and not return_info:
         raise UserError("show_candidates reports with each token: give logprobs and return_info too")
-    kv_keys = {name: settings.pop(name) for name in [*settings] if name.startswith("kv_")}
-    kv, calibration = _kv(model, kv_keys, use_cache)
-    model = with_head_order(model, head_order(model.config, kv, calibration))
-    eos_ids = _integers("eos_ids", eos_ids, 1).tolist() if len(np.atleast_1d(eos_ids)) else []
-    row = settings | dict(
-        greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens=min_tokens,
-        repetition_penalty=repetition_penalty, seed=secrets.randbits(32) if seed is None else seed,
-    )  # fmt: skip
-    params = SamplingParams.build(
-        row, batch=B * n, stop_ids=eos_ids, protected_ids=eos_ids, sample_index=[*range(n)] * B, vocab_size=V,
-        measured=_router_numbers(router_calibration, settings), score_fn=score_fn, show_candidates=show_candidates,
-    )  # fmt: skip
-    limits_B = clamp_to_context(lengths_B, np.full(B, max_generations), model.config.max_context)
-    lengths_N, new = np.repeat(lengths_B, n), int(limits_B.max())
-    out = _with_room(np.repeat(tokens_BT, n, axis=0), lengths_N, new, pad_id)
-    start, infos = time.perf_counter(), []
-    if new > 0:
-        session = Session(
-            model, tokens_BT, lengths_B, params, limits_B=np.repeat(limits_B, n), eos_ids=[eos_ids] * (B * n),
-            samples=n, use_cache=use_cache, report=logprobs if return_info else None,
-            plan=plan_cache(model.config, kv, slots_needed(lengths_B, limits_B), calibration),
-        )  # fmt: skip
-        for chunk in session.run(ahead=True):
-            for b, count in enumerate(chunk.counts):
-                out[b, lengths_N[b] : lengths_N[b] + count] = chunk.tokens[b, :count]
-            lengths_N += chunk.counts
-            infos.append(chunk.info)
-    seconds = time.perf_counter() - start
-    info = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *infos) if infos else None
-    ended_N = np.isin(out[np.arange(B * n), lengths_N - 1], eos_ids) & (new > 0)
-    reasons = ["eos" if ended else "length" for ended in ended_N]
-    found = {"lengths": lengths_N, "reasons": reasons, "seed": row["seed"], "seconds": seconds, "info": info}
+    eos = [] if len(np.atleast_1d(eos_ids)) == 0 else _integers("eos_ids", eos_ids).tolist()
+    config = overlay(Config(), {"max_new_tokens": max_new_tokens, **settings})
+    ids_model = _IdsModel(config, model, eos, router_calibration, "kv_signal" in settings)
+    report: dict[str, Any] = {
+        "logprobs": logprobs if return_info else None,
+        "score_fn": score_fn,
+        "show_candidates": show_candidates,
+    }
+    begun = time.perf_counter()
+    results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])
+    seconds = time.perf_counter() - begun
+    room = min(config.generation.max_new_tokens, model.config.max_context - min(map(len, prompts)))
+    out = np.full((len(results), T + room), pad_id, np.int32)
+    lengths = []
+    for row, (result, ids) in enumerate(
+        zip(results, [ids for ids in prompts for _ in range(config.generation.n)], strict=True)
+    ):
+        lengths.append(len(ids) + len(result.tokens))
+        out[row, : lengths[-1]] = [*ids, *result.tokens]
+    reasons = ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results]
+    info = _stacked([result.steps for result in results])
+    found = {"lengths": np.array(lengths), "reasons": reasons, "seed": results[0].seed, "seconds": seconds, "info": info}
     return (out, found) if return_info else out
 
 
-def _with_room(prompts_NT: np.ndarray, lengths_N: np.ndarray, new: int, pad_id: int) -> np.ndarray:
-    """The prompts with `new` columns more; whatever is not prompt is `pad_id`."""
-    known_NT = np.where(np.arange(prompts_NT.shape[1]) < lengths_N[:, None], prompts_NT, pad_id)
-    return np.pad(known_NT, ((0, 0), (0, new)), constant_values=pad_id).astype(np.int32)
+class _NoText:
+    """Stands for a tokenizer where there is none: tokens spell nothing, and no text can be read."""
+
+    def __init__(self, vocab_size: int, eos_ids: Sequence[int]):
+        self.vocab_size, self.stop_ids = vocab_size, tuple(eos_ids)
+
+    def detokenizer(self) -> "_NoText":
+        return self
+
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    spelt = decode
+
+    def encode(self, text: str) -> list[int]:
+        raise UserError(f"tokens must be ids where there is no tokenizer, got {text!r}")
 
 
-def _kv(model: Transformer, given: dict[str, Any], use_cache: bool) -> tuple[KVSection, KVCalibration | None]:
-    """The settings of the cache, and what was measured on the heads where they read it."""
-    kv = overlay(Config(), {"use_cache": use_cache} | given).kv
-    if not kv.compresses or not kv.reads_calibration:
-        return kv, None
-    if kv.calibration is not None:
-        return kv, load_kv_calibration(kv.calibration, model.config, None)
-    if "kv_signal" in given or kv.decays_by_entropy:
-        raise UserError("kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration")
-    remedy = "name the file of what was measured on them by kv_calibration, or give kv_signal uniform"
-    return measured_or_uniform(kv, None, remedy), None
+class _IdsModel(LoadedModel):
+    """A bare transformer whose weights are decoded as they are."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        eos_ids: Sequence[int],
+        calibration: str | Path | Mapping[str, float] | None,
+        needs_signal: bool,
+    ):
+        if calibration is not None and config.router.router_preset != "calibrated":
+            raise UserError("router_calibration has no effect unless router_preset is calibrated")
+        super().__init__(config, model, _NoText(model.config.vocab_size, eos_ids))  # type: ignore[arg-type]
+        self._router_calibration, self._needs_signal = calibration, needs_signal
+
+    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
+        source, eos = self._router_calibration, self.tokenizer.stop_ids
+        measured = source if source is None or isinstance(source, Mapping) else load_router_calibration(source)
+        size = self.model.config.vocab_size
+        return SamplingParams.build(
+            configs, stop_ids=eos, protected_ids=eos, sample_index=sample_index, vocab_size=size, measured=measured, **more
+        )
+
+    def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
+        kv = config.kv
+        if not kv.compresses or not kv.reads_calibration:
+            return kv, None
+        if kv.calibration is not None:
+            return kv, load_kv_calibration(kv.calibration, self.model.config, None)
+        if self._needs_signal or kv.decays_by_entropy:
+            raise UserError(
+                "kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration"
+            )
+        remedy = "name the file of what was measured on them by kv_calibration, or give kv_signal uniform"
+        return measured_or_uniform(kv, None, remedy), None
+
+    def prepared(self, generation: Any, order: HeadOrder | None = None) -> Transformer:
+        return with_head_order(self.model, order)
 
 
-def _router_numbers(source: Any, settings: Mapping[str, Any]) -> Mapping[str, float] | None:
-    """What was measured for the router, from a file or as it is."""
-    if source is None:
+def _stacked(steps: Sequence[StepInfo | None]) -> StepInfo | None:
+    """The reports of all rows, `[B, new, …]`; zeros after the end of a row."""
+    if any(one is None for one in steps):
         return None
-    if settings.get("router_preset") != "calibrated":
-        raise UserError("router_calibration has no effect unless router_preset is calibrated")
-    return source if isinstance(source, Mapping) else load_router_calibration(source)
+    width = max(len(one.logprob) for one in steps if one is not None)
+    return jax.tree.map(
+        lambda *rows: np.stack([np.pad(x, [(0, width - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in rows]), *steps
+    )
 
 
-def _integers(name: str, given: Any, axes: int) -> np.ndarray:
-    """`given` as a non-empty array of integers with so many axes."""
+def _integers(name: str, given: Any) -> np.ndarray:
+    """`given` as a non-empty array of integers with one axis."""
     try:
         array = np.asarray(given)
-    except ValueError:  # rows of different length
+    except ValueError:
         array = np.empty(0)
-    if array.ndim != axes or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
-        kind = "rows of one length" if axes == 2 else "a list"
-        raise UserError(f"{name} must be integers in {kind}, at least one, got {str(given)[:60]}")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
+        raise UserError(f"{name} must be a list of integers, at least one, got {shown(given)}")
     return array
 
 
-def _check_whole(name: str, given: Any, low: int, high: int = 2**31 - 1) -> None:
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or not low <= given <= high:
-        allowed = f"an integer ≥ {low}" if high == 2**31 - 1 else f"an integer in [{low}, {high}]"
-        raise UserError(f"{name} must be {allowed}, got {given!r}")
+def _prompts(input_ids: Any, prompt_lengths: Any) -> tuple[list[tuple[int, ...]], int]:
+    """The prompts without padding, and the length of the longest row.
 
-
-def _checked_prompts(model: Transformer, input_ids: Any, prompt_lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-    tokens_BT = _integers("input_ids", input_ids, 2)
-    B, T = tokens_BT.shape
-    lengths_B = np.full(B, T) if prompt_lengths is None else _integers("prompt_lengths", prompt_lengths, 1)
-    if lengths_B.shape != (B,) or not ((lengths_B >= 1) & (lengths_B <= T)).all():
-        raise UserError(f"prompt_lengths must be {B} integers in [1, {T}], got {lengths_B.tolist()}")
-    ids = tokens_BT[np.arange(T) < lengths_B[:, None]]
-    V = model.config.vocab_size
-    if ids.min() < 0 or ids.max() >= V:
-        raise UserError(f"input_ids must be in [0, {V}), got {ids.min() if ids.min() < 0 else ids.max()}")
-    return tokens_BT.astype(np.int32), lengths_B.astype(np.int32)
+    Raises:
+      UserError: they are no integers, or a length does not fit its row.
+    """
+    given = input_ids if isinstance(input_ids, list | tuple) else np.atleast_1d(np.asarray(input_ids))
+    rows = [_integers("each row of input_ids", row) for row in given]
+    if not rows:
+        raise UserError("input_ids must have at least one row of token ids, got none")
+    sizes = [len(row) for row in rows]
+    lengths = sizes if prompt_lengths is None else _integers("prompt_lengths", prompt_lengths).tolist()
+    if len(lengths) != len(rows) or not all(1 <= length <= size for length, size in zip(lengths, sizes, strict=True)):
+        raise UserError(f"prompt_lengths must be {len(rows)} integers in [1, {max(sizes)}], got {shown(lengths)}")
+    return [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)], max(sizes)

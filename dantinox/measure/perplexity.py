@@ -20,7 +20,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel, load
 from dantinox.generation.decode import ECHOED, PREFILL
-from dantinox.generation.loop import bucket
+from dantinox.generation.static_batch import bucket
 from dantinox.generation.weights import widen
 from dantinox.measure.reading import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
 from dantinox.model import Transformer

@@ -16,7 +16,7 @@ from dantinox.config import Config, ModelConfig, UserError
 from dantinox.distributed import ONE_DEVICE, Layout, bytes_on_one, make_layout, place_shared, shapes_over, tensor_mesh
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
-from dantinox.generation.loop import Session, slots_needed
+from dantinox.generation.static_batch import StaticBatch, slots_needed
 from dantinox.generation.weights import prepare
 from dantinox.measure.topology import Topology
 from dantinox.measure.work import SENT, work_of
@@ -257,7 +257,7 @@ def generation_programs(
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
     cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
     seeded = config.model_copy(update={"generation": g.model_copy(update={"seed": g.seed or 0})})
-    session = Session(
+    rows_batch = StaticBatch(
         weights,
         np.zeros((batch, prompt), np.int32),
         lengths,
@@ -268,7 +268,7 @@ def generation_programs(
         use_cache=g.use_cache,
         plan=cache_plan,
     )
-    first, following = session.trace(place)
+    first, following = rows_batch.trace(place)
     read = bytes_on_one(place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP]))
     cache, head = bytes_on_one(place(first.out_info[0][0])), 2 * model.dim * model.vocab_size
     token = 2 * matrix_parameters(model) - head

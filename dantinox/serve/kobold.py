@@ -62,7 +62,7 @@ class Generation:
     """
 
     def __init__(self, key: str, answer: ResponseStream):
-        samples = answer.ask.config.generation.n
+        samples = answer.request.config.generation.n
         self.key, self.answer = key, answer
         self.texts, self.tokens = [""] * samples, [0] * samples
         self.reasons: list[str | None] = [None] * samples
@@ -87,7 +87,7 @@ class Generation:
                 self.texts[piece.sample] += piece.text
                 self.tokens[piece.sample] += len(piece.tokens)
                 self.reasons[piece.sample] = piece.finish_reason
-                if piece.sample == 0 and self.answer.ask.logprobs is not None:
+                if piece.sample == 0 and self.answer.request.logprobs is not None:
                     self.records += piece.tokens
                 yield piece
         finally:
@@ -254,9 +254,9 @@ def _of_generations(engine: EngineProtocol, generations: Generations) -> list[Ro
 
 def _logprobs(engine: EngineProtocol, generation: Generation) -> dict[str, Any] | None:
     """Those of the first sample, None where they were not asked for."""
-    if generation.answer.ask.logprobs is None:
+    if generation.answer.request.logprobs is None:
         return None
-    return ChatChances(engine.run.tokenizer, generation.answer.ask, "")(generation.records)
+    return ChatChances(engine.run.tokenizer, generation.answer.request, "")(generation.records)
 
 
 def _perf(engine: EngineProtocol, generations: Generations) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _perf(engine: EngineProtocol, generations: Generations) -> dict[str, Any]:
     status, now, last = engine.status(), time.monotonic(), generations.last
     found: dict[str, Any] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
     if last is not None:
-        stats, seed = last.answer.stats, last.answer.ask.config.generation.seed
+        stats, seed = last.answer.stats, last.answer.request.config.generation.seed
         found["last_process"] = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
         found["last_eval"] = max(stats.seconds - stats.first_token_seconds, 0.0)
         found |= {"last_token_count": sum(last.tokens), "last_seed": -1 if seed is None else seed}
@@ -303,7 +303,7 @@ def _generating(engine: EngineProtocol, tags: Tags, generations: Generations) ->
         results = []
         for text, tokens, reason in zip(generation.texts, generation.tokens, generation.reasons, strict=True):
             known: dict[str, Any] = {"text": text, "finish_reason": REASONS[reason or "length"]}
-            known |= {"prompt_tokens": len(generation.answer.ask.ids), "completion_tokens": tokens}
+            known |= {"prompt_tokens": len(generation.answer.request.ids), "completion_tokens": tokens}
             results.append(known)
         results[0]["logprobs"] = logprobs
         return JSONResponse({"results": results})

@@ -64,7 +64,7 @@ class Metrics:
         self._queued.observe(stats.queued_seconds)
         if stats.new_tokens:
             self._first.observe(stats.first_token_seconds)
-        steps = stats.new_tokens / answer.ask.config.generation.n - 1
+        steps = stats.new_tokens / answer.request.config.generation.n - 1
         if steps > 0:
             self._between.observe((stats.seconds - stats.first_token_seconds) / steps)
 
@@ -85,7 +85,7 @@ class Measured:
 
     def submit(self, ask: GenerationRequest) -> ResponseStream:
         answer = self._engine.submit(ask)
-        answer.when_read.append(self._metrics.observe)
+        answer.on_drained.append(self._metrics.observe)
         return answer
 
     def status(self) -> Status:

@@ -1,7 +1,7 @@
 """The stream of deltas that one request is answered with, and the interface of an engine that serves it."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,20 +11,20 @@ from dantinox.generation.request import Delta, GenerationRequest, RequestStats, 
 
 
 class ResponseStream:
-    """The pieces of one ask, in the order they come: `async for piece in answer`.
+    """The deltas of one request, in the order they come: `async for delta in stream`.
 
-    It is made and read on one event loop; the engine gives from a thread of its own. What is not read waits here, so a slow
-    reader holds up nobody; it is at most `n · max_new_tokens` tokens.
+    It is made and read on one event loop; the engine pushes from its own thread. What is not read waits here, so a slow reader
+    delays nobody; it is at most `n · max_new_tokens` tokens.
 
     Attributes:
-      stats: what it took.
-      prompt: with `echo` a record for each of the prompt's tokens, the first without chances; there with the first piece.
-      when_read: called with it, on the loop, once it has been read to its end.
+      stats: what the request took.
+      prompt: with `echo` a record for each of the prompt's tokens, the first without probabilities; there with the first delta.
+      on_drained: called with it, on the loop, once it has been read to its end.
     """
 
-    def __init__(self, ask: GenerationRequest, cancel: Callable[["ResponseStream"], None]):
-        self.ask, self.stats, self.prompt = ask, RequestStats(len(ask.ids)), list[TokenRecord]()
-        self.when_read: list[Callable[[ResponseStream], None]] = []
+    def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
+        self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
+        self.on_drained: list[Callable[[ResponseStream], None]] = []
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self._waiting: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
         self._ended = False
@@ -33,11 +33,12 @@ class ResponseStream:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next piece.
+        """The next delta.
 
         Raises:
           Unavailable: the engine failed, or was stopped before the end.
-          UserError: the ask cannot be met, which only its beginning could show.
+          UserError: the request cannot be met, which only its preparation or its beginning could show.
+          RequestFailed: an internal error ended this request.
         """
         if self._ended:
             raise StopAsyncIteration
@@ -45,33 +46,29 @@ class ResponseStream:
         if isinstance(found, Delta):
             return found
         self._ended = True
-        for read in self.when_read:
-            read(self)
+        for call in self.on_drained:
+            call(self)
         raise StopAsyncIteration if found is None else found
 
     def cancel(self) -> None:
-        """Gives the slots free within a chunk. Samples that have not ended end with `cancelled`; harmless when all have."""
-        self._cancel(self)
+        """Frees the slots within a chunk. Samples that have not ended end with `cancelled`; does nothing when all have."""
+        self._cancel()
 
     # What follows is for the engine, from any thread.
 
-    def give(self, pieces: Sequence[Delta]) -> None:
-        """Hands over what has come."""
-        self._put(pieces)
+    def push(self, delta: Delta) -> None:
+        """Hands over a delta."""
+        self._put(delta)
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more will come, because of an error where one is given."""
-        self._put([error])
+        self._put(error)
 
-    def _put(self, items: Sequence[Delta | BaseException | None]) -> None:
-        def put() -> None:
-            for item in items:
-                self._waiting.put_nowait(item)
-
+    def _put(self, item: Delta | BaseException | None) -> None:
         try:
-            self._loop.call_soon_threadsafe(put)
-        except RuntimeError:  # the loop is closed: nobody is there to read
-            self._cancel(self)
+            self._loop.call_soon_threadsafe(self._waiting.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody reads any more
+            self._cancel()
 
 
 @dataclass(frozen=True)

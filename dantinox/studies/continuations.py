@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,8 @@ from flax import nnx
 from dantinox.config import Config, UserError, settings_of
 from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import LoadedModel
-from dantinox.generation.decode import CHUNK
 from dantinox.generation.loaded_model import load_model
-from dantinox.generation.loop import Chunk, Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.reading import batches, padded, positions_of
 from dantinox.model import Transformer
 from dantinox.run import load_run_config, open_run
@@ -121,19 +121,26 @@ def write(
     """
     special = sorted(run.tokenizer.special_ids)
     fixed = {**NEUTRAL, "max_new_tokens": tokens, "banned_tokens": special, **settings}
-    ids, rates, strategies = [], [], []
+    ids, rates, strategies = list[list[int]](), [], []
     for numbers in batches(len(prompts), ROWS):
-        requests = [(prompts[number], {**fixed, "seed": (seed << 20) + int(number)}) for number in numbers]
-        (batch,) = run.start(requests, logprobs=0 if report else None)
-        chunks = list(_decode(batch.session, shares, np.random.default_rng((seed, numbers[0]))))
-        ids.append(np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:, :tokens])
-        rates.append(len(numbers) * (tokens - 1) / max(batch.session.times.decoding, 1e-9))
-        routed = [chunk.info.routed for chunk in chunks if chunk.info is not None]
-        strategies.append([np.asarray(one.route.strategy) for one in routed if one is not None])
-    ids_PT = np.concatenate(ids)[: len(prompts)]
+        requests = [
+            run.request(prompts[n], {**fixed, "seed": (seed << 20) + int(n)}, logprobs=0 if report else None) for n in numbers
+        ]
+        (batch_run,) = run.start(requests, steps=None if shares is None else 1)
+        if shares is not None:
+            batch_run.batch.before_dispatch = partial(
+                _redraw, batch_run.batch, shares, np.random.default_rng((seed, numbers[0]))
+            )
+        for _ in batch_run.parts():
+            pass
+        ids += [result.tokens for result in batch_run.results]
+        rates.append(len(numbers) * (tokens - 1) / max(batch_run.times.decoding, 1e-9))
+        steps = [result.steps for result in batch_run.results if result.steps is not None]
+        strategies += [np.asarray(one.routed.route.strategy) for one in steps if one.routed is not None]
+    ids_PT = np.asarray(ids, np.int32)[: len(prompts)]
     counted = None
-    if strategies[0]:
-        strategy_PT = np.concatenate([np.concatenate(parts, axis=1) for parts in strategies])[: len(prompts)]
+    if strategies:
+        strategy_PT = np.stack(strategies)[: len(prompts)]
         counted = np.bincount(strategy_PT.ravel(), minlength=len(STRATEGIES)) / strategy_PT.size
     return Written(
         ids_PT,
@@ -149,15 +156,8 @@ def _continued(tokenizer: Tokenizer, prompt: str, ids_T: np.ndarray) -> str:
     return spell.push(ids_T) + spell.flush()
 
 
-def _decode(session: Session, shares: Mapping[str, float] | None, random: np.random.Generator) -> Iterator[Chunk]:
-    """Decodes to the end; where there are shares, every token with strategies drawn anew."""
-    if shares is None:
-        yield from session.run(CHUNK)
-        return
-    session.params = draw_strategies(session.params, shares, random)
-    for chunk in session.run(1):
-        yield chunk
-        session.params = draw_strategies(session.params, shares, random)
+def _redraw(batch: StaticBatch, shares: Mapping[str, float], random: np.random.Generator) -> None:
+    batch.params = draw_strategies(batch.params, shares, random)
 
 
 FORCING = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)

@@ -15,7 +15,7 @@ from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.loop import Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.generation.weights import widen
 from dantinox.measure.eviction import divergence, read_limited, rows_at_once
 from dantinox.measure.reading import batches, positions_of
@@ -308,6 +308,6 @@ def nearsighted(full: Contender) -> Contender:
 def _write(cache: Contender, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> Written:
     B, T = prompts_BT.shape
     limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
-    session = Session(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
-    ids_BT = np.concatenate([chunk.tokens for chunk in session.run(CHUNK)], axis=1)
-    return Written(ids_BT, B * (tokens - 1) / max(session.times.decoding, 1e-9))
+    batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
+    ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(CHUNK)], axis=1)
+    return Written(ids_BT, B * (tokens - 1) / max(batch.times.decoding, 1e-9))

@@ -18,7 +18,7 @@ import numpy as np
 
 from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, shown
-from dantinox.generation import LoadedModel, in_order, load
+from dantinox.generation import LoadedModel, load
 from dantinox.measure.perplexity import Text, score
 from dantinox.measure.reading import batches, begin_ids
 from dantinox.report.tables import Column, text_table
@@ -95,11 +95,8 @@ class Examinee:
         answers: dict[int, str] = {}
         for places in batches(len(asked), ROWS) if asked else ():
             numbers = [order[place] for place in places]
-            started = self.run.start([asked[number] for number in numbers], pad=self._pad)
-            for batch in started:
-                for _ in batch.pieces():
-                    pass
-            answers |= {number: result.text for number, result in zip(numbers, in_order(started), strict=True)}
+            results = self.run.complete([self.run.request(*asked[number]) for number in numbers], pad=self._pad)
+            answers |= {number: result.text for number, result in zip(numbers, results, strict=True)}
             self.progress(f"{len(answers)} of {len(asked)} texts are generated")
         return [answers[number] for number in range(len(asked))]
 

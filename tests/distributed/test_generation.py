@@ -8,7 +8,7 @@ from flax import nnx
 from dantinox.config import UserError, build_config
 from dantinox.distributed import shared_over, tensor_mesh, weight_places, widest
 from dantinox.generation.cache_plan import plan_cache
-from dantinox.generation.loop import Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.generation.weights import prepare
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
@@ -35,7 +35,7 @@ def texts(config, model, length):
     """The tokens behind two prompts."""
     prompts_PT = np.random.default_rng(0).integers(3, V, (2, length)).astype(np.int32)
     lengths_P, rows = np.array([length, length - 7], np.int32), {"batch": 2, "sample_index": [0, 0]}
-    session = Session(
+    session = StaticBatch(
         model,
         prompts_PT,
         lengths_P,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.loop import Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.sampling import SamplingParams
 
 from . import builder
@@ -56,7 +56,7 @@ def test_every_setting_in_one_batch():
     tokens, lengths = builder.padded(prompts)
     eos_ids = [row.pop("eos_ids", []) for row in rows]
     params = SamplingParams.build(rows, stop_ids=[END])
-    session = Session(model, tokens, lengths, params, limits_B=limits, eos_ids=eos_ids)
+    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=eos_ids)
     said: list[list[int]] = [[] for _ in rows]
     chunk = session.start()
     while True:
@@ -110,7 +110,7 @@ def decoded(model, rows, prompts, steps):
     """The continuations of one batch in which each row has its own settings."""
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(rows, vocab_size=model.config.vocab_size)
-    session = Session(model, tokens, lengths, params, limits_B=np.full(len(rows), steps), eos_ids=[[]] * len(rows))
+    session = StaticBatch(model, tokens, lengths, params, limits_B=np.full(len(rows), steps), eos_ids=[[]] * len(rows))
     chunks = [session.start()]
     while not chunks[-1].done.all():
         chunks.append(session.advance())

@@ -106,12 +106,12 @@ def test_what_stands_behind_a_prompt_in_the_input_does_not_matter():
 
 
 def test_the_cache_is_as_long_as_the_request_not_as_the_context():
-    from dantinox.generation.loop import Session
+    from dantinox.generation.static_batch import StaticBatch
     from dantinox.sampling import SamplingParams
 
     model = builder.model(builder.config(max_context=4096, windows=(None, 8)))
     params = SamplingParams.build({"greedy": True})
-    session = Session(model, np.ones((1, 10), np.int32), np.array([10]), params, limits_B=np.array([20]), eos_ids=[[]])
+    session = StaticBatch(model, np.ones((1, 10), np.int32), np.array([10]), params, limits_B=np.array([20]), eos_ids=[[]])
     session.start()
     assert session.cache.report()["slots"] == [[[2, 32]], [[2, 8]]]
     assert session.cache.report()["bytes"] == 2 * 2 * (32 + 8) * 8 * 4
@@ -120,22 +120,23 @@ def test_the_cache_is_as_long_as_the_request_not_as_the_context():
 @pytest.mark.parametrize(
     ("input_ids", "options", "sentence"),
     [
-        ([[]], {}, "input_ids must be integers in rows of one length"),
-        ([1, 2], {}, "input_ids must be integers in rows of one length"),
-        ([[1.5]], {}, "input_ids must be integers in rows of one length"),
-        ([[1, 2], [3]], {}, "input_ids must be integers in rows of one length"),
-        ([[1]], {"max_generations": 2.5}, "max_generations must be an integer ≥ 0, got 2.5"),
-        ([[1]], {"n": 0}, "n must be an integer ≥ 1, got 0"),
+        ([[]], {}, "each row of input_ids must be a list of integers"),
+        ([1, 2], {}, "each row of input_ids must be a list of integers"),
+        ([[1.5]], {}, "each row of input_ids must be a list of integers"),
+        ([], {}, "input_ids must have at least one row"),
+        ([[1]], {"stop": ["a"]}, "stop has no effect on token ids"),
+        ([[1]], {"max_generations": 2.5}, "generation.max_new_tokens must be an integer .*, got 2.5"),
+        ([[1]], {"n": 0}, "generation.n must be an integer in .*, got 0"),
         ([[1]], {"logprobs": 68, "return_info": True}, r"logprobs must be an integer in \[0, 67\], got 68"),
-        ([[1]], {"eos_ids": 3}, "eos_ids must be integers in a list"),
+        ([[1]], {"eos_ids": 3}, "eos_ids must be a list of integers"),
         ([[1]], {"temperature": None}, "generation.temperature must be"),
-        ([[1, 2]], {"prompt_lengths": [1.5]}, "prompt_lengths must be integers in a list"),
-        ([[67]], {}, r"input_ids must be in \[0, 67\), got 67"),
-        ([[-1]], {}, r"input_ids must be in \[0, 67\), got -1"),
+        ([[1, 2]], {"prompt_lengths": [1.5]}, "prompt_lengths must be a list of integers"),
+        ([[67]], {}, r"tokens of the prompt must be in \[0, 67\), got 67"),
+        ([[-1]], {}, r"tokens of the prompt must be in \[0, 67\), got -1"),
         ([[1, 2]], {"prompt_lengths": [3]}, r"prompt_lengths must be 1 integers in \[1, 2\], got \[3\]"),
         ([[1, 2]], {"prompt_lengths": [0]}, "prompt_lengths must be"),
         ([[1, 2]], {"prompt_lengths": [1, 1]}, "prompt_lengths must be"),
-        ([[1]], {"max_generations": -1}, "max_generations must be an integer ≥ 0, got -1"),
+        ([[1]], {"max_generations": -1}, "generation.max_new_tokens must be an integer .*, got -1"),
         ([[1]], {"top_p": 1.7}, r"generation.top_p must be .*, got 1.7"),
         ([[1]], {"temperature": -1.0}, "generation.temperature must be"),
         ([[1]], {"seed": -1}, "generation.seed must be"),
@@ -145,3 +146,9 @@ def test_the_cache_is_as_long_as_the_request_not_as_the_context():
 def test_wrong_arguments_are_one_sentence(input_ids, options, sentence):
     with pytest.raises(UserError, match=sentence):
         generate(builder.model(), input_ids, **options)
+
+
+def test_prompts_of_any_lengths_are_lists():
+    tokens, lengths = builder.padded(PROMPTS)
+    ragged = generate(builder.model(), [list(prompt) for prompt in PROMPTS], max_new_tokens=STEPS, greedy=True)
+    assert ragged.tolist() == generate(builder.model(), tokens, STEPS, greedy=True, prompt_lengths=lengths).tolist()

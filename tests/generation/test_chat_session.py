@@ -101,8 +101,9 @@ def test_entropies_come_token_by_token(run):
     chat.entropy = True
     pieces = list(chat.answer("a"))
     assert [piece.text for piece in pieces] == list(AROUND[:8]), "a character of several bytes is one piece"
-    (batch,) = run.start([("a", {"greedy": True, "max_new_tokens": 15})], logprobs=0, pad=chat._pad)
-    list(batch.pieces())
+    request = run.request("a", {"greedy": True, "max_new_tokens": 15}, logprobs=0)
+    (batch,) = run.start([request], pad=chat._pad)
+    list(batch.parts())
     bits = iter(batch.results[0].info["entropy"])
     for piece in pieces:
         assert piece.entropy == pytest.approx(max(next(bits) for _ in piece.text.encode()), rel=1e-4)

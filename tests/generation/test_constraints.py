@@ -13,7 +13,7 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation.constraints import KINDS, LONGEST_SOURCE, Constraint, Grammars, check
-from dantinox.generation.loaded_model import LoadedModel, in_order
+from dantinox.generation.loaded_model import LoadedModel
 from dantinox.text import Tokenizer, train_tokenizer
 
 pytest.importorskip("llguidance")
@@ -384,9 +384,10 @@ def test_with_every_way_to_choose(runs, settings):
 @pytest.mark.slow
 def test_reports_are_those_of_the_model(runs):
     run = runs("byte")
-    (batch,) = run.start([("a", {"seed": 1, **HOT})], logprobs=3, constraint=Constraint("regex", "zx"))
-    assert [piece.text for piece in batch.pieces() if piece.text] == ["z", "x"]
-    (result,) = in_order([batch])
+    request = run.request("a", {"seed": 1, **HOT}, logprobs=3, constraint=Constraint("regex", "zx"))
+    (batch,) = run.start([request])
+    assert [part.text for _, part in batch.parts()] == ["z", "x"]
+    (result,) = batch.results
     assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), "to the model it was any token"
     np.testing.assert_allclose(result.steps.logprob_sampled, 0, atol=1e-6)
     np.testing.assert_array_equal(result.steps.survivors, 1)

@@ -15,7 +15,7 @@ from dantinox.config.kv import KVSection
 from dantinox.generation import decode, generate, prepare
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.loop import Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.generation.weights import with_head_order
 from dantinox.model import attention, kernels, make_cache
 from dantinox.model.compressed import Compressed
@@ -39,11 +39,13 @@ def calibrated(entropy_LN, **more: Any) -> KVCalibration:
     return KVCalibration(np.asarray(entropy_LN, float), more.get("coverage"), path="here")
 
 
-def session(model, prompts, new, plan=None, report=None, **settings: Any) -> Session:
+def session(model, prompts, new, plan=None, report=None, **settings: Any) -> StaticBatch:
     rows = len(prompts)
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build({"greedy": True} | settings, batch=rows)
-    return Session(model, tokens, lengths, params, limits_B=np.full(rows, new), eos_ids=[[]] * rows, plan=plan, report=report)
+    return StaticBatch(
+        model, tokens, lengths, params, limits_B=np.full(rows, new), eos_ids=[[]] * rows, plan=plan, report=report
+    )
 
 
 def made(*arguments):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import Config, GenerationSection, UserError
-from dantinox.generation import generate
-from dantinox.generation import loaded_model as run_module
+from dantinox.generation import LoadedModel, generate, model_bundle
 from dantinox.generation.cache_plan import plan_cache
 from dantinox.run import KVCalibration
 
@@ -22,7 +21,7 @@ LOSS = {"loss_LKC": RISES, "loss_slots": (16, 256)}
 
 def groups(calibration, **kv):
     """The groups of slots that a run with this calibration makes for 256 tokens, and the warnings on the way."""
-    run = run_module.LoadedModel(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
+    run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         settings, found = run.kv(Config(kv={"budget": 0.5, **kv}))
@@ -68,9 +67,9 @@ def test_tokens_without_a_run_name_the_file():
 
 def test_few_orders_of_the_heads_stay_prepared(monkeypatch):
     made = []
-    monkeypatch.setattr(run_module, "with_head_order", lambda model, order: order)
-    monkeypatch.setattr(run_module, "prepare", lambda model, weights, products: made.append(model) or model)
-    run = run_module.LoadedModel(Config(), SimpleNamespace(config=CONFIG), None)
+    monkeypatch.setattr(model_bundle, "with_head_order", lambda model, order: order)
+    monkeypatch.setattr(model_bundle, "prepare", lambda model, weights, products: made.append(model) or model)
+    run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared(GenerationSection(), order) == order
     assert made == [1, 2, 3, 4, 5, 2]  # 2 was not used for longest

@@ -8,7 +8,8 @@ import pytest
 
 import dantinox
 from dantinox.config import UserError
-from dantinox.generation import LoadedModel, in_order
+from dantinox.generation import LoadedModel
+from dantinox.generation.loaded_model import in_order
 from dantinox.text import Tokenizer
 
 from . import builder
@@ -157,10 +158,10 @@ def test_finished_rows_leave_the_others_alone(ending):
         ("c", {"greedy": True, "ignore_eos": True, "max_new_tokens": 2}),
         ("b", {"greedy": True, "max_new_tokens": 0}),
     ]
-    (batch,) = ending.start(requests)
+    (batch,) = ending.start([ending.request(*request) for request in requests])
     texts = [""] * len(requests)
-    for piece in batch.pieces():
-        texts[piece.row] += piece.text
+    for row, part in batch.parts():
+        texts[row] += part.text
     assert [result.text for result in batch.results] == texts
     hot = ending.generate("Nel mezzo", **requests[2][1])
     assert texts[:3] == ["è€😀b\nc", "😀", hot.text] and texts[4] == ""
@@ -298,10 +299,10 @@ def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
         ("e", {"sampler_order": ["top_p", "top_k"], "top_k": 4}),
     ]  # fmt: skip
     settings = {"max_new_tokens": 3, "temperature": 1.0, "seed": 1}
-    batches = run.start([(prompt, settings | given) for prompt, given in requests])
+    batches = run.start([run.request(prompt, settings | given) for prompt, given in requests])
     assert [batch.numbers for batch in batches] == [[0, 3], [1, 1], [2], [4]]
     for batch in batches:
-        list(batch.pieces())
+        list(batch.parts())
     results = in_order(batches)
     assert [result.prompt for result in results] == ["a", "b", "b", "c", "d", "e"]
     for number, given in ((0, requests[0][1]), (4, requests[3][1])):

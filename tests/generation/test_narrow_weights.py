@@ -11,7 +11,7 @@ from dantinox.config import UserError
 from dantinox.generation import generate, prepare
 from dantinox.generation import weights as weights_module
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.loop import Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.generation.weights import NarrowLinear, weight_bytes, widen
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
@@ -130,7 +130,7 @@ def test_measuring_works_while_shapes_alone_are_asked_for(monkeypatch, tmp_path)
 
 def decoding(model, params, use_cache=True):
     """The decoding program of one row, lowered."""
-    session = Session(
+    session = StaticBatch(
         model, np.ones((1, 5), np.int32), np.array([5]), params,
         limits_B=np.array([20]), eos_ids=[[]], use_cache=use_cache,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.generation import decode, generate
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.loop import Session, bucket
+from dantinox.generation.static_batch import StaticBatch, bucket
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams
 
@@ -48,7 +48,9 @@ def test_numbers_and_words_change_nothing_that_is_compiled(programs):
 
 def test_short_chunks_are_no_other_program(programs):
     params = SamplingParams.build({"greedy": True})
-    session = Session(builder.model(), np.ones((1, 5), np.int32), np.array([5]), params, limits_B=np.array([50]), eos_ids=[[]])
+    session = StaticBatch(
+        builder.model(), np.ones((1, 5), np.int32), np.array([5]), params, limits_B=np.array([50]), eos_ids=[[]]
+    )
     session.start()
     session.advance(1)
     programs()
@@ -65,7 +67,7 @@ def test_a_chunk_ahead_changes_nothing(ahead):
     free = generate(model, prompts, 58, greedy=True)[:, 3:]
     end = int(free[2, 40])
     ends = int(np.argmax(free[2] == end)) + 1
-    session = Session(
+    session = StaticBatch(
         model, prompts, np.full(3, 3), SamplingParams.build({"greedy": True}, batch=3), limits_B=limits, eos_ids=[[], [], [end]]
     )
     texts = [[], [], []]
@@ -106,7 +108,7 @@ def decode_program(model, settings, rows=2, slots=2048):
     """The decoding of a batch whose cache has this many places, and that cache."""
     params = SamplingParams.build(settings, batch=rows)
     limits, lengths = np.full(rows, 9), np.full(rows, 5)
-    session = Session(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows)
+    session = StaticBatch(model, np.ones((rows, 5), np.int32), lengths, params, limits_B=limits, eos_ids=[[]] * rows)
     cache = make_cache(model.config, rows, slots, model.dtype)
     return _generate_toks.lower(model, cache, session.state, params, jnp.int32(32), use_cache=True, report=None), cache
 
@@ -125,7 +127,7 @@ def test_decoding_copies_neither_cache_nor_weights(wide, settings, optimised):
 
 def prompt_session(model, length, **report):
     params = SamplingParams.build({"greedy": True})
-    return Session(
+    return StaticBatch(
         model, np.ones((1, length), np.int32), np.array([length]), params,
         limits_B=np.array([20]), eos_ids=[[]], **report,
     )  # fmt: skip

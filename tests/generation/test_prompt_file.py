@@ -8,18 +8,18 @@ import pytest
 from dantinox.config import Config, UserError
 from dantinox.generation import loaded_model as run
 from dantinox.generation.prompt_file import read_prompts
+from dantinox.generation.request import GenerationRequest
 
 
 @pytest.fixture
 def batches(monkeypatch):
     """The numbers of the requests in each batch that settings end up in; nothing is decoded."""
-    monkeypatch.setattr(run, "Batch", lambda model, tokenizer, requests, *_: [request.number for request in requests])
-    monkeypatch.setattr(run.LoadedModel, "prepared", lambda *_: None)
-    monkeypatch.setattr(run.LoadedModel, "prompt_ids", lambda *_: [1])
+    monkeypatch.setattr(run, "BatchRun", lambda model, requests, numbers, **_: numbers)
 
     def of(settings, base=None):
         model = SimpleNamespace(config=Config().architecture(259))
-        return run.LoadedModel(base or Config(), model, None).start([("a", given) for given in settings])
+        loaded = run.LoadedModel(base or Config(), model, None)
+        return loaded.start([GenerationRequest((1,), loaded.settings(given)) for given in settings])
 
     return of
 

@@ -14,7 +14,7 @@ from dantinox.config import UserError
 from dantinox.config.generation import ROUTED
 from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.loop import Session
+from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
 from dantinox.sampling.best_of_n import best_of_n, guide_score
@@ -142,7 +142,7 @@ def decoded(model, rows, prompts, steps):
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(rows, vocab_size=model.config.vocab_size)
     limits = np.full(len(rows), STEPS)
-    session = Session(model, tokens, lengths, params, limits_B=limits, eos_ids=[[]] * len(rows), report=3)
+    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=[[]] * len(rows), report=3)
     chunks = [session.start(), session.advance(steps - 1)]
     infos = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:B], *[chunk.info for chunk in chunks])
     return np.concatenate([chunk.tokens for chunk in chunks], axis=1)[:B], infos
@@ -273,7 +273,7 @@ def test_a_forced_token_ends_the_text_when_it_is_the_end():
     always = {"low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6, "clarify_token": 7}
     params = SamplingParams.build(ENTROPY | always | {"seed": 1, "min_tokens": 3, "clarify_cooldown": 0}, stop_ids=[7])
     tokens, lengths = builder.padded(prompts)
-    session = Session(model, tokens, lengths, params, limits_B=np.array([20]), eos_ids=[[7]])
+    session = StaticBatch(model, tokens, lengths, params, limits_B=np.array([20]), eos_ids=[[7]])
     said = [session.start(), session.advance()]
     text = np.concatenate([chunk.tokens[0, : chunk.counts[0]] for chunk in said])
     assert len(text) == 4 and text[-1] == 7 and 7 not in text[:-1], "not before min_tokens, then at once"

@@ -106,9 +106,9 @@ def test_the_calibration_is_read_where_it_is_asked_for(run):
 
 def test_chain_and_router_in_one_call_are_batches_of_their_own(run):
     requests = [("a", {"greedy": True}), ("b", ROUTED | {"seed": 1}), ("c", ROUTED | {"seed": 1, "use_attention": False})]
-    batches = run.start([(text, given | {"max_new_tokens": 3}) for text, given in requests])
+    batches = run.start([run.request(text, given | {"max_new_tokens": 3}) for text, given in requests])
     assert [batch.numbers for batch in batches] == [[0], [1], [2]]
-    assert len(jax.tree.leaves(batches[0].session.params.router)) == 0
+    assert len(jax.tree.leaves(batches[0].batch.params.router)) == 0
 
 
 @pytest.mark.exhaustive

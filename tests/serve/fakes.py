@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import LoadedModel
-from dantinox.generation.request import Delta
+from dantinox.generation.request import Delta, RequestStats
 from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
@@ -59,7 +59,7 @@ class FakeEngine:
         if len(ask.ids) >= context:
             raise UserError(f"the prompt has {len(ask.ids)} tokens and fills the model's context of {context}: shorten it")
         self.asked.append(ask)
-        answer = ResponseStream(ask, self.cancelled.append)
+        answer = ResponseStream(ask, RequestStats(len(ask.ids)), lambda: self.cancelled.append(answer))
         task = asyncio.get_running_loop().create_task(self._meet(ask, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -81,7 +81,7 @@ class FakeEngine:
             for number, token in enumerate(ids):
                 await asyncio.sleep(self.pause)
                 if answer in self.cancelled:
-                    answer.give([Delta(sample, "", [], "cancelled")])
+                    answer.push(Delta(sample, "", [], "cancelled"))
                     break
                 if self.fails is not None and number >= 2:
                     answer.end(self.fails)
@@ -91,12 +91,12 @@ class FakeEngine:
                 text += stops.push(speech.flush()) + stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
                 answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
-                answer.give([Delta(sample, text, [self._record(token, ask.logprobs)], reason)])
+                answer.push(Delta(sample, text, [self._record(token, ask.logprobs)], reason))
                 if reason:
                     break
             else:
                 if not ids:
-                    answer.give([Delta(sample, "", [], "length")])
+                    answer.push(Delta(sample, "", [], "length"))
         answer.stats.seconds = now() - began
         answer.end()
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from dantinox.generation.request import GenerationRequest
+from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.serve.app import make_app
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.response_stream import ResponseStream
@@ -70,7 +70,7 @@ def test_time_between_tokens_is_that_of_one_sample(engine):
     async def observe():
         metrics = Metrics(engine)
         ask = GenerationRequest((1,), engine.settings({"n": 2, "max_new_tokens": 5}))
-        answer = ResponseStream(ask, lambda answer: None)
+        answer = ResponseStream(ask, RequestStats(len(ask.ids)), lambda: None)
         answer.stats.new_tokens, answer.stats.first_token_seconds, answer.stats.seconds = 10, 1.0, 3.0
         metrics.observe(answer)
         return metrics

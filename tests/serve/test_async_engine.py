@@ -1,6 +1,8 @@
 """The engine: texts of many at once, each as if it were alone; queue, cancellation, faults and the end."""
 
 import asyncio
+import contextlib
+import threading
 import time
 from dataclasses import replace
 
@@ -10,11 +12,14 @@ from flax import nnx
 
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.constraints import Constraint, Matcher
+from dantinox.generation.engine import FAILURES, RequestFailed
 from dantinox.generation.request import GenerationRequest
+from dantinox.generation.sample_text import SampleText
 from dantinox.model import Transformer
-from dantinox.serve.async_engine import AsyncEngine
+from dantinox.serve.async_engine import AsyncEngine, _Responder
 from dantinox.serve.errors import Busy, Unavailable
+from dantinox.serve.response_stream import ResponseStream
 
 from .fakes import BYTES
 
@@ -97,7 +102,7 @@ def test_seeded_asks_say_in_company_what_they_say_alone(engine, run):
 
 def test_settings_that_come_again_are_looked_up(engine, run):
     """Only what differs besides seed, length, samples and stop strings is made anew; the text is that of `generate`."""
-    made = engine._slots._remembered.cache_info().misses
+    made = engine._batch._remembered.cache_info().misses
 
     async def read():
         for seed, size in ((1, 9), (2, 20), (1, 9)):
@@ -107,7 +112,7 @@ def test_settings_that_come_again_are_looked_up(engine, run):
         return engine.submit(ask(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
 
     asyncio.run(read())
-    assert engine._slots._remembered.cache_info().misses == made + 2
+    assert engine._batch._remembered.cache_info().misses == made + 2
     assert [engine.settings({"top_k": 7, "seed": seed}).generation.seed for seed in (5, 6)] == [5, 6]
     assert engine.settings({"stop": ["a" * 5000], "seed": 5}).generation.stop == ("a" * 5000,)
     with pytest.raises(UserError, match="seed"):
@@ -255,7 +260,7 @@ def test_a_constraint_that_cannot_be_met_ends_its_own_ask_alone(engine):
 
     async def both():
         with pytest.raises(UserError, match="unclosed group"):
-            engine.submit(replace(ask(engine, "hello"), constraint=Constraint("regex", "(a")))
+            await text_of(engine.submit(replace(ask(engine, "hello"), constraint=Constraint("regex", "(a"))))
         free = asyncio.create_task(said(engine, STORY, **DRAWN))
         with pytest.raises(UserError, match="takes too long to follow"):
             await text_of(engine.submit(replace(ask(engine, "hello", n=2, max_new_tokens=150, **DRAWN), constraint=slow)))
@@ -279,16 +284,132 @@ def test_drained_and_failed(run, monkeypatch):
 
         broken, failed = started(run), []
         broken.on_failure = lambda: failed.append(broken.status().state)
-        monkeypatch.setattr(broken._slots, "collect", lambda flight: 1 / 0)
+        monkeypatch.setattr(broken._batch, "collect", lambda pending: 1 / 0)
+        for _ in range(FAILURES):
+            with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+                await text_of(broken.submit(ask(broken, "hello")))
         with pytest.raises(Unavailable, match="failed: ZeroDivisionError"):
             await text_of(broken.submit(ask(broken, "hello")))
         with pytest.raises(Unavailable, match="failed"):
             broken.submit(ask(broken, "hello"))
         assert failed == ["failed"]
 
-        uncompiled = started(run)
-        monkeypatch.setattr(uncompiled._slots, "compile", lambda lane, echo: 1 / 0)
-        with pytest.raises(Unavailable, match="failed: ZeroDivisionError"):
-            await text_of(uncompiled.submit(ask(uncompiled, "hello", preset="llamacpp")))
-
     asyncio.run(end())
+
+
+VICTIM = "the victim of a fault"
+# Where a fault is raised on the engine's threads: (object, method, whether the call is made for one request).
+CALLS = [
+    *(
+        ("batch", name, True)
+        for name in ("row_params", "match_prefix", "begin", "read", "prompt_steps", "copy", "start", "allow")
+    ),
+    *(("batch", name, False) for name in ("ready", "left", "stop", "dispatch", "collect")),
+    *(("scheduler", name, False) for name in ("admit", "finish_reading", "release", "slots_of", "remove")),
+    *(("engine", name, True) for name in ("_texts", "_start_rows", "_give")),
+    *(("engine", name, False) for name in ("_admit", "_read_prompts", "_end", "_dispatch", "_collect")),
+    ("matcher", "mask", True),
+    ("matcher", "take", True),
+    ("text", "take", True),
+    ("responder", "give", True),
+    ("stream", "push", True),
+    ("compile", "compile", True),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "own"), CALLS, ids=lambda value: str(value))
+def test_a_fault_of_one_request_ends_that_request_alone(engine, run, monkeypatch, where, name, own):
+    """Whatever raises on the engine's threads, the server goes on; what is done for one request ends no other one."""
+    victim_ids, faults = tuple(run.prompt_ids(VICTIM)), []
+    owner = {
+        "batch": engine._batch, "scheduler": engine._engine._scheduler, "engine": engine._engine, "matcher": Matcher,
+        "text": SampleText, "responder": _Responder, "stream": ResponseStream, "compile": engine._batch,
+    }[where]  # fmt: skip
+    real = getattr(owner, name)
+
+    def of_victim(args):
+        """Whether a call is made for the victim, as far as its arguments tell."""
+        for value in args:
+            ids = getattr(getattr(value, "request", None), "ids", getattr(value, "ids", value))
+            if isinstance(value, int) and name in ("read", "prompt_steps", "copy", "start", "allow"):
+                ids = engine._batch._rows[value].ids
+            if isinstance(ids, tuple) and ids == victim_ids:
+                return True
+        return where in ("matcher", "compile") or name == "row_params" or (where == "text" and args[0].matcher is not None)
+
+    def faulty(*args, **kwargs):
+        if not faults and armed and (of_victim(args) or not own):
+            faults.append(args)
+            raise ZeroDivisionError("injected")
+        return real(*args, **kwargs)
+
+    armed = []
+
+    async def read():
+        expected = run.generate(STORY, max_new_tokens=16, **DRAWN).text
+        bystander = asyncio.create_task(said(engine, STORY, **DRAWN))
+        while not engine.status().busy:
+            await asyncio.sleep(0.001)
+        settings = {"preset": "vllm"} if where == "compile" else {}
+        request = ask(engine, VICTIM, logprobs=0, echo=True, n=2, max_new_tokens=40, seed=9, **settings)
+        request = replace(request, constraint=Constraint("regex", "[a-z]{30,40}"))
+        monkeypatch.setattr(owner, name, faulty)
+        armed.append(True)
+        with contextlib.suppress(RequestFailed, UserError):
+            await text_of(engine.submit(request))
+        armed.clear()
+        monkeypatch.setattr(owner, name, real)
+        try:
+            assert await bystander == [expected]
+        except RequestFailed:
+            assert not own
+        assert engine.status().state == "ready"
+        assert await said(engine, STORY, **DRAWN) == [expected]
+        await idle(engine)
+        assert engine.status().queued == 0 and not engine._responders
+
+    pytest.importorskip("llguidance")
+    asyncio.run(read())
+    assert faults or name == "match_prefix", "the fault was never reached"
+
+
+def test_a_constraint_whose_only_token_is_a_stop_token_is_refused_and_nothing_else(engine):
+    """`guided_regex: "a"` with `stop_token_ids: [id of "a"]` once ended the process."""
+    pytest.importorskip("llguidance")
+
+    async def read():
+        request = replace(ask(engine, "x", stop_token_ids=[97]), constraint=Constraint("regex", "a"))
+        with pytest.raises(UserError, match="regex"):
+            await text_of(engine.submit(request))
+        assert engine.status().state == "ready" and len(await said(engine, "x", **DRAWN)) == 1
+
+    asyncio.run(read())
+
+
+def test_compilation_is_bounded(engine, monkeypatch):
+    """Requests with many orders of steps wait for two compilations at most; what is cancelled meanwhile is not compiled."""
+    compiled, hold = [], threading.Event()
+
+    def compile(config, echo=False):
+        compiled.append(config.generation.sampler_order)
+        hold.wait(20)
+
+    monkeypatch.setattr(engine._batch, "compile", compile)
+    orders = [["top_k", "top_p", name] for name in ("min_p", "typical", "top_a", "xtc")]
+
+    async def read():
+        streams = [engine.submit(ask(engine, "x", sampler_order=order)) for order in orders[:2]]
+        for order in orders[2:]:
+            with pytest.raises(Busy):
+                engine.submit(ask(engine, "x", sampler_order=order))
+        assert len(await said(engine, "x", **DRAWN)) == 1, "others are served meanwhile"
+        assert sum(thread.name.startswith("compile") for thread in threading.enumerate()) == 1
+        for stream in streams:
+            stream.cancel()
+            assert [delta.finish_reason async for delta in stream] == ["cancelled"]
+        hold.set()
+        while engine._compiling:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(read())
+    assert compiled == [tuple(orders[0])]

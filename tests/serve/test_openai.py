@@ -201,7 +201,7 @@ def test_the_end_token_is_a_stop(engine):
     async def meet(ask, answer):
         from dantinox.generation.request import Delta
 
-        answer.give([Delta(0, "a", [], "eos")])
+        answer.push(Delta(0, "a", [], "eos"))
         answer.end()
 
     engine._meet = meet

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation.request import Delta, GenerationRequest
+from dantinox.generation.request import Delta, GenerationRequest, RequestStats
 from dantinox.serve.response_stream import ResponseStream
 
 from .fakes import SAYS, FakeEngine, fake_run
@@ -19,12 +19,12 @@ def ask(engine, prompt="a", **settings):
 def test_pieces_come_in_order_from_another_thread():
     async def read():
         cancelled = []
-        answer = ResponseStream(GenerationRequest((1,), fake_run().config), cancelled.append)
+        answer = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: cancelled.append(1))
         pieces = [Delta(0, str(n), []) for n in range(50)]
 
         def engine():
             for piece in pieces:
-                answer.give([piece])
+                answer.push(piece)
             answer.end()
 
         threading.Thread(target=engine).start()
@@ -32,15 +32,15 @@ def test_pieces_come_in_order_from_another_thread():
         with pytest.raises(StopAsyncIteration):
             await anext(answer)
         answer.cancel()
-        assert cancelled == [answer]
+        assert cancelled == [1]
 
     asyncio.run(read())
 
 
 def test_an_error_ends_an_answer():
     async def read():
-        answer = ResponseStream(GenerationRequest((1,), fake_run().config), lambda answer: None)
-        answer.give([Delta(0, "a", [])])
+        answer = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: None)
+        answer.push(Delta(0, "a", []))
         answer.end(UserError("no"))
         assert (await anext(answer)).text == "a"
         with pytest.raises(UserError):

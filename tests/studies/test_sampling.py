@@ -508,8 +508,9 @@ def test_what_is_written_is_what_generation_writes(toy, prompts):
     assert found.ids.shape == (3, 16) and found.shares is None and all(rate > 0 for rate in found.rates)
     special = sorted(run.tokenizer.special_ids)
     neutral = {"top_k": None, "stop": (), "ignore_eos": True, "banned_tokens": special, "max_new_tokens": 16}
-    (batch,) = run.start([(text, {**neutral, **settings, "seed": (3 << 20) + i}) for i, text in enumerate(prompts)])
-    assert list(batch.pieces())
+    requests = [run.request(text, {**neutral, **settings, "seed": (3 << 20) + i}) for i, text in enumerate(prompts)]
+    (batch,) = run.start(requests)
+    assert list(batch.parts())
     assert [result.tokens for result in batch.results] == found.ids.tolist()
     assert [result.text for result in batch.results] == found.texts
 

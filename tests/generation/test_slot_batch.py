@@ -5,7 +5,8 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel
-from dantinox.generation.slots import Kept, Slots
+from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch
+from dantinox.generation.slot_batch import SlotBatch
 from dantinox.text import train_tokenizer
 
 from . import builder
@@ -29,24 +30,24 @@ def make(context=CONTEXT, settings=None, **changes):
     run = LoadedModel(
         build_config({"model": {"max_context": context}} | (settings or {})), builder.model(builder.config(**changes)), BYTES
     )
-    return run, Slots(run, 4, context)
+    return run, SlotBatch(run, 4, context)
 
 
 @pytest.fixture(scope="module")
 def served():
     run, slots = make()
-    slots.compile(slots.lane(run.config), echo=True)
+    slots.compile(run.config, echo=True)
     return run, slots
 
 
 def put(run, slots, slot, prompt, limit=24, report=False, echo=False, reuse=False, **settings):
     """Begins a text; what was kept of it."""
     config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
-    kept = slots.kept(ids) if reuse else Kept(None, 0)
+    kept = slots.match_prefix(ids) if reuse else NO_PREFIX
     slots.begin(slot, ids, kept, echo)
     while slots.read(slot):
         pass
-    slots.start(slot, slots.way(config), limit=limit, report=report)
+    slots.start(slot, slots.row_params(config), limit=limit, report=report)
     return kept
 
 
@@ -57,7 +58,7 @@ def decode(slots, steps=8):
         gained = slots.collect(slots.dispatch(steps))
         for one in gained:
             tokens.setdefault(one.slot, []).extend(one.tokens.tolist())
-            infos.setdefault(one.slot, []).append(one.info)
+            infos.setdefault(one.slot, []).append(one.steps)
         busy = any(not one.done for one in gained)
     return tokens, infos
 
@@ -94,15 +95,15 @@ def test_a_part_that_was_read_is_not_read_again(served):
     for slot in range(4):
         put(run, slots, slot, "nothing", limit=1)
     decode(slots)
-    assert put(run, slots, 0, LONG, reuse=True) == Kept(None, 0)
+    assert put(run, slots, 0, LONG, reuse=True) == NO_PREFIX
     alone = decode(slots)[0][0]
     ids = run.prompt_ids(LONG)
     whole = (len(ids) - 1) // slots.part * slots.part
     assert 0 < whole < len(ids) - 1
-    assert put(run, slots, 0, LONG, reuse=True) == put(run, slots, 2, LONG, reuse=True) == Kept(0, whole)
+    assert put(run, slots, 0, LONG, reuse=True) == put(run, slots, 2, LONG, reuse=True) == PrefixMatch(0, whole)
     assert list(decode(slots)[0].values()) == [alone, alone]
-    assert slots.kept(ids[: slots.part]) == Kept(None, 0), "the last token is read with the first one that is drawn"
-    assert slots.kept([*ids[:5], 1, *ids[6:]]) == Kept(None, 0)
+    assert slots.match_prefix(ids[: slots.part]) == NO_PREFIX, "the last token is read with the first one that is drawn"
+    assert slots.match_prefix([*ids[:5], 1, *ids[6:]]) == NO_PREFIX
 
 
 def test_samples_of_a_prompt_that_is_read_once(served):
@@ -115,7 +116,7 @@ def test_samples_of_a_prompt_that_is_read_once(served):
     for sample, slot in enumerate((0, 3, 1)):
         if slot:
             slots.copy(0, slot)
-        slots.start(slot, slots.way(config), limit=12, sample_index=sample)
+        slots.start(slot, slots.row_params(config), limit=12, sample_index=sample)
     tokens = decode(slots)[0]
     assert [tokens[slot] for slot in (0, 3, 1)] == expected
 
@@ -124,7 +125,7 @@ def test_reports_of_tokens_and_of_the_prompt(served):
     run, slots = served
     alone = run.generate(LONG, seed=3, max_new_tokens=20, logprobs=20, echo=True, **DRAWN)
     put(run, slots, 2, LONG, limit=20, report=True, echo=True, **DRAWN)
-    told = slots.echoed(2)
+    told = slots.prompt_steps(2)
     np.testing.assert_allclose(told.logprob, alone.info["prompt_logprobs"][1:], atol=2e-5)
     put(run, slots, 0, "nobody asks", **DRAWN)
     tokens, infos = decode(slots)
@@ -169,21 +170,21 @@ def test_what_a_server_does_not_take(served):
         ({"kv_budget": 0.5}, "kv.budget is null in this server, got 0.5"),
     ):
         with pytest.raises(UserError, match=message):
-            slots.lane(run.settings(settings))
+            slots.program_key(run.settings(settings))
     config = run.settings({"banned_tokens": [*range(200)] * 3})
     with pytest.raises(UserError, match=r"generation.banned_tokens must have at most 512 entries in a server"):
-        slots.way(config)
+        slots.row_params(config)
     with pytest.raises(UserError, match=r"context must be in \[2, 320\]"):
-        Slots(run, 4, 321)
+        SlotBatch(run, 4, 321)
 
 
 def test_the_router(served):
     run, slots = served
     settings = {"strategy": "entropy"}
     config = run.settings(settings)
-    lane = slots.lane(config)
+    lane = slots.program_key(config)
     assert not slots.ready(lane)
-    slots.compile(lane)
+    slots.compile(config)
     assert slots.ready(lane)
     put(run, slots, 3, "abc", report=True, **settings)
     put(run, slots, 1, "abc", **DRAWN)
@@ -204,7 +205,7 @@ def test_the_router(served):
 )
 def test_other_caches(changes, settings):
     run, slots = make(64, settings, **changes)
-    slots.compile(slots.lane(run.config))
+    slots.compile(run.config)
     prompt = LONG[:40]
     put(run, slots, 0, prompt, **DRAWN)
     alone = decode(slots)[0][0]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.serve.scheduler import Full, Scheduler
+from dantinox.generation.scheduler import Full, Scheduler
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ def test_any_course_of_events(events, slots, queue):
             job = scheduler.reading[0]
             unread[job] -= 1
             if unread[job] <= 0:
-                scheduler.through(job)
+                scheduler.finish_reading(job)
                 left.update(dict.fromkeys(scheduler.slots_of(job), job.chunks))
         for slot in [*left]:
             left[slot] -= 1

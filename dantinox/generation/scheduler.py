@@ -92,7 +92,7 @@ class Scheduler(Generic[J]):
         self.reading.append(job)
         return job
 
-    def through(self, job: J) -> None:
+    def finish_reading(self, job: J) -> None:
         """The prompt of a job has been read."""
         self.reading.remove(job)
 

@@ -1,0 +1,178 @@
+"""Requests that start together, driven to their end: the text as it comes, and a `Result` for each sample."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dantinox.config import KVSection
+from dantinox.generation.cache_plan import head_order, plan_cache
+from dantinox.generation.decode import CHUNK
+from dantinox.generation.engine import READER_SECONDS, Engine, Job
+from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.request import GenerationRequest
+from dantinox.generation.result import Result
+from dantinox.generation.sample_text import TextPart
+from dantinox.generation.static_batch import RunTimer, StaticBatch, bucket, clamp_to_context, slots_needed
+from dantinox.generation.token_settings import stop_token_ids
+from dantinox.generation.trace import changed_settings, columns, router_numbers
+from dantinox.sampling import StepInfo
+
+
+class BatchRun:
+    """Requests of one program on an engine of their own; `parts` runs them, `results` holds the outcome.
+
+    Attributes:
+      numbers: for each result, the number of its request among those asked for.
+      batch: the rows being decoded; other `params` assigned to it hold from the next chunk on.
+      times: of the run, once it has ended.
+    """
+
+    def __init__(
+        self,
+        model: ModelBundle,
+        requests: Sequence[GenerationRequest],
+        numbers: Sequence[int],
+        *,
+        stream: bool = False,
+        pad: Callable[[int], int] = bucket,
+        steps: int | None = None,
+    ):
+        """Builds the batch; the arguments are those of `LoadedModel.start`.
+
+        Raises:
+          UserError: a prompt fills the context, or the settings or the constraint of a request cannot be met.
+        """
+        self._requests, first = requests, requests[0]
+        section = first.config.generation
+        n, tokenizer = section.n, model.tokenizer
+        self.numbers = [number for number in numbers for _ in range(n)]
+        self.results: list[Result] = []
+        self._model = model
+        configs = [request.config for request in requests for _ in range(n)]
+        for request in requests:
+            model.check_ids(request.ids)
+        params = model.params(
+            configs, [*range(n)] * len(requests), score_fn=first.score_fn, show_candidates=first.show_candidates
+        )
+        lengths_P = np.array([len(request.ids) for request in requests], np.int32)
+        wanted_P = np.array([request.config.generation.max_new_tokens for request in requests])
+        limits_P = clamp_to_context(lengths_P, wanted_P, model.model.config.max_context)
+        prompt_PT = np.zeros((len(requests), lengths_P.max()), np.int32)
+        for row, request in zip(prompt_PT, requests, strict=True):
+            row[: len(request.ids)] = request.ids
+        stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
+        kv, calibration = model.kv(first.config)
+        self.batch = StaticBatch(
+            model.prepared(section, head_order(model.model.config, kv, calibration)),
+            prompt_PT,
+            lengths_P,
+            params,
+            limits_B=np.repeat(limits_P, n),
+            eos_ids=[
+                [*ids, *([] if config.generation.ignore_eos else tokenizer.stop_ids)]
+                for ids, config in zip(stops, configs, strict=True)
+            ],
+            samples=n,
+            use_cache=section.use_cache,
+            report=first.logprobs,
+            echo=first.echo,
+            plan=plan_cache(model.model.config, kv, slots_needed(lengths_P, limits_P, pad), calibration),
+            pad=pad,
+            constrained=first.constraint is not None,
+        )
+        seconds = READER_SECONDS if stream else None
+        self._engine = Engine(model, self.batch, chunk_seconds=seconds, most_steps=steps or CHUNK, ahead=steps is None)
+        self._jobs = self._engine.place(requests, limits_P.tolist())
+        self._samples = [(job, number) for job in self._jobs for number in range(n)]
+
+    def parts(self) -> Iterator[tuple[int, TextPart]]:
+        """Decodes to the end, yielding (row, text) as text becomes certain; afterwards `results` and `times` are there."""
+        rows = {key: row for row, key in enumerate(self._samples)}
+        texts: list[list[str]] = [[] for _ in rows]
+        reports: list[list[StepInfo]] = [[] for _ in rows]
+        with RunTimer() as timer:
+            while self._engine.busy or self.batch.has_work:
+                for output in self._engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    if output.ended:
+                        continue
+                    row = rows[output.job, output.sample]
+                    if output.ids:
+                        timer.mark_first()
+                    if output.steps is not None:
+                        reports[row].append(output.steps)
+                    for part in output.parts:
+                        texts[row].append(part.text)
+                        if part.text:
+                            yield row, part
+        self.times = timer.times
+        self.results = self._finished(["".join(parts) for parts in texts], reports)
+
+    def summary(self) -> str:
+        """One line about a finished run: tokens, time to the first one, speed, compile time apart, seeds."""
+        stats = self.results[0].stats
+        prompt = sum(len(request.ids) for request in self._requests)
+        new = sum(result.stats["new_tokens"] for result in self.results)
+        seeds = sorted({result.seed for result in self.results})
+        return (
+            f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
+            f"{stats['decode_tok_per_s']:.1f} tok/s, compile {stats['compile_seconds']:.2f} s, "
+            f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'], self._requests[0].config.kv)}"
+        )
+
+    def _finished(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
+        new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)  # after the first ones
+        decoding = self.times.decoding
+        stats = {
+            "seconds": self.times.total,
+            "first_token_seconds": self.times.first,
+            "compile_seconds": self.times.compiling,
+            "decode_tok_per_s": new / decoding if decoding > 0 and new > 0 else 0.0,
+            "cache": None if self.batch.cache is None else self.batch.cache.report(),
+        }
+        results = []
+        for row, (job, number) in enumerate(self._samples):
+            request, sample = job.request, job.texts[number]
+            steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else self.batch.no_steps
+            results.append(
+                Result(
+                    prompt=request.prompt,
+                    text=texts[row],
+                    tokens=sample.tokens,
+                    finish_reason=sample.finish_reason or "length",
+                    seed=request.config.generation.seed or 0,
+                    info={} if steps is None else self._info(job, sample.tokens, steps),
+                    stats={"prompt_tokens": len(request.ids), "new_tokens": len(sample.tokens), **stats},
+                    steps=steps,
+                    settings=changed_settings(request.config),
+                    router=router_numbers(self.batch.params, row),
+                )
+            )
+        return results
+
+    def _info(self, job: Job, tokens: Sequence[int], steps: StepInfo) -> dict[str, Any]:
+        tokenizer = self._model.tokenizer
+        found = columns(tokenizer, tokens, steps)
+        if self.batch.echo is not None:
+            ids = job.request.ids
+            logprobs = self.batch.echo[self._jobs.index(job), : len(ids)].tolist()
+            found["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
+            found["prompt_logprobs"] = [None, *logprobs[1:]]
+        return found
+
+
+def _cache_summary(cache: dict[str, Any] | None, kv: KVSection) -> str:
+    """`, cache 1.2 of 5.9 MB (80 % saved, 24 to 64 slots a head)` for a compressed cache, else its size."""
+    if cache is None:
+        return ""
+    size = f", cache {cache['bytes'] / 1e6:.2f} MB"
+    slots = sorted(slots for layer in cache["slots"] for _, slots in layer)
+    if not kv.compresses:
+        return size
+    if cache["bytes"] == cache["full_bytes"]:
+        return f"{size} (whole: a text of at most {slots[-1]} tokens has nothing to give up)"
+    held = f"{slots[0]} slots a head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots a head"
+    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {held})"

@@ -1,0 +1,114 @@
+"""A model with its tokenizer, its settings and what was measured on it: all that decoding needs, and nothing that decodes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
+from dantinox.distributed import shared_over, tensor_mesh
+from dantinox.files import shown
+from dantinox.generation.cache_plan import measured_or_uniform
+from dantinox.generation.constraints import Constraint, Grammars, Matcher
+from dantinox.generation.token_settings import sampling_params, stop_token_ids
+from dantinox.generation.weights import HeadOrder, prepare, with_head_order
+from dantinox.model import Transformer
+from dantinox.run import KVCalibration
+from dantinox.sampling import SamplingParams
+from dantinox.text import Tokenizer
+
+PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
+
+
+class ModelBundle:
+    """A model, its tokenizer and the defaults of its run.
+
+    Attributes:
+      model: the transformer as its file holds it, float32 or bfloat16.
+      calibration: gives the router's thresholds measured on this model, or None where none were.
+      kv_calibration: gives what was measured of the attention heads, from a file or, with None, of this run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        calibration: Callable[[], Mapping[str, float] | None] = lambda: None,
+        kv_calibration: Callable[[str | None], KVCalibration | None] = lambda path: None,
+    ):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.calibration, self.kv_calibration = calibration, kv_calibration
+        self._prepared: dict[tuple[str, str, int, HeadOrder | None], Transformer] = {}
+
+    def settings(self, given: Mapping[str, Any] | Config) -> Config:
+        """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
+        return given if isinstance(given, Config) else overlay(self.config, given)
+
+    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
+        """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it.
+
+        Args:
+          more: `score_fn`, `show_candidates` and `also`, as of `SamplingParams.build`.
+        """
+        asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
+        measured, size = self.calibration() if asked else None, self.model.config.vocab_size
+        return sampling_params(self.tokenizer, configs, sample_index, measured, vocab_size=size, **more)
+
+    def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
+        """The settings of the cache, and what was measured on this run's heads where they read it."""
+        kv = config.kv
+        if not kv.compresses or not kv.reads_calibration:
+            return kv, None
+        calibration = self.kv_calibration(kv.calibration)
+        remedy = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
+        return measured_or_uniform(kv, calibration, remedy), calibration
+
+    def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
+        """The model as decoding wants it; the `PREPARED` used last, by precision, devices and order of heads, are kept."""
+        weights, products, tensor = generation.weights, generation.products, generation.tensor_parallel
+        key = weights, products, tensor, order
+        made = self._prepared.pop(key, None)
+        if made is None:
+            mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
+            made = prepare(with_head_order(self.model, order), weights, products)
+            made = made if mesh is None else shared_over(made, mesh)
+        self._prepared[key] = made
+        if len(self._prepared) > PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        return made
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes constraints for this vocabulary; it needs the libraries of a server."""
+        return Grammars(self.tokenizer, self.model.config.vocab_size)
+
+    def matcher(self, constraint: Constraint, section: GenerationSection) -> Matcher:
+        """Follows one text that must meet a constraint.
+
+        Raises:
+          UserError: the constraint is wrong or too large, or no text of this vocabulary meets it.
+        """
+        return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, behind the begin token where the model wants that; an empty one is the begin token.
+
+        Raises:
+          UserError: an empty prompt for a tokenizer without one, or text the tokenizer cannot spell.
+        """
+        ids, bos_id = self.tokenizer.encode(prompt), self.tokenizer.bos_id
+        if ids:
+            return [bos_id, *ids] if self.tokenizer.add_bos and bos_id is not None else ids
+        if bos_id is None:
+            raise UserError("the prompt is empty and the tokenizer has no begin token: give at least one character")
+        return [bos_id]
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Checks the token ids of a prompt.
+
+        Raises:
+          UserError: one is not in the vocabulary.
+        """
+        V = self.model.config.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= V):
+            raise UserError(f"tokens of the prompt must be in [0, {V}), got {shown(next(i for i in ids if not 0 <= i < V))}")

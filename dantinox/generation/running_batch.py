@@ -1,0 +1,157 @@
+"""Rows that are decoded together, chunk by chunk: the base of a batch of fixed prompts and of a batch of refilled slots."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dantinox.generation.decode import CHUNK, DecodeState, Emitted
+from dantinox.model import KVCache
+from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.sampling.chain import ALL
+
+NO_ID = -1  # fills unused places of a row of end ids
+
+
+class SlotOutput(NamedTuple):
+    """New tokens of one slot; `done` after the last one, `steps` the `StepInfo` of each where the row reports."""
+
+    slot: int
+    tokens: np.ndarray
+    done: bool
+    steps: StepInfo | None
+
+
+class Fetched(NamedTuple):
+    """A chunk on the host: tokens and whether they are real `[B, N]`, the rows that ended `[B]`, and the reports."""
+
+    tokens_BN: np.ndarray
+    active_BN: np.ndarray
+    done_B: np.ndarray
+    info: StepInfo | None
+
+
+@dataclass(eq=False)
+class Row:
+    """The host's side of a row.
+
+    Attributes:
+      program: the key of the program that decodes it; None before and after that.
+      left: new tokens that it may have in chunks that are not dispatched yet.
+      reports: whether its tokens come with a `StepInfo`.
+    """
+
+    program: Hashable = None
+    left: int = 0
+    reports: bool = False
+
+
+class PendingChunk(NamedTuple):
+    """A chunk of `steps` tokens that the device computes: per program its output and the rows in it by slot.
+
+    Attributes:
+      is_prefill: it holds the first tokens of prompts that are prefilled in the same call.
+    """
+
+    parts: list[tuple[Emitted, jax.Array, dict[int, Row]]]
+    steps: int
+    is_prefill: bool = False
+
+
+class RunningBatch:
+    """Rows, their cache, and for each program the sampling parameters and the state of all rows.
+
+    Attributes:
+      count: the number of rows.
+      cache: keys and values of all rows; donated to each program that writes it.
+      refills: whether a new request may take the slot of a finished one.
+    """
+
+    refills = False
+
+    def __init__(self, count: int):
+        self.count = count
+        self.cache: KVCache | None = None
+        self._rows = [Row() for _ in range(count)]
+        self._states: dict[Hashable, tuple[SamplingParams, DecodeState]] = {}
+        # What changes between two chunks is written to the device once, before the next one.
+        self._stopped: dict[Hashable, set[int]] = {}
+        self._masks: dict[Hashable, np.ndarray] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `dispatch` has something to compute."""
+        return bool(self.left())
+
+    def left(self) -> dict[int, int]:
+        """For each slot that is decoded, the new tokens it may have in chunks that are not dispatched yet."""
+        return {slot: row.left for slot, row in enumerate(self._rows) if row.program is not None and row.left > 0}
+
+    def allow(self, slot: int, bits_W: np.ndarray | None) -> None:
+        """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None allows all tokens."""
+        program = self._rows[slot].program
+        if program is not None:
+            if program not in self._masks:
+                self._masks[program] = np.array(self._states[program][0].allowed)
+            self._masks[program][slot] = ALL if bits_W is None else bits_W
+
+    def stop(self, slot: int) -> None:
+        """Ends a row; its tokens in pending chunks are dropped."""
+        row = self._rows[slot]
+        if row.program is not None:
+            self._stopped.setdefault(row.program, set()).add(slot)
+            row.program = None
+
+    def dispatch(self, steps: int) -> PendingChunk:
+        """Starts a chunk of at most `steps` ≤ 32 tokens of every row that is decoded; returns without waiting.
+
+        A row whose last token is in the chunk counts as finished: its slot may be filled again.
+        """
+        self._write_changes()
+        left = self.left()
+        steps = min(steps, CHUNK, max(left.values(), default=0))
+        decoding = {slot: self._rows[slot] for slot in left}
+        parts = []
+        for program in dict.fromkeys(row.program for row in decoding.values()):
+            emitted, done_B = self._decode(program, steps)
+            rows = {slot: row for slot, row in decoding.items() if row.program == program}
+            for row in rows.values():
+                row.left = max(0, row.left - steps)
+            parts.append((emitted, done_B, rows))
+        return PendingChunk(parts, steps)
+
+    def collect(self, pending: PendingChunk) -> list[SlotOutput]:
+        """Waits for a chunk and returns the tokens of its rows, without those of rows that were stopped meanwhile."""
+        outputs = []
+        for part in pending.parts:
+            chunk, rows = self._fetch(part), part[2]
+            for slot, row in rows.items():
+                if row.program is None:
+                    continue
+                count, info = int(chunk.active_BN[slot].sum()), chunk.info if row.reports else None
+                steps = jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
+                outputs.append(SlotOutput(slot, chunk.tokens_BN[slot, :count], bool(chunk.done_B[slot]), steps))
+                if chunk.done_B[slot]:
+                    row.program = None
+        return outputs
+
+    def _fetch(self, part: tuple[Emitted, jax.Array, dict[int, Row]]) -> Fetched:
+        emitted, done_B, rows = part
+        info = emitted.info if any(row.reports for row in rows.values()) else None
+        return Fetched(*jax.device_get((emitted.tokens, emitted.active, done_B, info)))
+
+    def _write_changes(self) -> None:
+        for program, allowed_BW in self._masks.items():
+            params, state = self._states[program]
+            self._states[program] = replace(params, allowed=jax.device_put(allowed_BW)), state
+        for program, slots in self._stopped.items():
+            params, state = self._states[program]
+            stopped_B = np.isin(np.arange(self.count), [*slots])
+            self._states[program] = params, replace(state, done_B=state.done_B | stopped_B)
+        self._masks, self._stopped = {}, {}
+
+    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
+        """Runs a program for all rows; its output and the rows that are done behind it."""
+        raise NotImplementedError

@@ -1,0 +1,293 @@
+"""A batch of fixed prompts: padded, prefilled in one call and decoded until every row has ended."""
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.generation.cache_plan import CachePlan
+from dantinox.generation.decode import CHUNK, DecodeState, Emitted, _generate_toks
+from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RunningBatch
+from dantinox.generation.weights import split
+from dantinox.model import KVCache, Transformer
+from dantinox.sampling import SamplingParams, StepInfo, init_state
+from dantinox.sampling.chain import ALL
+
+PROGRAM = "static"  # the key of the one program
+
+
+def bucket(length: int) -> int:
+    """The padded length: the next power of two from 16, above 256 the next multiple of 256."""
+    return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
+
+
+def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = bucket) -> int:
+    """The slots of a cache for rows with prompts and new tokens of these numbers."""
+    return pad(int(np.max(lengths + limits)))
+
+
+def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: int) -> np.ndarray:
+    """New tokens per row that still fit into the context; one warning says how many were cut, and where.
+
+    Raises:
+      UserError: a prompt leaves no room at all.
+    """
+    room_B = max_context - lengths_B
+    if (room_B <= 0).any() and (wanted_B > 0).any():
+        raise UserError(
+            f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
+        )
+    room_B = np.maximum(room_B, 0)
+    cut = int(np.max(wanted_B - room_B, initial=0))
+    if cut > 0:
+        row = int(np.argmax(wanted_B - room_B))
+        warnings.warn(
+            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens behind a prompt of "
+            f"{lengths_B[row]}: {cut} fewer than asked for",
+            stacklevel=3,
+        )
+    return np.minimum(wanted_B, room_B)
+
+
+class Chunk(NamedTuple):
+    """A chunk of all rows: `tokens[b, :counts[b]]` are row b's new tokens, `done` marks the rows that have ended."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    done: np.ndarray
+    info: StepInfo | None
+
+
+class Times(NamedTuple):
+    """Seconds of a whole run, until its first tokens, and what compilation took of each."""
+
+    total: float = 0.0
+    first: float = 0.0
+    compiling: float = 0.0
+    compiling_first: float = 0.0
+
+    @property
+    def decoding(self) -> float:
+        """Seconds after the first tokens, without compilation."""
+        return self.total - self.first - (self.compiling - self.compiling_first)
+
+
+class StaticBatch(RunningBatch):
+    """Prompts that start together, in a program of exactly the steps that their settings use.
+
+    `generation.engine.Engine` drives it. Code that works on token ids calls `start` for the first token of every row and
+    `advance` for the next ones, or `run` for all of them.
+
+    Attributes:
+      echo: log-probabilities `[P, T]` of the prompts' own tokens, where they were requested; there after the first chunk.
+      no_steps: the report of no tokens, after the first chunk; None without a report.
+      before_dispatch: called before each chunk; it may assign other `params`.
+      times: of `run`, once it has ended.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompt_PT: np.ndarray,
+        lengths_P: np.ndarray,
+        params: SamplingParams,
+        *,
+        limits_B: np.ndarray,
+        eos_ids: Sequence[Sequence[int]],
+        samples: int = 1,
+        use_cache: bool = True,
+        report: int | None = None,
+        echo: bool = False,
+        plan: CachePlan | None = None,
+        pad: Callable[[int], int] = bucket,
+        constrained: bool = False,
+    ):
+        """Takes `P · samples` rows, the samples of a prompt together.
+
+        Args:
+          prompt_PT: right-padded to any length; `lengths_P` says what counts.
+          limits_B: new tokens of each row.
+          eos_ids: for each row the ids that end it.
+          report: None, or the number of alternatives to report with each token.
+          plan: of the cache; None: every key and value in the model's dtype.
+          pad: maps the length of the prompts to the length that they are padded to.
+          constrained: `allow` may restrict the tokens of a row.
+        """
+        P, T = prompt_PT.shape
+        super().__init__(P * samples)
+        padded_PT = np.zeros((P, pad(T)), np.int32)
+        padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
+        lengths_B = np.repeat(lengths_P, samples)
+        plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
+        tokens_BT = np.repeat(padded_PT, samples, axis=0)
+        valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
+        eos_BE = np.full((self.count, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)
+        for row, ids in zip(eos_BE, eos_ids, strict=True):
+            row[: len(ids)] = ids
+        text_BS = np.zeros((self.count, max(plan.slots, padded_PT.shape[1])), np.int32)
+        text_BS[:, : padded_PT.shape[1]] = tokens_BT
+        self.times = Times()
+        self.echo: np.ndarray | None = None
+        self.no_steps: StepInfo | None = None
+        self.before_dispatch: Callable[[], None] = lambda: None
+        self._rows = [Row(PROGRAM if limit > 0 else None, int(limit), report is not None) for limit in limits_B]
+        state = DecodeState(
+            token_B=jnp.zeros(self.count, jnp.int32),
+            position_B=jnp.asarray(lengths_B - 1, jnp.int32),
+            remaining_B=jnp.asarray(limits_B, jnp.int32),
+            done_B=jnp.asarray(limits_B <= 0),
+            eos_BE=jnp.asarray(eos_BE),
+            sampler=init_state(params, jnp.asarray(tokens_BT), jnp.asarray(valid_BT), model.config.vocab_size, plan.slots),
+            text_BS=None if use_cache else jnp.asarray(text_BS),
+        )
+        if constrained:
+            words = -(-model.config.vocab_size // 32)
+            params = replace(params, allowed=jnp.full((self.count, words), ALL, jnp.uint32))
+        self._states[PROGRAM] = params, state
+        self._model, self._prompt = split(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
+        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
+        self._first: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
+        self._prefilled = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters; other numbers assigned here hold from the next chunk on."""
+        return self._states[PROGRAM][0]
+
+    @params.setter
+    def params(self, params: SamplingParams) -> None:
+        self._states[PROGRAM] = params, self.state
+
+    @property
+    def state(self) -> DecodeState:
+        return self._states[PROGRAM][1]
+
+    @property
+    def done(self) -> np.ndarray:
+        """The rows `[B]` that have ended."""
+        return np.array([row.program is None for row in self._rows])
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `dispatch` has something to compute: new tokens, or the log-probabilities of the prompts."""
+        return bool(self.left()) or (self._first["echo"] and not self._prefilled)
+
+    def dispatch(self, steps: int) -> PendingChunk:
+        """As of `RunningBatch`; the first chunk prefills the prompts and has one token of every row."""
+        is_prefill = not self._prefilled
+        self.before_dispatch()
+        if is_prefill and not self.left():  # for the echo alone
+            self._decode(PROGRAM, 0)
+        return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
+
+    def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
+        params, state = self._states[program]
+        prompt, options = (None, {}) if self._prefilled else (self._prompt, self._first)
+        self.cache, state, emitted, echo = _generate_toks(
+            self._model, self.cache, state, params, jnp.int32(steps), prompt, **self._options, **options
+        )
+        self._states[program] = params, state
+        if not self._prefilled:
+            self.echo = None if echo is None else np.asarray(echo)
+            self.no_steps = jax.tree.map(lambda x: np.zeros((0, *x.shape[2:]), x.dtype), emitted.info)
+            self._prefilled = True
+        return emitted, state.done_B
+
+    # --- token ids alone
+
+    def run(self, steps: int = CHUNK, *, ahead: bool = False) -> Iterator[Chunk]:
+        """Decodes to the end, chunk by chunk; the first has one token of each row. No row to decode gives no chunk.
+
+        Args:
+          steps: tokens of a chunk, at most 32.
+          ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
+        """
+        if not self.has_work:
+            return
+        with RunTimer() as timer:
+            chunk = self.start()
+            timer.mark_first()
+            yield chunk
+            pending: deque[PendingChunk] = deque()
+            while not self.done.all():
+                while self.left() and len(pending) <= ahead:
+                    pending.append(self.dispatch(steps))
+                yield self._chunk(pending.popleft())
+        self.times = timer.times
+
+    def start(self) -> Chunk:
+        """Prefills the prompts; the first token of every row."""
+        return self._chunk(self.dispatch(1))
+
+    def advance(self, steps: int = CHUNK) -> Chunk:
+        """Up to `steps` ≤ 32 more tokens of every row."""
+        return self._chunk(self.dispatch(steps))
+
+    def resume(self, cache: KVCache) -> None:
+        """Takes a cache that holds the prompts already, in the place of a prefill."""
+        self.cache, self._prefilled = cache, True
+
+    def finish(self, rows_B: np.ndarray) -> None:
+        """Ends the rows marked in `rows_B` before their next token."""
+        for slot in np.flatnonzero(rows_B):
+            self.stop(int(slot))
+
+    def _chunk(self, pending: PendingChunk) -> Chunk:
+        steps = pending.steps
+        if not pending.parts:
+            return Chunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
+        running = ~self.done
+        (part,) = pending.parts
+        fetched = self._fetch(part)
+        for slot in np.flatnonzero(fetched.done_B):
+            self._rows[slot].program = None
+        counts_B = np.where(running, fetched.active_BN[:, :steps].sum(1), 0)
+        info = jax.tree.map(lambda x: x[:, :steps], fetched.info)
+        return Chunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
+
+    def trace(self, place: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The programs of `start` and `advance` before they are lowered; the model may be one of shapes.
+
+        Args:
+          place: maps arrays and shapes to shapes on the device that is compiled for.
+        """
+        trace = _generate_toks.jitted_fn.trace
+        model, state, params, prompt = place((self._model, self.state, self.params, self._prompt))
+        steps = place(jnp.int32(0))
+        first = trace(model, None, state, params, steps, prompt, **self._options, **self._first)
+        (cache, *_), _ = first.out_info
+        return first, trace(model, place(cache), state, params, steps, **self._options)
+
+
+class RunTimer:
+    """Measures a run from entry to exit: its seconds, those until the first tokens, and the compilation in each."""
+
+    def __init__(self) -> None:
+        self.times = Times()
+        self._compiling = 0.0
+        self._first: tuple[float, float] | None = None
+
+    def __enter__(self) -> "RunTimer":
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._begun = time.perf_counter()
+        return self
+
+    def mark_first(self) -> None:
+        """Call when the first tokens are there; later calls change nothing."""
+        self._first = self._first or (time.perf_counter() - self._begun, self._compiling)
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        first, compiling_first = self._first or (0.0, 0.0)
+        self.times = Times(time.perf_counter() - self._begun, first, self._compiling, compiling_first)
+
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self._compiling += duration_secs
