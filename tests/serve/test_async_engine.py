@@ -330,6 +330,7 @@ def test_a_fault_of_one_request_ends_that_request_alone(engine, run, monkeypatch
     def of_victim(args):
         """Whether a call is made for the victim, as far as its arguments tell."""
         for value in args:
+            value = getattr(value, "job", value)
             ids = getattr(getattr(value, "request", None), "ids", getattr(value, "ids", value))
             if isinstance(value, int) and name in ("read", "prompt_steps", "copy", "start", "allow"):
                 ids = engine._batch._rows[value].ids
@@ -338,7 +339,8 @@ def test_a_fault_of_one_request_ends_that_request_alone(engine, run, monkeypatch
         return where in ("matcher", "compile") or name == "row_params" or (where == "text" and args[0].matcher is not None)
 
     def faulty(*args, **kwargs):
-        if not faults and armed and (of_victim(args) or not own):
+        on_loop = threading.current_thread() is threading.main_thread()
+        if armed and not faults and not on_loop and (of_victim(args) or not own):
             faults.append(args)
             raise ZeroDivisionError("injected")
         return real(*args, **kwargs)
@@ -351,7 +353,7 @@ def test_a_fault_of_one_request_ends_that_request_alone(engine, run, monkeypatch
         while not engine.status().busy:
             await asyncio.sleep(0.001)
         settings = {"preset": "vllm"} if where == "compile" else {}
-        request = ask(engine, VICTIM, logprobs=0, echo=True, n=2, max_new_tokens=40, seed=9, **settings)
+        request = ask(engine, VICTIM, logprobs=0, echo=name == "prompt_steps", n=2, max_new_tokens=40, seed=9, **settings)
         request = replace(request, constraint=Constraint("regex", "[a-z]{30,40}"))
         monkeypatch.setattr(owner, name, faulty)
         armed.append(True)
@@ -370,7 +372,7 @@ def test_a_fault_of_one_request_ends_that_request_alone(engine, run, monkeypatch
 
     pytest.importorskip("llguidance")
     asyncio.run(read())
-    assert faults or name == "match_prefix", "the fault was never reached"
+    assert faults, "the fault was never reached"
 
 
 def test_a_constraint_whose_only_token_is_a_stop_token_is_refused_and_nothing_else(engine):
