@@ -89,7 +89,7 @@ class Job:
         self.rows: dict[int, int] = {}  # slot → sample
         self.prompt_steps: StepInfo | None = None
         self.prepared = self.cancelled = False
-        self.error: Exception | None = None  # of its preparation
+        self.error: Exception | None = None  # of its preparation or of its prefix
         self._begun = time.monotonic()
 
     def seconds(self) -> float:
@@ -153,6 +153,7 @@ class Engine:
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
         self._chunks = self._failures = 0
+        self._retry = False  # the last step failed
 
     # --- any thread
 
@@ -219,7 +220,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do before a request is added, prepared or cancelled, or a program is ready."""
-        return self._pending is None and not self.batch.has_work and not self._scheduler.reading
+        return self._pending is None and not self.batch.has_work and not self._scheduler.reading and not self._retry
 
     def _texts(self, request: GenerationRequest) -> list[SampleText]:
         model, section = self.model, request.config.generation
@@ -269,10 +270,11 @@ class Engine:
         """
         try:
             self._step()
+            self._retry = False
         except Exception as error:
             if not self._isolate or self._failures == FAILURES:
                 raise
-            self._failures += 1
+            self._failures, self._retry = self._failures + 1, True
             log.exception("a step of the engine failed; the requests that were running are ended")
             self._abandon(error)
         outputs, self._outputs = self._outputs, []
@@ -349,6 +351,8 @@ class Engine:
                 return
             with self._on_behalf_of(admitted):
                 match = self._prefix(admitted)
+                if admitted.error is not None:
+                    raise admitted.error
                 batch.begin(self._scheduler.slots_of(admitted)[0], admitted.request.ids, match, admitted.request.echo)
                 admitted.stats.queued_seconds, admitted.stats.reused_tokens = admitted.seconds(), match.length
                 self.counters["reused_tokens"] += match.length
@@ -357,7 +361,11 @@ class Engine:
         return job.prepared and job.params is not None and self._slots.ready(job.params.program, job.request.echo)
 
     def _prefix(self, job: Job) -> PrefixMatch:
-        return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids)
+        try:
+            return NO_PREFIX if job.request.echo else self._slots.match_prefix(job.request.ids)
+        except Exception as error:  # the scheduler asks for the prefixes of all jobs
+            job.error = error
+            return NO_PREFIX
 
     def _read_prompts(self) -> None:
         """Reads prompts: all of the first one where no request is decoded, else two parts between two chunks.
