@@ -67,7 +67,7 @@ def test_about_has_every_setting_with_its_range_and_steps(client):
         "number", 0, 1, None,
     )  # fmt: skip
     assert found["top_p"]["steps"] == ["top_p"] and found["mirostat_tau"]["steps"] == ["mirostat_v1", "mirostat_v2"]
-    assert found["mirostat"]["choices"] == [0, 1, 2] and found["eta_cutoff"]["below"] == 1
+    assert found["mirostat"]["choices"] == [0, 1, 2] and found["eta_cutoff"]["high"] == 1
     assert found["temperature_max"]["type"] == "number" and found["clarify_token"]["type"] == "text"
     assert {found[name]["type"] for name in ("stop", "logit_bias", "greedy", "max_new_tokens", "strategy")} == {
         "list", "map", "boolean", "integer", "choice",
