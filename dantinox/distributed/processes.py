@@ -1,7 +1,7 @@
-"""Several processes that train together: how they find each other, and what they must agree on.
+"""Processes of one training: start-up, barrier, broadcast and reduction between them.
 
-All of them run the same loop on the same steps. The first one alone talks and writes; checkpoints are written by all. Whatever
-one of them decides that another must do too, a signal or a checkpoint to go back to, passes through here.
+All run the same loop on the same steps. Rank 0 alone prints and writes files; checkpoints are written by all. A decision
+that all must share, such as a signal or the checkpoint to restore, is exchanged here.
 """
 
 import itertools
@@ -19,25 +19,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
-HEARTBEAT = 8  # seconds without a sign of life after which a process counts as dead, and the others end
-PATIENCE = 24 * 3600 * 1000  # milliseconds; that a process is dead is noticed long before
-MEETINGS = itertools.count()
-LAG = 2  # steps that a signal travels, in which the devices need not wait for the processes
+HEARTBEAT = 8  # seconds without a heartbeat after which a process counts as dead, and the others end
+TIMEOUT = 24 * 3600 * 1000  # milliseconds; the heartbeat notices a dead process long before
+BARRIERS = itertools.count()
+LAG = 2  # steps until a signal is delivered, so that no device waits for a process
 
 
 def join(config: Config) -> None:
-    """Meets the other processes where the settings speak of any; before anything asks for devices.
+    """Connects to the other processes where the settings name any; call it before anything asks for devices.
 
     Raises:
-      UserError: they are not found.
+      UserError: they cannot be reached.
     """
     d = config.distributed
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax asks around
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would take SIGTERM for itself, which is heard by `StopTogether`
+    jax.config.update("jax_enable_preemption_service", False)  # else it would handle SIGTERM instead of `StopSync`
     dead = {"heartbeat_timeout_seconds": HEARTBEAT, "shutdown_timeout_seconds": HEARTBEAT}
     try:
         jax.distributed.initialize(address, d.processes, d.process, **dead)  # type: ignore[arg-type]
@@ -45,45 +43,45 @@ def join(config: Config) -> None:
         raise UserError(f"distributed.coordinator {d.coordinator}: {first_line(error)}") from None
 
 
-def is_first() -> bool:
-    """Whether this process talks and writes."""
+def is_rank0() -> bool:
+    """Whether this process prints and writes files."""
     return jax.process_index() == 0
 
 
-def meet() -> None:
-    """Waits until all processes are here, however long one of them works alone: what passes between devices gives up sooner."""
+def barrier() -> None:
+    """Waits for all processes, for as long as a day: collectives between devices time out sooner."""
     if jax.process_count() == 1:
         return
     from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-    get_barrier_sync_fn()(key=f"dantinox_{next(MEETINGS)}", timeout_ms=PATIENCE)
+    get_barrier_sync_fn()(key=f"dantinox_{next(BARRIERS)}", timeout_ms=TIMEOUT)
 
 
-def from_first(make: Callable[[], Any]) -> Any:
-    """What `make` gives in the first process, to all: something that JSON holds. What goes wrong there goes wrong for all."""
+def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
+    """The result of `make` in rank 0, a JSON value, in all processes. A `UserError` there is raised in all of them."""
     if jax.process_count() == 1:
         return make()
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     raised: UserError | None = None
     content = b""
-    if is_first():
+    if is_rank0():
         try:
             content = json.dumps({"value": make()}).encode()
         except UserError as error:
             content, raised = json.dumps({"error": str(error)}).encode(), error
-    meet()
+    barrier()
     size = int(broadcast_one_to_all(np.int32(len(content))))
-    told = broadcast_one_to_all(np.frombuffer(content.ljust(size), np.uint8))
+    received = broadcast_one_to_all(np.frombuffer(content.ljust(size), np.uint8))
     if raised is not None:
         raise raised
-    said = json.loads(bytes(told.astype(np.uint8)))
-    if "error" in said:
-        raise UserError(said["error"])
-    return said["value"]
+    message = json.loads(bytes(received.astype(np.uint8)))
+    if "error" in message:
+        raise UserError(message["error"])
+    return message["value"]
 
 
-def agreed(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest of the processes' numbers; waits for all."""
     if jax.process_count() == 1:
         return number
@@ -102,14 +100,14 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
-class StopTogether:
-    """Signals that one process has heard, heard by all at the same step."""
+class StopSync:
+    """A signal that one process received, delivered to all processes at the same step."""
 
     def __init__(self) -> None:
         self._pending: deque[jax.Array] = deque()
 
-    def heard(self, signal: int | None) -> int | None:
-        """The signal that some process had heard `LAG` calls ago; every process calls this once a step."""
+    def poll(self, signal: int | None) -> int | None:
+        """The signal that some process had received `LAG` calls ago; every process calls this once a step."""
         if jax.process_count() == 1:
             return signal
         mesh, largest = _one_each()

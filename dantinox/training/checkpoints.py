@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dantinox.distributed import from_first, is_first
+from dantinox.distributed import broadcast_from_rank0, is_rank0
 from dantinox.files import UserError, first_line
 from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, write_step_manifest
 from dantinox.run.manifest import MANIFEST
@@ -106,7 +106,7 @@ class Checkpoints:
         def begin() -> None:
             manager = self._manager
             logs = {path: path.stat().st_size for path in self._logs if path.exists()}
-            if is_first():
+            if is_rank0():
                 self._unfinished(step).touch()
             manager.save(step, args=arguments, metrics=metrics, force=True)
             self._manifest = self._writer.submit(self._finish, step, facts, logs)
@@ -115,7 +115,7 @@ class Checkpoints:
 
     def _finish(self, step: int, facts: dict[str, Any], logs: dict[Path, int]) -> None:
         self._manager.wait_until_finished()
-        if is_first():
+        if is_rank0():
             write_step_manifest(self.path / str(step), facts, logs)
             self._unfinished(step).unlink()
 
@@ -128,7 +128,7 @@ class Checkpoints:
         Raises:
           UserError: there are steps, but all are damaged; or a log is.
         """
-        chosen = from_first(self._choose)
+        chosen = broadcast_from_rank0(self._choose)
         if chosen is None:
             return None
         step, damaged, notes = chosen
@@ -136,7 +136,7 @@ class Checkpoints:
         progress = facts.pop("progress")
         if "passed_over" in progress:  # its name in checkpoints of version 1.0 and before
             progress["skipped_batches"] = progress.pop("passed_over")
-        notes += from_first(lambda: self._tidy(step, dict(damaged)))
+        notes += broadcast_from_rank0(lambda: self._tidy(step, dict(damaged)))
         if damaged and "_manager" in self.__dict__:
             self._manager.reload()
         return Restored(step, state, Progress(**progress), facts, tuple(notes))
@@ -176,7 +176,7 @@ class Checkpoints:
 
     def read(self, step: int | None, abstract: State) -> State | None:
         """The state of a step, or None where that step is not there or damaged."""
-        whole = from_first(lambda: step in self._finished() and not any(step_damage(self.path / str(step))))
+        whole = broadcast_from_rank0(lambda: step in self._finished() and not any(step_damage(self.path / str(step))))
         return self._read(step, abstract)[0] if whole and step is not None else None
 
     def newest(self) -> int | None:
@@ -223,7 +223,7 @@ class Checkpoints:
             mark.unlink()
 
     def _delete_removed(self) -> None:
-        if is_first():
+        if is_rank0():
             shutil.rmtree(self.path / REMOVED, ignore_errors=True)
 
     def _put_aside(self, step: int) -> Path:

@@ -10,7 +10,7 @@ import jax
 
 from dantinox.config import Config
 from dantinox.config.sections import without
-from dantinox.distributed import Silent, from_first, is_first, join, make_layout
+from dantinox.distributed import Silent, broadcast_from_rank0, is_rank0, join, make_layout
 from dantinox.files import UserError
 from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
@@ -53,7 +53,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
     join(config)
     config = without(config, START_UP)  # of this launch, not of the run
     with contextlib.ExitStack() as held:
-        console: Any = held.enter_context(open_console() if is_first() else Silent())
+        console: Any = held.enter_context(open_console() if is_rank0() else Silent())
         made: Start | None = None
 
         def prepare() -> str:
@@ -66,7 +66,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
             made = (_go_on if resume else _begin)(config, run, console)
             return str(run.path)
 
-        run = RunDirectory(from_first(prepare))
+        run = RunDirectory(broadcast_from_rank0(prepare))
         config, tokenizer, store, sample = made or _join_in(run)
         console.note(f"run directory {run.path}")
         for line in plan_lines(config, tokenizer, store):

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.distributed import StopTogether, agreed, from_first, is_first, make_layout, meet, on_host
+from dantinox.distributed import StopSync, all_reduce_max, barrier, broadcast_from_rank0, is_rank0, make_layout, on_host
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
 from dantinox.platform import platform_of
@@ -131,7 +131,7 @@ class Trainer:
         self.facts = run_facts(config, self.fingerprint, self.layout, run)
         self.log = TrainingLog(config, self.model, self.layout, run, console)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
-        self.together = StopTogether()
+        self.stop_sync = StopSync()
         self.step, self.progress = 0, Progress()
         self.state: State
         self.frozen: Parameters = {}  # the weights beside adapters
@@ -161,7 +161,7 @@ class Trainer:
         self.log.files.cut(self.step)
         self.console.start(self.steps, self.step)
         self.stop.can_save = True
-        meet()
+        barrier()
         self.run_until_done()
         self._conclude()
         return self.progress
@@ -289,7 +289,7 @@ class Trainer:
             nats, count = nats + float(part.nats), count + float(part.targets)
             if part.rewards is not None:
                 rewards = np.asarray(part.rewards, np.float64) + (0 if rewards is None else rewards)
-            self.stop.signal = agreed(self.stop.signal or 0) or None
+            self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
             if self.stop.signal is not None:
                 return None, {}
         return nats / count, named_rewards(None if rewards is None else rewards / count, "val_")
@@ -298,7 +298,7 @@ class Trainer:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
         weights: Mapping[str, Any] = self.state.weights | self.frozen
         weights = weights if self.layout.mesh is None else on_host(weights)
-        if is_first():
+        if is_rank0():
             try:
                 text = sample(sampled_model(self.model, weights))
                 self.run.samples.mkdir(exist_ok=True)
@@ -308,7 +308,7 @@ class Trainer:
                 self.console.note(f"no sample at step {self.step}: {first_line(error)}")
             else:
                 self.console.sample(text, self.step)
-        meet()
+        barrier()
 
     def _save(self) -> None:
         """Sends this step to the disk, if it is not there; never one whose weights are NaN."""
@@ -320,7 +320,7 @@ class Trainer:
         self.saved_step, self.rewinds = self.step, 0
 
     def _stop_if_asked(self) -> None:
-        self.stop.signal = self.together.heard(self.stop.signal)
+        self.stop.signal = self.stop_sync.poll(self.stop.signal)
         if self.stop.signal is None:
             return
         self._save()
@@ -331,7 +331,7 @@ class Trainer:
     def _conclude(self) -> None:
         """Leaves the files of a finished run. The last checkpoint says that it is finished, so it is written last."""
         self._export_missing()
-        if is_first():
+        if is_rank0():
             write_summary(self.config, self.run, self.model, self.state, self.step, self.progress, self.facts, self.console)
         self._save()
         self.checkpoints.wait()
@@ -340,7 +340,7 @@ class Trainer:
 
     def _export_missing(self) -> None:
         """The best weights again, or the last, where their file was moved away."""
-        if not from_first(self.run.exported.exists):
+        if not broadcast_from_rank0(self.run.exported.exists):
             self._export(self._best())
 
     def _export(self, state: State) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from dantinox.config import ModelConfig
-from dantinox.distributed import Layout, is_first, meet, on_host
+from dantinox.distributed import Layout, barrier, is_rank0, on_host
 from dantinox.files import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.run import RunDirectory, put
@@ -59,8 +59,8 @@ def saved_or_computed(
         raise UserError(f"{run.data} has no log-probabilities of the starting weights for its tokens: put {NAME} back")
     note("computing the log-probabilities of all answers by the starting weights")
     found = compute()
-    if is_first():
+    if is_rank0():
         record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}
         put(run.path, f"{run.data.name}/{NAME}", json.dumps(record) + "\n")
-    meet()
+    barrier()
     return found
