@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dantinox.files import UserError, shown
+from dantinox.files import UserError, read_text, shown
 from dantinox.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -70,17 +70,9 @@ class ChatTemplate:
         Raises:
           UserError: it cannot be read, or is no text.
         """
-        path = Path(path)
-        try:
-            if not path.is_file():
-                raise UserError(f"no chat template at {path}")
-            if path.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise UserError(f"{path} is larger than {MAX_TEMPLATE_BYTES >> 20} MiB: not a chat template")
-            return cls(path.read_bytes().decode(), tokenizer, f"the chat template {path}")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not a chat template: byte {error.start} is not UTF-8 text") from None
-        except OSError as error:
-            raise UserError(f"cannot read the chat template {path}: {error.strerror}") from None
+        if not Path(path).is_file():
+            raise UserError(f"no chat template at {path}")
+        return cls(read_text(path, MAX_TEMPLATE_BYTES, "the chat template"), tokenizer, f"the chat template {path}")
 
     @classmethod
     def named(cls, name: str, tokenizer: Tokenizer) -> "ChatTemplate":

@@ -1,14 +1,13 @@
 """The tokens of conversations in memory-mapped arrays, and the batches made of them."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dantinox.files import UserError
 from dantinox.text.conversations import FIRST, SPOKEN
-from dantinox.text.rows import NOTHING, Filled, Mixture, Pairs, Rows, Shuffled
+from dantinox.text.rows import NOTHING, Filled, Pairs, Rows
 from dantinox.text.store import Batch, Counts, TokenStore
 
 
@@ -67,27 +66,19 @@ class ConversationStore(TokenStore):
         self._ids, self._marks, self._pad = ids.view(np.ndarray), marks.view(np.ndarray), 0 if pad_id is None else pad_id
         self.name, (self.train, self.val) = name, counts
         self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
-        self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
+        self.batch_size, self.sequence_length = batch_size, sequence_length
         self.pairs, self.left_out = pairs, 0
         self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
         self._chosen = np.flatnonzero(self._marks & FIRST)[::2]  # of all pairs, the place of the first token
         self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
-        ends = [0, *np.cumsum([size for size, _ in mixture] or [self.train.tokens]).tolist()]
-        sources = [Shuffled(self._rows_of(*edges), seed, number) for number, edges in enumerate(pairwise(ends))]
-        self.windows_per_epoch = sum(source.rows.count for source in sources)
-        self._rows: Any = Mixture(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        training = self._shuffle(seed, mixture)
         self._held_back = self._rows_of(self.train.tokens, len(ids))
-        self._all = [*(source.rows for source in sources), self._held_back]
+        self._all = [*training, self._held_back]
 
     @property
     def val_bytes_per_token(self) -> float:
         """Bytes of the answers of the validation part per counted target; see `TokenStore`."""
         return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & SPOKEN))
-
-    def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:
-        """The training batch of a step: a `Batch` [batch_size, T], or `Preferences` of `batch_size` pairs; see `TokenStore`."""
-        numbers = np.arange(self.batch_size) if chosen is None else chosen
-        return self._batch_at(self._rows.read(step * self.batch_size + numbers))
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
         """Every validation conversation once, in batches of `batch_size` rows, or pairs.
@@ -125,7 +116,7 @@ class ConversationStore(TokenStore):
         return Pairs(starts, sizes, self.sequence_length) if self.pairs else Filled(starts, sizes, sizes, self.sequence_length)
 
     def _batch_at(self, places: np.ndarray) -> Any:
-        """The batch of rows of places."""
+        """The `Batch`, or the `Preferences`, of rows of places."""
         filled = places != NOTHING
         at = np.where(filled, places, 0)
         ids = np.where(filled, self._ids[at], self._pad).astype(np.int32)

@@ -26,7 +26,7 @@ class Rows(Protocol):
     count: int
 
     def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        """The tokens of some rows, int32 [N, T + 1], in the epoch of this random word; of conversations their places."""
+        """The places of the tokens of some rows, int64 [N, T + 1], in the epoch of this random word; of pairs [N, 2, T + 1]."""
 
 
 class Windows:
@@ -35,39 +35,30 @@ class Windows:
     There are as many as fit whatever the offset below T, so that at most 2 T - 2 targets at the edges sit an epoch out.
     """
 
-    def __init__(self, ids: np.ndarray, length: int):
-        self._ids, self._length = ids, length
-        self.count = max(1, (len(ids) - length) // length)
-        self._slack = len(ids) - 1 - self.count * length
+    def __init__(self, start: int, end: int, length: int):
+        self._start, self._length = start, length
+        self.count = max(1, (end - start - length) // length)
+        self._slack = end - start - 1 - self.count * length
         self._offsets_T1 = np.arange(length + 1)
 
     def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        starts_N = chosen_N * self._length + word % (self._slack + 1)
-        return self._ids[starts_N[:, None] + self._offsets_T1].astype(np.int32)
+        starts_N = self._start + chosen_N * self._length + word % (self._slack + 1)
+        return starts_N[:, None] + self._offsets_T1
 
 
-class Packed:
+def packed(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Filled":
     """Rows of whole documents, of which none is cut that fits into a row (Ding et al. 2024, "Fewer Truncations Improve
     Language Modeling", section 3): longest first, each into the row that it fills best.
 
-    A longer document is cut into rows of T targets, and what is left of it is packed. What stays free holds `NOTHING`.
+    A longer document is cut into rows of T targets, and what is left of it is packed. `start` is the place of the first token.
     """
-
-    def __init__(self, ids: np.ndarray, length: int, eos_id: int):
-        self._ids, self._length = ids, length
-        starts_P, sizes_P = pieces(document_ends(ids, eos_id), length)
-        if not len(sizes_P):
-            raise UserError("data.packing: best_fit found no document of two tokens: give other text in data.path")
-        room_P = sizes_P.copy()
-        if ids[-1] != eos_id:  # cut for validation: nothing may follow what has no end
-            room_P[starts_P + sizes_P == len(ids)] = length + 1
-        self._rows = Filled(starts_P, sizes_P, room_P, length)
-        self.count = self._rows.count
-
-    def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        places_NT = self._rows.read(chosen_N, word)
-        filled_NT = places_NT != NOTHING
-        return np.where(filled_NT, self._ids[np.where(filled_NT, places_NT, 0)].astype(np.int32), np.int32(NOTHING))
+    starts_P, sizes_P = pieces(document_ends(ids, eos_id), length)
+    if not len(sizes_P):
+        raise UserError("data.packing: best_fit found no document of two tokens: give other text in data.path")
+    room_P = sizes_P.copy()
+    if ids[-1] != eos_id:  # cut for validation: nothing may follow what has no end
+        room_P[starts_P + sizes_P == len(ids)] = length + 1
+    return Filled(start + starts_P, sizes_P, room_P, length)
 
 
 class Filled:
@@ -154,7 +145,7 @@ class Shuffled:
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """The rows of these numbers, counted from the first of the training: int32 [N, T + 1]."""
+        """The rows of these numbers, counted from the first of the training: their places [N, T + 1]."""
         epochs_N, places_N = np.divmod(numbers_N, self.rows.count)
         parts = []
         for epoch in np.unique(epochs_N).tolist():  # numbers ascend
@@ -189,7 +180,7 @@ class Mixture:
         self._pattern = np.repeat(np.arange(len(sources)), shares)
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """The rows of these numbers, counted from the first of the training: int32 [N, T + 1]."""
+        """The rows of these numbers, counted from the first of the training: their places [N, T + 1]."""
         cycles_N, places_N = np.divmod(numbers_N, CYCLE)
         source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
         for cycle in np.unique(cycles_N).tolist():

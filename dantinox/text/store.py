@@ -1,12 +1,13 @@
 """The tokens of a corpus in memory-mapped arrays, and the batches made of them."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.text.rows import NOTHING, READ_AT_ONCE, Mixture, Packed, Rows, Shuffled, Windows
+from dantinox.text.rows import NOTHING, READ_AT_ONCE, Mixture, Rows, Shuffled, Windows, packed
 
 
 class Batch(NamedTuple):
@@ -78,15 +79,18 @@ class TokenStore:
             short = f"the validation text has {len(val)} tokens, fewer than 2"
             raise UserError(f"{short}: raise data.val_fraction or give more text in data.path")
         self.training_ids, self.validation_ids = train.view(np.ndarray), val.view(np.ndarray)
-        self._eos, self._pad = eos_id, 0 if pad_id is None else pad_id
-        self.batch_size, self.sequence_length, self.seed = batch_size, sequence_length, seed
+        self._eos, self._pad, self.packing = eos_id, 0 if pad_id is None else pad_id, packing
+        self.batch_size, self.sequence_length = batch_size, sequence_length
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
-        self.packing = packing
-        ends = np.cumsum([size for size, _ in mixture] or [len(train)]).tolist()
-        parts = [self.training_ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        sources = [Shuffled(self._cut(part), seed, number) for number, part in enumerate(parts)]
+        self._shuffle(seed, mixture)
+
+    def _shuffle(self, seed: int, mixture: Sequence[tuple[int, float]]) -> list[Rows]:
+        """Puts the rows of all sources into the order of the training."""
+        edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
+        sources = [Shuffled(self._rows_of(*part), seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
-        self._rows = Mixture(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        self._rows: Any = Mixture(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        return [source.rows for source in sources]
 
     @property
     def val_bytes_per_token(self) -> float:
@@ -96,19 +100,20 @@ class TokenStore:
             crossings += int(np.count_nonzero(ids[start : start + READ_AT_ONCE] == self._eos))
         return float(self.val.bytes / (len(ids) - crossings))
 
-    def batch(self, step: int, chosen: np.ndarray | None = None) -> Batch:
-        """The training batch of a step, counted from 0: arrays of shape [batch_size, sequence_length].
+    def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:
+        """The training batch of a step, counted from 0: a `Batch` of [batch_size, sequence_length].
 
         Args:
           chosen: the numbers of the rows that are wanted, ascending; None: all of them.
         """
         numbers = np.arange(self.batch_size) if chosen is None else chosen
-        rows = self._rows.read(step * self.batch_size + numbers)
-        if not self.packing:
-            return self._batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
-        filled = rows != NOTHING
-        rows = np.where(filled, rows, self._pad)
-        batch = self._batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+        return self._batch_at(self._rows.read(step * self.batch_size + numbers))
+
+    def _batch_at(self, places: np.ndarray) -> Any:
+        """The batch of rows of places in the training tokens."""
+        filled = places != NOTHING
+        ids = np.where(filled, self.training_ids[np.where(filled, places, 0)], self._pad).astype(np.int32)
+        batch = self._batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
@@ -130,17 +135,18 @@ class TokenStore:
             batch = self._batch(inputs.reshape(batch_size, length), outputs.reshape(batch_size, length))
             yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
 
-    def _cut(self, ids: np.ndarray) -> Rows:
-        if len(ids) <= self.sequence_length:
+    def _rows_of(self, start: int, end: int) -> Rows:
+        """The rows of a source."""
+        if end - start <= self.sequence_length:
             raise UserError(
-                f"a source of the mixture has {len(ids)} training tokens, fewer than the {self.sequence_length + 1} of a "
+                f"a source of the mixture has {end - start} training tokens, fewer than the {self.sequence_length + 1} of a "
                 "window (model.max_context + 1): give more text in data.path"
             )
         if not self.packing:
-            return Windows(ids, self.sequence_length)
+            return Windows(start, end, self.sequence_length)
         if self._eos is None:
             raise UserError("data.packing: best_fit needs a tokenizer with an end token: this one has none")
-        return Packed(ids, self.sequence_length, self._eos)
+        return packed(self.training_ids[start:end], start, self.sequence_length, self._eos)
 
     def _batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:
         if self._eos is None:

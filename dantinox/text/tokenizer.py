@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer as Core
 
-from dantinox.files import UserError, first_line
+from dantinox.files import UserError, first_line, read_json, read_text
 from dantinox.text.detokenizer import Detokenizer, Joined, Spelled
 from dantinox.text.token_pieces import Pieces, byte_letters, size_of, spell
 
@@ -84,16 +84,9 @@ class Tokenizer:
           UserError: it cannot be read, or is no tokenizer.
         """
         path = Path(path)
-        try:
-            if not path.is_file():
-                raise UserError(f"no tokenizer file at {path}")
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: not a tokenizer.json")
-            return cls(path.read_bytes().decode("utf-8"), str(path), read_roles(path.with_name(TOKENIZER_CONFIG)))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8 text") from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}") from None
+        if not path.is_file():
+            raise UserError(f"no tokenizer file at {path}")
+        return cls(read_text(path, MAX_FILE_BYTES, "the tokenizer"), str(path), read_roles(path.with_name(TOKENIZER_CONFIG)))
 
     def _take_roles(self) -> None:
         """Lets the tokens be what `roles` says."""
@@ -248,21 +241,12 @@ class Tokenizer:
 
 
 def read_roles(path: Path) -> dict[str, Any]:
-    """What a `tokenizer_config.json` says; nothing where there is none.
+    """The content of a `tokenizer_config.json`; nothing where there is none.
 
     Raises:
-      UserError: it cannot be read or is no JSON object.
+      UserError: see `read_json`.
     """
-    try:
-        content = path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES else b"{}"
-        roles = json.loads(content)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        roles = None
-    if not isinstance(roles, dict):
-        raise UserError(f"{path} is no JSON object")
-    return roles
+    return read_json(path, MAX_FILE_BYTES) if path.is_file() else {}
 
 
 def _parse(content: str, name: str) -> tuple[dict[str, Any], Core]:

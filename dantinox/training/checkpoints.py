@@ -228,7 +228,7 @@ class Checkpoints:
 
     def _put_aside(self, step: int) -> Path:
         """Renames a step: its number will come again."""
-        names = (f"{ASIDE}{step}{more}" for more in itertools.chain([""], (f"-{number}" for number in itertools.count(2))))
+        names = (f"{ASIDE}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
         return self._guarded(lambda: (self.path / str(step)).rename(aside))
 
@@ -287,12 +287,8 @@ def _placed(tree: Any) -> Any:
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of arrays, or of what is known of them, by their paths: `optimizer/1/momentum/blocks/0/…`."""
 
-    def name(path: tuple[Any, ...]) -> str:
-        return "/".join(
-            str(next(getattr(part, kind) for kind in ("key", "name", "idx") if hasattr(part, kind))) for part in path
-        )
-
-    return {name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def _val_loss(metrics: Any) -> float:
