@@ -122,7 +122,7 @@ class ChatTemplate:
         asked = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
         whole, *parts = self._rendered([(messages, False), *asked])
         ids_N, ends_N = self._tokenizer.encode_specials(whole)
-        spoken_N = np.zeros(len(ids_N), bool)
+        mask_N = np.zeros(len(ids_N), bool)
         for before, after in zip(parts[: len(turns)], parts[len(turns) :], strict=True):
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UserError(
@@ -131,20 +131,18 @@ class ChatTemplate:
                 )
             own = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
             specials = np.flatnonzero(np.isin(ids_N[own], list(self._tokenizer.special_ids)))
-            spoken_N[own[: specials[-1] + 1] if len(specials) else own] = True
-        return ids_N, spoken_N
+            mask_N[own[: specials[-1] + 1] if len(specials) else own] = True
+        return ids_N, mask_N
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """The special tokens that end a turn of the assistant, the vocabulary's end token among them."""
         ids = set() if self._tokenizer.eos_id is None else {self._tokenizer.eos_id}
         try:
-            tokens, spoken = self.encode_with_loss_mask(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            )
+            tokens, mask = self.encode_with_loss_mask([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except UserError:
             return frozenset(ids)
-        return frozenset(ids | (set(tokens[spoken][-1:].tolist()) & self._tokenizer.special_ids))
+        return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
 
     def _rendered(self, asked: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
         """The texts of conversations, whose special tokens a NUL keeps apart from what messages spell."""

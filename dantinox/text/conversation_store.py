@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError
-from dantinox.text.conversations import FIRST, SPOKEN
+from dantinox.text.conversations import COUNTED, FIRST
 from dantinox.text.rows import NOTHING, Filled, Pairs, Rows
 from dantinox.text.store import Batch, Counts, TokenStore
 
@@ -78,7 +78,7 @@ class ConversationStore(TokenStore):
     @property
     def val_bytes_per_token(self) -> float:
         """Bytes of the answers of the validation part per counted target; see `TokenStore`."""
-        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & SPOKEN))
+        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & COUNTED))
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
         """Every validation conversation once, in batches of `batch_size` rows, or pairs.
@@ -122,7 +122,7 @@ class ConversationStore(TokenStore):
         ids = np.where(filled, self._ids[at], self._pad).astype(np.int32)
         marks = np.where(filled, self._marks[at], 0)
         segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST > 0, axis=-1, dtype=np.int32) - 1, 0)
-        mask = (marks[..., 1:] == SPOKEN).astype(np.float32)
+        mask = (marks[..., 1:] == COUNTED).astype(np.float32)
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:
             return Batch(*parts)

@@ -12,7 +12,7 @@ from dantinox.text.chat import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
 from dantinox.text.store import Counts
 
-SPOKEN, FIRST = 1, 2  # bits of a token's mark: an answer to learn; the first token of a conversation
+COUNTED, FIRST = 1, 2  # bits of a token's mark: its loss counts; the first token of a conversation
 
 Objective = Literal["sft", "dpo"]
 Asked = tuple[Sequence[Message], int]  # a conversation, and the message from which on the assistant's turns are learnt
@@ -113,10 +113,10 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
 
 def _encoded(part: int, source: int, asked: Asked, template: ChatTemplate) -> Encoded:
     messages, since = asked
-    ids, spoken = template.encode_with_loss_mask(messages, since)
-    if not spoken.any():
+    ids, mask = template.encode_with_loss_mask(messages, since)
+    if not mask.any():
         raise UserError("a conversation without a turn of the assistant")
-    marks = np.where(spoken, SPOKEN, 0).astype(np.uint8)
+    marks = np.where(mask, COUNTED, 0).astype(np.uint8)
     marks[0] |= FIRST
     answers = [message["content"] for message in messages[since:] if message["role"] == "assistant"]
     size = sum(len(text) for text in answers), sum(len(text.encode()) for text in answers)

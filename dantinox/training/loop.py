@@ -127,8 +127,7 @@ class Trainer:
         self.model = config.trained_architecture(tokenizer.vocab_size)
         self.layout = make_layout(config, self.model)
         self.train_step = TrainStep(config, self.model, self.steps, self.layout)
-        self.fingerprint = tokenizer.fingerprint
-        self.facts = run_facts(config, self.fingerprint, self.layout, run)
+        self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
         self.log = TrainingLog(config, self.model, self.layout, run, console)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
@@ -148,7 +147,7 @@ class Trainer:
         self.programs = Programs(self.train_step)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
-        self.frozen = frozen_weights(self.config, self.model, self.fingerprint, self.layout, self.run)
+        self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
         if not restored:
             self._begin()
         if isinstance(self.store, ConversationStore) and self.store.pairs:
@@ -210,7 +209,7 @@ class Trainer:
         self.log.files.event("rewind", row)
 
     def _begin(self) -> None:
-        given = starting_weights(self.config, self.model, self.fingerprint)
+        given = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
         self.step, self.progress = 0, Progress()
         self.state = self.train_step.initial_state(given)
 
