@@ -70,8 +70,7 @@ def _settings(path: Path) -> dict[str, Any]:
     read = {"r": 8, "lora_alpha": 8, "use_rslora": False} | {key: settings[key] for key in READ if key in settings}
     read["rank_pattern"] = _patterns(path, "rank_pattern", read.get("rank_pattern"))
     read["alpha_pattern"] = _patterns(path, "alpha_pattern", read.get("alpha_pattern"))
-    for key in ("r", *(("rank_pattern", pattern) for pattern in read["rank_pattern"])):
-        value = read[key] if isinstance(key, str) else read[key[0]][key[1]]
+    for value in (read["r"], *read["rank_pattern"].values()):
         if type(value) is not int or not 1 <= value < 2**31:
             raise UserError(f"{path} must have a rank that is an integer ≥ 1, got {shown(value)}")
     for value in (read["lora_alpha"], *read["alpha_pattern"].values()):
