@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from dantinox import __version__
 from dantinox.cli import chat, generate, interop, lora, measure, serve, sweep, train, verify, watch
 from dantinox.cli.common import plain_warnings
 from dantinox.config import UserError
@@ -67,6 +68,7 @@ def _discard_output() -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="dantinox", description="Train transformers, or import them, fine-tune them and generate text.")
+    parser.add_argument("--version", action="version", version=f"dantinox {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, (run, add_flags, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)

@@ -1,16 +1,17 @@
 """What several commands do: read flags and standard input, keep compiled programs."""
 
 import argparse
+import re
 import sys
 import warnings
 from typing import Any
 
-from dantinox.config import UserError
+from dantinox.config import Config, UserError
 from dantinox.config.files import flat_name
 from dantinox.config.flags import overrides
 from dantinox.files import check_writable
 
-DEFAULT_PROMPT = "Nel mezzo del cammin"
+PROMPT_HELP = "- reads stdin but for its last line break (default: the run's training.sample_prompt)"
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -18,15 +19,21 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {flat_name(key): value for key, value in overrides(options).items()}
 
 
-def given_prompt(options: argparse.Namespace) -> str:
-    """The text of --prompt, or of standard input where that is -."""
-    prompt: str = DEFAULT_PROMPT if options.prompt is None else options.prompt
-    if prompt != "-":
-        return prompt
+def given_prompt(options: argparse.Namespace, base: Config) -> str:
+    """The text of --prompt, or of standard input without its last line break where that is -.
+
+    Args:
+      base: the run's settings: without --prompt its samples' prompt, `training.sample_prompt`, or the line break that stands
+        for an empty one.
+    """
+    if options.prompt is None:
+        return base.training.sample_prompt or "\n"
+    if options.prompt != "-":
+        return str(options.prompt)
     if sys.stdin is None:
         raise UserError("--prompt - reads standard input, which is closed")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import DEFAULT_PROMPT, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.cli.common import PROMPT_HELP, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import Config, UserError, overlay
 from dantinox.config.flags import add_config_flags
 from dantinox.files import atomic_write, check_writable
@@ -18,12 +18,17 @@ ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
 
 def generate_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
-    command.add_argument("--prompt", help=f"text to continue; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    command.add_argument(
+        "--prompt",
+        help=f"text to continue; {PROMPT_HELP}",
+    )
     command.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
     command.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
     command.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
     command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
-    command.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object per sample: index (of its prompt), seed, text, …"
+    )
     command.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
     command.add_argument(
         "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: the router's candidates too"
@@ -91,8 +96,9 @@ def generate(options: argparse.Namespace) -> int:
     finally:
         if options.show_entropy:
             _show(documents)
-        for result in [] if stream or options.show_entropy else results:
-            print(_json_line(result.to_dict(), options) if as_json else result.prompt + result.text)
+        indices = [index for _, config in requests for index in range(config.generation.n)]
+        for index, result in [] if stream or options.show_entropy else zip(indices, results, strict=True):
+            print(_json_line({"index": index} | result.to_dict(), options) if as_json else result.prompt + result.text)
         for batch in batches:
             print(batch.summary(), file=sys.stderr)
     return 0
@@ -175,7 +181,7 @@ def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Confi
     """(prompt, settings) for everything to be continued, checked over the run's own settings `base`."""
     config = overlay(base, settings, "command line")
     if options.prompt_file is None:
-        return [(given_prompt(options), config)]
+        return [(given_prompt(options, base), config)]
     from dantinox.generation.prompt_file import read_prompts
 
     return read_prompts(options.prompt_file, settings, base)

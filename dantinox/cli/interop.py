@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from dantinox.config import UserError
+
 
 def import_flags(command: argparse.ArgumentParser) -> None:
     source = "a folder of transformers, a .gguf file, a run directory of DantinoX 0, or owner/model of Hugging Face's hub"
@@ -25,13 +27,17 @@ def import_(options: argparse.Namespace) -> int:
 def export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", type=Path, help="the run directory")
     command.add_argument("dest", metavar="DEST", type=Path, help="the folder, or the .gguf file, to make")
-    command.add_argument("--format", choices=["hf", "gguf"], required=True, help="a folder of transformers, or a GGUF file")
+    command.add_argument("--format", choices=["hf", "gguf"], help="a folder of transformers, or a GGUF file (default: by DEST)")
     kind = "type of the numbers; q8_0 is GGUF's (default: hf: as they are; gguf: f32)"
     command.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0"], help=kind)
 
 
 def export(options: argparse.Namespace) -> int:
+    named = "gguf" if options.dest.suffix == ".gguf" else "hf"
+    if options.format not in (None, named):
+        what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
+        raise UserError(f"--format {options.format} makes {what}: DEST cannot be {options.dest}")
     from dantinox.interop.checkpoints import export_checkpoint
 
-    print(f"{options.dest}: {export_checkpoint(options.run_dir, options.dest, options.format, options.type)}")
+    print(f"{options.dest}: {export_checkpoint(options.run_dir, options.dest, named, options.type)}")
     return 0

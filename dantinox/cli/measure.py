@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import DEFAULT_PROMPT, check_plot, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.cli.common import PROMPT_HELP, check_plot, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
-from dantinox.config.start import DEFAULT, find_config, load_training
+from dantinox.config.start import DEFAULT, load_training
 from dantinox.files import atomic_write, check_folder
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
@@ -90,7 +90,10 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
 
 def explain_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run_dir", **RUN_DIR)
-    command.add_argument("--prompt", help=f"the text before the token; - reads stdin (default: {DEFAULT_PROMPT!r})")
+    command.add_argument(
+        "--prompt",
+        help=f"the text before the token; {PROMPT_HELP}",
+    )
     command.add_argument("--show", type=whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -102,8 +105,9 @@ def explain(options: argparse.Namespace) -> int:
     settings = given_settings(options)
     from dantinox.run import load_run_config, open_run
 
-    overlay(load_run_config(open_run(options.run_dir)), settings, "command line")
-    prompt = given_prompt(options)
+    base = load_run_config(open_run(options.run_dir))
+    overlay(base, settings, "command line")
+    prompt = given_prompt(options, base)
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.measure.explain import explain
@@ -283,7 +287,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def plan(options: argparse.Namespace) -> int:
-    config = load_training(find_config(options.config), overrides(options))
+    config = load_training(options.config, overrides(options))
     import jax
 
     if options.topology is not None:

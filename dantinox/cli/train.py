@@ -9,7 +9,7 @@ from pathlib import Path
 from dantinox.cli.common import check_plot, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
 from dantinox.config.flags import add_config_flags, overrides
-from dantinox.config.start import DEFAULT, build_training, find_config, load_training, starting_config
+from dantinox.config.start import DEFAULT, build_training, load_training, starting_config
 from dantinox.files import atomic_write
 
 
@@ -36,9 +36,9 @@ def train(options: argparse.Namespace) -> int:
         config = build_training({}, given)  # which has a model already
     else:
         load = load_config if path == saved else load_training  # a run has all its settings
-        config = load(find_config(path), given)
+        config = load(path, given)
     if options.print_config:
-        print(dump_config(config), end="")
+        print(dump_config(config, complete=True), end="")
         return 0
     use_compilation_cache()
     from dantinox.training import dry_run, launch
@@ -60,7 +60,7 @@ def find_lr_flags(command: argparse.ArgumentParser) -> None:
 
 def find_lr(options: argparse.Namespace) -> int:
     check_plot(options)
-    config = load_training(find_config(options.config), overrides(options))
+    config = load_training(options.config, overrides(options))
     use_compilation_cache()
     from dantinox.report.plots import draw_rates
     from dantinox.training.find_lr import find_lr, rate_lines

@@ -11,7 +11,7 @@ from typing import Any
 
 from dantinox.cli.common import whole_number
 from dantinox.config import UserError
-from dantinox.config.start import find_config, load_training
+from dantinox.config.start import load_training
 from dantinox.files import check_folder, check_writable
 from dantinox.report.plots import BY, plot_runs
 
@@ -95,7 +95,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
         run.check(run.tokenizer)
         symbols = Tokenizer.load(run.tokenizer).vocab_size
     else:
-        config = load_training(find_config(subject))
+        config = load_training(subject)
         symbols = vocabulary_size_of(config)
     step = benchmark_step(config, symbols, _note)
     step()

@@ -18,6 +18,7 @@ from dantinox.files import UserError, on_one_line, shown
 REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
+CONFIGS = Path(__file__).parents[1] / "configs"
 ALIASES = {
     "generation.max_generations": "generation.max_new_tokens",
     "logging.eval_iters": "training.eval_every",
@@ -118,13 +119,27 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def find_config(name: str | Path) -> Path:
+    """The file at a path or, where there is none, the package's own config of that name.
+
+    Raises:
+      UserError: there is neither.
+    """
+    path, own = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
+    if not path.is_file() and str(path) in own:
+        return own[str(path)]
+    if not path.exists():
+        raise UserError(f"no config file at {on_one_line(str(path))}: give a file, or one of the package's ({', '.join(own)})")
+    return path
+
+
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """Reads a YAML file and lays `overrides` (dotted path → value) over it.
+    """Reads a YAML file, or the package's own config of that name, and lays `overrides` (dotted path → value) over it.
 
     Raises:
       UserError: the file cannot be read, is not YAML, or a setting has a wrong name, type or range.
     """
-    path = Path(path)
+    path = find_config(path)
     tree, lines = read_yaml(path)
     where = {key: f"{path}, line {line}" for key, line in lines.items()}
     return build_config(tree, overrides, where, str(path))
@@ -195,6 +210,11 @@ def merge(
         if key in changes:
             sentence = f"{key} has no effect {reason}{_place(key, where, source)}"
             raise UserError(sentence, key=key, value=changes[key])
+    warmup, steps = config.training.warmup_steps or 0, config.training.steps
+    if "training.steps" in changes and "training.warmup_steps" not in changes and steps is not None and warmup > steps:
+        longer = f"training.warmup_steps {warmup}{_place('training.warmup_steps', where, source)} is more than training.steps"
+        warnings.warn(f"{longer} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)
+        config = without(config, ["training.warmup_steps"])
     for key, problem in without(config, unused).conflicts():
         place = _place(key, where, origin if changes else source)
         raise UserError(f"{key} {problem}{place}", key=key, value=flat(config)[key])
@@ -223,10 +243,14 @@ def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None
             raise UserError(sentence, key=key, value=text)
 
 
-def dump_config(config: Config) -> str:
-    """The settings as YAML text that `load_config` reads back equal: all that shaped the weights, and of what a request may
-    change only what is not the default."""
-    dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in REQUEST) for name in SECTIONS}
+def dump_config(config: Config, complete: bool = False) -> str:
+    """The settings as YAML text that `load_config` reads back equal.
+
+    Args:
+      complete: write every setting. Else those that a request may change are left out where they have their default.
+    """
+    left_out = () if complete else REQUEST
+    dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out) for name in SECTIONS}
     return yaml.dump({name: keys for name, keys in dumped.items() if keys}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -1,7 +1,9 @@
 """Command-line flags made from the settings: every key, flat (`--lr`) and by path (`--training.lr`)."""
 
 import argparse
+import contextlib
 import difflib
+import json
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -113,6 +115,9 @@ def _arity(key: str) -> dict[str, Any]:
 def _value(key: str, given: str | list[str]) -> Any:
     kinds = _members(FIELDS[key].annotation)
     if isinstance(given, list):
+        if len(given) == 1 and given[0].lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError, RecursionError):  # JSON, as in a request's body
+                return json.loads(given[0])
         texts = [_unescape(text) for text in given] if key.startswith("generation.") else given
         if len(texts) > 1 or str not in kinds:
             return texts

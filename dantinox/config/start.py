@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dantinox.config.files import build_config, load_config, merge, read_yaml, report
+from dantinox.config.files import build_config, find_config, load_config, merge, read_yaml, report
 from dantinox.config.model import OF_WEIGHTS
 from dantinox.config.sections import FIELDS, Config, flat, without
-from dantinox.files import UserError, on_one_line, shown
+from dantinox.files import UserError, shown
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = "quickstart"
 ESSENTIAL = {
     "model": ("dim", "n_heads", "kv_heads", "num_blocks", "max_context"),
@@ -21,20 +20,6 @@ ESSENTIAL = {
 }
 INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
 NOT_DEFAULT = {"data.path": "builtin:python", "training.sample_every": 250}
-
-
-def find_config(name: str | Path) -> Path:
-    """The file at a path or, where there is none, the package's own config of that name.
-
-    Raises:
-      UserError: there is neither.
-    """
-    path, own = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
-    if not path.is_file() and str(path) in own:
-        return own[str(path)]
-    if not path.exists():
-        raise UserError(f"no config file at {on_one_line(str(path))}: give a file, or one of the package's ({', '.join(own)})")
-    return path
 
 
 def starting_config(path: str | Path) -> str:
@@ -57,7 +42,7 @@ def starting_config(path: str | Path) -> str:
 
 def load_training(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
     """`load_config` of a training that is to begin, see `build_training`."""
-    path = Path(path)
+    path = find_config(path)
     tree, lines = read_yaml(path)
     return build_training(tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path))
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dantinox.config import Config
-from dantinox.config.sections import without
+from dantinox.config.sections import idle, without
 from dantinox.distributed import Silent, broadcast_from_rank0, is_rank0, join, make_layout
 from dantinox.files import UserError
 from dantinox.report import Console, human_count, open_console, table, trackers
@@ -51,7 +51,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
     """
     trackers(config, Path())  # a library that is missing is said before the corpus is read
     join(config)
-    config = without(config, START_UP)  # of this launch, not of the run
+    config = without(config, [*START_UP, *idle(config)])  # what is of this launch, and what has no effect, is not kept
     with contextlib.ExitStack() as held:
         console: Any = held.enter_context(open_console() if is_rank0() else Silent())
         made: Start | None = None

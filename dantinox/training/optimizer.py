@@ -31,7 +31,7 @@ def schedule(training: TrainingSection, steps: int) -> Schedule:
     It climbs linearly over `warmup_steps` (the first step is not zero), and is at `min_lr_ratio` in the last of `steps`.
     """
     warmup, low = training.warmup_steps, training.min_lr_ratio
-    if warmup is None:
+    if warmup is None or warmup > steps:
         warmup = min(100, steps // 10)
     last = max(steps - 1, warmup + 1)
     start = last - max(1, round(training.decay_fraction * steps)) if training.schedule == "wsd" else warmup

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -49,20 +50,16 @@ def resumed_config(saved: Config, given: Config) -> Config:
 
 
 def total_steps(config: Config, windows_per_epoch: int) -> int:
-    """`training.steps`, or as many as `training.epochs` passes over the training windows need.
-
-    Raises:
-      UserError: the warm-up is longer than those passes, so that the learning rate would never reach its peak.
-    """
+    """`training.steps`, or as many as `training.epochs` passes over the training windows need."""
     t = config.training
     if t.steps is not None:
         return t.steps
     steps = max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
     if (t.warmup_steps or 0) > steps:
-        raise UserError(
-            f"training.warmup_steps must be at most {steps}, the steps of training.epochs: {t.epochs} with this corpus, "
-            f"got {t.warmup_steps}: lower it, or give training.steps or more epochs"
+        longer = (
+            f"training.warmup_steps {t.warmup_steps} is more than the steps of training.epochs {t.epochs:g} with this corpus,"
         )
+        warnings.warn(f"{longer} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=2)
     return steps
 
 
