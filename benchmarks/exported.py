@@ -53,7 +53,7 @@ def main() -> None:
     import jax.numpy as jnp
 
     from dantinox.generation import load
-    from dantinox.interop.runs import export_hf
+    from dantinox.interop.checkpoints import export_hf
 
     run = load(o.run)
     lines = Path(o.text).read_text(encoding="utf-8").splitlines()

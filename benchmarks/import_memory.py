@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.config import TokenizerSection
-from dantinox.interop import safetensors_files
+from dantinox.interop import hf_folder
 from dantinox.interop.source import Arrays, Tensor
 from dantinox.text import train_tokenizer
 
@@ -49,14 +49,14 @@ def make(folder: Path, gigabytes: float) -> None:
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
     kinds = {f"{name}.weight": Tensor(shape, "bfloat16") for name, shape in shapes.items()}
     noise = (0.02 * np.random.default_rng(0).standard_normal(1 << 20)).astype(ml_dtypes.bfloat16)
-    safetensors_files.SHARD_BYTES = SHARD
-    safetensors_files.write_tensors(folder, Arrays(kinds, lambda name: np.resize(noise, kinds[name].shape)), kinds)
+    hf_folder.SHARD_BYTES = SHARD
+    hf_folder.write_tensors(folder, Arrays(kinds, lambda name: np.resize(noise, kinds[name].shape)), kinds)
 
 
 def measured(source: Path, run_dir: Path, found) -> None:
     """Imports, and tells the anonymous memory before and at its peak, and the seconds."""
+    from dantinox.interop.checkpoints import import_run
     from dantinox.interop.hf_folder import open_folder
-    from dantinox.interop.runs import import_run
 
     base = peak = anonymous()
     done = threading.Event()

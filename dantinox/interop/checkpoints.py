@@ -1,16 +1,33 @@
-"""Checkpoints of other programs as run directories and back, whatever their format: what `dantinox import | export` do."""
+"""`dantinox import | export`: checkpoints of other programs as run directories, and runs as checkpoints."""
 
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dantinox.config import UserError
+from dantinox.config import Config, UserError, build_config
+from dantinox.config.model import ARCHITECTURE
+from dantinox.files import read_json, read_text, shown
 from dantinox.interop.gguf import export_gguf, open_source
-from dantinox.interop.hf_folder import TYPES, fetch, open_folder
-from dantinox.interop.runs import export_hf, import_run, import_v0, leaving
-from dantinox.run import RunDirectory
+from dantinox.interop.hf import from_hf, to_hf
+from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, fetch, open_folder, write_folder
+from dantinox.interop.source import Arrays, Source
+from dantinox.interop.v0 import parameters, read_v0
+from dantinox.model.parameters import blueprint
+from dantinox.run import RunDirectory, load_run_config, load_weights, open_run, put, save_config, save_tokenizer, save_weights
+from dantinox.text import Tokenizer
+from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
 FORMATS = {"hf": tuple(TYPES), "gguf": (*TYPES, "q8_0")}  # with the types that each can have
+# What a generation_config.json asks of a text that is drawn.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class Imported(NamedTuple):
@@ -47,6 +64,144 @@ def import_checkpoint(source: str | Path, run_dir: str | Path, dtype: str = "aut
     return Imported(run, found.config["model_type"], len(found.tensors))
 
 
+def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
+    """Makes a run directory of a checkpoint. Nothing stands there before all of it does.
+
+    Args:
+      dtype: of matrices: float32, bfloat16, or as they are (`auto`).
+      max_context: instead of the checkpoint's own; with longrope that is its original one, see `settings_of`.
+
+    Raises:
+      UserError: the checkpoint cannot be had exactly, or something is in the way; the sentence names it.
+    """
+    tokenizer = Tokenizer(source.tokenizer, str(source.path))
+    rows = source.config.get("vocab_size")
+    if type(rows) is not int or rows < 1:
+        raise UserError(f"config.json has vocab_size: {shown(rows)}, expected a number of at least 1")
+    path, settings = Path(run_dir), settings_of(source.config, max_context)
+    vocabulary = _vocabulary_settings(tokenizer, rows, path, "config.json")
+    settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
+    if source.generation_config.get("do_sample"):
+        given = {key: source.generation_config.get(key) for key in SAMPLING}
+        settings["generation"] = {key: value for key, value in given.items() if value is not None}
+    config = build_config(settings, source="config.json")
+    arrays = from_hf(source.config, config.architecture(tokenizer.vocab_size), source.tensors, dtype)
+    with _staged_directory(path) as folder:
+        run = RunDirectory(folder)
+        save_weights(run.weights, arrays)
+        save_tokenizer(run, source.tokenizer, _roles(source, tokenizer))
+        if source.chat_template is not None:
+            put(run.path, run.chat_template.name, source.chat_template)
+        put(run.path, run.origin.name, json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n")
+        save_config(run, config)
+    return RunDirectory(path)
+
+
+def import_v0(
+    folder: str | Path, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None
+) -> tuple[RunDirectory, int]:
+    """Makes a run directory of one of DantinoX 0; the arguments are those of `import_run`.
+
+    Returns:
+      The run, and how many arrays it was made of.
+
+    Raises:
+      UserError: the run cannot be read exactly, or something is in the way; the sentence names it.
+    """
+    found = read_v0(Path(folder))
+    tokenizer = Tokenizer(found.tokenizer, f"{folder}/tokenizer.json")
+    settings: dict[str, Any] = found.settings | _vocabulary_settings(tokenizer, found.rows, Path(run_dir), found.weights)
+    settings["model"] = found.settings["model"] | settings["model"]
+    if max_context is not None:
+        settings["model"]["max_context"] = max_context
+    config = build_config(settings, source="config.yaml")
+    arrays = parameters(found, config.architecture(tokenizer.vocab_size), dtype)
+    with _staged_directory(Path(run_dir)) as place:
+        run = RunDirectory(place)
+        save_weights(run.weights, arrays)
+        save_tokenizer(run, found.tokenizer)
+        save_config(run, config)
+    return RunDirectory(run_dir), len(arrays)
+
+
+def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:
+    """The settings of a model with so many rows of embeddings, of which some may be of no token."""
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, {where} has vocab_size: {rows}: it is another's"
+        )
+    padded = {"padded_vocab_size": rows} if rows > tokenizer.vocab_size else {}
+    return {"model": padded, "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")}}
+
+
+@contextmanager
+def _staged_directory(path: Path) -> Iterator[Path]:
+    """A folder to fill, which is at `path` at the end, and nowhere after an error."""
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} is there already and not empty: choose another place")
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}") from None
+    try:
+        yield folder
+        folder.chmod(0o777 & ~_umask())
+        os.replace(folder, path)
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the tokens of a checkpoint are for, in one place: names, and nothing that its own files only hint at."""
+    given, ids_of = source.tokenizer_config, {**source.config, **source.generation_config}
+
+    def name(index: Any) -> str | None:
+        return tokenizer.core.id_to_token(index) if type(index) is int and 0 <= index < tokenizer.vocab_size else None
+
+    roles: dict[str, Any] = {}
+    for role in ROLES:
+        token = given.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        if tokenizer.id_of(token) is None:
+            ids = ids_of.get(f"{role}_id")
+            token = name(ids[0] if isinstance(ids, list) and ids else ids)
+        roles[role] = token
+    stops = ids_of.get("eos_token_id")
+    names = [name(index) for index in (stops if isinstance(stops, list) else [stops])]
+    others = names if any(names) else [roles["eos_token"]]
+    roles["stop_tokens"] = [stop for stop in others if stop is not None]
+    adds = given.get("add_bos_token")
+    if not isinstance(adds, bool):
+        begun = tokenizer.core.encode("a").ids
+        adds = bool(begun) and begun[0] == tokenizer.id_of(roles["bos_token"])
+    return roles | {"add_bos_token": adds}
+
+
+def _origin(source: Source) -> dict[str, Any]:
+    """What of a checkpoint a run does not hold, to give it back."""
+    usual = Counter(tensor.dtype for tensor in source.tensors.tensors.values()).most_common(1)[0][0]
+    others = {name: tensor.dtype for name, tensor in source.tensors.tensors.items() if tensor.dtype != usual}
+    return {
+        "format": source.format,
+        "model_type": source.config["model_type"],
+        "dtype": usual,
+        "other_dtypes": others,
+        "copy_of_table": "lm_head.weight" in source.tensors,
+        "config": dict(source.config),
+        "generation_config": dict(source.generation_config),
+        "tokenizer_config": dict(source.tokenizer_config),
+    }
+
+
 def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: str | None = None) -> str:
     """Writes a run as a checkpoint of another program.
 
@@ -70,9 +225,117 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     if format == "hf":
         family: str = export_hf(run_dir, dest, kind)["model_type"]
         return family
-    left = leaving(run_dir)
+    if Path(dest).exists():
+        raise UserError(f"{dest} is there already: choose another name")
+    bundle = export_bundle(run_dir)
     export_gguf(
-        dest, left.config, left.hf_config, left.tensors, left.tokenizer, kind=kind or "f32",
-        chat_template=left.chat_template, name=Path(run_dir).absolute().name,
+        dest, bundle.config, bundle.hf_config, bundle.tensors, bundle.tokenizer, kind=kind or "f32",
+        chat_template=bundle.chat_template, name=Path(run_dir).absolute().name,
     )  # fmt: skip
-    return str(left.hf_config["model_type"])
+    return str(bundle.hf_config["model_type"])
+
+
+class ExportBundle(NamedTuple):
+    """A run as transformers has it.
+
+    Attributes:
+      config: the run's settings.
+      hf_config, generation_config, tokenizer_config: transformers' files.
+      tensors: by transformers' names, each in the type of our parameter.
+      dtypes: the type that each had where it came from, or has here.
+    """
+
+    config: Config
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    tensors: Arrays
+    dtypes: dict[str, str]
+    tokenizer: Tokenizer
+    chat_template: str | None
+
+
+def export_bundle(run_dir: str | Path) -> ExportBundle:
+    """What an export of a run has to say: of an imported one what its checkpoint said.
+
+    Raises:
+      UserError: the run is damaged, or no family of transformers can say its architecture.
+    """
+    run = open_run(run_dir)
+    if run.exported != run.weights:
+        raise UserError(f"{run.path} holds adapters alone: `dantinox merge-lora` makes a run of them that can be exported")
+    config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
+    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    weights = load_weights(run.weights, shapes)
+    origin = _origin_of(run, config, tokenizer.vocab_size)
+    like = None if origin is None else origin["config"]
+    hf_config, tensors = to_hf(config, tokenizer.vocab_size, weights, like)
+    template = read_text(run.chat_template, MAX_JSON_BYTES) if run.chat_template.is_file() else None
+    if origin is None:
+        dtypes = {name: tensor.dtype for name, tensor in tensors.tensors.items()}
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+        hf_config |= ids | {"dtype": Counter(dtypes.values()).most_common(1)[0][0]}
+        stops = list(tokenizer.stop_ids)
+        generation = {key: value for key, value in ids.items() if value is not None}
+        generation |= {"eos_token_id": stops} if len(stops) > 1 else {}
+        return ExportBundle(
+            config, hf_config, generation, _tokenizer_config(tokenizer, config), tensors, dtypes, tokenizer, template
+        )
+    if origin["copy_of_table"] and "lm_head.weight" not in tensors:
+        table = next(iter(tensors))
+        kinds = {**tensors.tensors, "lm_head.weight": tensors.tensors[table]}
+        made = tensors
+        tensors = Arrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
+    dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
+    # Without one of its own, transformers takes the vocabulary for one of the family's usual kind.
+    own = origin["tokenizer_config"] if origin["format"] == "hf" else {}
+    files = origin["generation_config"], own or _tokenizer_config(tokenizer, config)
+    return ExportBundle(config, hf_config, *files, tensors, dtypes, tokenizer, template)
+
+
+def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, Any] | None:
+    """What the checkpoint of an imported run said, where it still is this very model."""
+    if not run.origin.is_file():
+        return None
+    run.check(run.origin)
+    origin = read_json(run.origin, MAX_JSON_BYTES)
+    said = settings_of(origin["config"], config.model.max_context)
+    other = config.architecture(vocab_size)
+    one = build_config(said).architecture(other.vocab_size)
+    return origin if all(getattr(one, name) == getattr(other, name) for name in ARCHITECTURE) else None
+
+
+def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:
+    names: Mapping[str, str] = tokenizer.template_variables
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.model.max_context,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos,
+        **{role: names.get(role) for role in ROLES},
+    }
+
+
+def export_hf(run_dir: str | Path, dest: str | Path, kind: str | None = None) -> dict[str, Any]:
+    """Writes a run as a folder of transformers; an imported one as it was.
+
+    Args:
+      kind: f32, f16 or bf16 for all tensors; None: as the checkpoint had them, or as the run has.
+
+    Returns:
+      Its `config.json`.
+
+    Raises:
+      UserError: no family can say the run, a number does not fit, or something is in the way.
+    """
+    bundle = export_bundle(run_dir)
+    config, dtypes = dict(bundle.hf_config), bundle.dtypes
+    if kind is not None:
+        dtypes = dict.fromkeys(dtypes, TYPES[kind])
+        config |= {key: TYPES[kind] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    with _staged_directory(Path(dest)) as folder:
+        write_folder(
+            folder, config, bundle.tensors, bundle.tokenizer.to_json(), bundle.tokenizer_config, bundle.generation_config,
+            bundle.chat_template, dtypes,
+        )  # fmt: skip
+    return config

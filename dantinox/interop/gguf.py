@@ -67,8 +67,10 @@ def source_of(file: GGUFFile) -> Source:
         path=path,
         format="gguf",
         config=config,
-        tensors={name: _described(file, name, part, family) for name, part in parts.items()},
-        read=lambda name: change(name, read_tensor(file, *parts[name])),
+        tensors=Arrays(
+            {name: _described(file, name, part, family) for name, part in parts.items()},
+            lambda name: change(name, read_tensor(file, *parts[name])),
+        ),
         tokenizer=vocabulary.tokenizer,
         tokenizer_config=vocabulary.tokenizer_config,
         chat_template=vocabulary.chat_template,

@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers as ours, and ours as theirs, by the tables of their families."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -41,10 +41,7 @@ class Place(NamedTuple):
         return (sum(piece[0] for piece in pieces), *pieces[0][1:])
 
 
-def from_hf(
-    config: Mapping[str, Any], model: ModelConfig, tensors: Mapping[str, Tensor], read: Callable[[str], np.ndarray],
-    dtype: str = "auto",
-) -> Arrays:  # fmt: skip
+def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtype: str = "auto") -> Arrays:
     """Every parameter of a model of this architecture, made of a checkpoint's tensors when it is asked for.
 
     Args:
@@ -64,14 +61,14 @@ def from_hf(
         raise UserError(f"config.json asks for a parameter {large} of shape {list(shapes[large])}, which no file can hold")
     places = _places(family, shapes)
     given = _named(tensors, family, places)
-    _account(given, tensors, places, shapes)
+    _account(given, tensors.tensors, places, shapes)
     if model.weight_tying:
-        _check_tied(family, given, read)
+        _check_tied(family, given, tensors)
     sources: dict[str, list[str]] = {}
     for name, place in places.items():
         sources.setdefault(place.parameter, []).append(name)
     kinds = {
-        parameter: Tensor(shapes[parameter], kept_as(parameter, dtype, {tensors[given[name]].dtype for name in names}))
+        parameter: Tensor(shapes[parameter], kept_as(parameter, dtype, {tensors.tensors[given[name]].dtype for name in names}))
         for parameter, names in sources.items()
     }
 
@@ -79,7 +76,7 @@ def from_hf(
         shape, kind = kinds[parameter]
         array = np.empty(shape, BFLOAT16 if kind == "bfloat16" else kind)
         for name in sources[parameter]:
-            _fill(places[name].views(array), read(given[name]))
+            _fill(places[name].views(array), tensors[given[name]])
         return array
 
     return Arrays(kinds, make)
@@ -147,7 +144,7 @@ def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     return places
 
 
-def _named(tensors: Mapping[str, Tensor], family: Family, places: Mapping[str, Place]) -> dict[str, str]:
+def _named(tensors: Arrays, family: Family, places: Mapping[str, Place]) -> dict[str, str]:
     """Our name of a tensor → the one that it has in the checkpoint, without known buffers."""
     given = {name: name for name in tensors if not name.endswith(family.buffers)}
     prefix = next(iter(places)).partition(".")[0] + "."  # absent where only the body of a model was saved
@@ -175,11 +172,11 @@ def _account(
         raise UserError(f"the checkpoint has {what}, for which the model of its config.json has no place")
 
 
-def _check_tied(family: Family, given: Mapping[str, str], read: Callable[[str], np.ndarray]) -> None:
+def _check_tied(family: Family, given: Mapping[str, str], tensors: Arrays) -> None:
     """Raises where a checkpoint with a tied head has another one as well."""
     table = next(tensor for tensor, parameter, _ in family.tensors if parameter == TABLE)
     if "lm_head.weight" in given:
-        head, embed = read(given["lm_head.weight"]), read(given[table])
+        head, embed = tensors[given["lm_head.weight"]], tensors[given[table]]
         if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):
             raise UserError(
                 f"the checkpoint has lm_head.weight with other numbers than {given[table]}, and its config.json says "

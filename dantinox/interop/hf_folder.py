@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, atomic_write, read_json, read_text
-from dantinox.interop.safetensors_files import TensorFiles, write_tensors
-from dantinox.interop.source import Arrays, Source, Tensor
-from dantinox.run.safetensors_file import CODES, DTYPES
+from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, shown, staged
+from dantinox.interop.source import Arrays, Source
+from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
 
 MAX_JSON_BYTES = 128 << 20
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # What is fetched of a repository.
 WANTED = (
@@ -37,7 +38,7 @@ def open_folder(folder: str | Path) -> Source:
 
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} is no folder of transformers: it has no config.json")
-    config, files, tokenizer = settings("config.json"), TensorFiles(folder), text("tokenizer.json")
+    config, tensors, tokenizer = settings("config.json"), open_tensors(folder), text("tokenizer.json")
     if tokenizer is None:
         slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
         remedy = "save it in transformers by AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"
@@ -48,7 +49,7 @@ def open_folder(folder: str | Path) -> Source:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return Source(
-        folder, "hf", config, files.tensors, files.read, tokenizer, tokenizer_config,
+        folder, "hf", config, tensors, tokenizer, tokenizer_config,
         template if isinstance(template, str) else None, settings("generation_config.json"),
     )  # fmt: skip
 
@@ -57,19 +58,24 @@ def fetch(name: str) -> Path:
     """The folder of a repository of Hugging Face's hub, by its name `owner/model`; what is needed of it is downloaded.
 
     Raises:
-      UserError: the library is not installed, or there is no such repository or no network.
+      UserError: the library is not installed, there is no such repository, or the hub cannot be reached.
     """
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
         raise UserError(
             f"there is no folder {name}; a repository of the hub needs the extra `hf`: pip install 'dantinox[hf]'"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(WANTED)))
-    except Exception as error:  # of the network, of the hub, of the name
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"there is no folder {name}, and the hub gives none of this name: {what[:200]}") from None
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise UserError(f"there is no folder {name}, and the hub gives none of this name: {first_line(error)}") from None
+    except Exception as error:  # of the network, in many classes
+        raise UserError(
+            f"there is no folder {name}, and the hub cannot be reached: {first_line(error)}. "
+            "To import without it, copy the checkpoint's folder to this machine and name the folder"
+        ) from None
 
 
 def write_folder(
@@ -102,3 +108,72 @@ def write_folder(
     atomic_write(folder / "tokenizer.json", tokenizer)
     if chat_template is not None:
         atomic_write(folder / "chat_template.jinja", chat_template)
+
+
+def open_tensors(folder: Path) -> Arrays:
+    """The tensors of `model.safetensors` in a folder, or of the files that its index names.
+
+    Raises:
+      UserError: there is neither, one of them is damaged, or they do not hold what the index says.
+    """
+    holders: dict[str, SafetensorsFile] = {}
+    for name, expected in _files(folder).items():
+        file = SafetensorsFile(folder / name)
+        if missing := expected - file.tensors.keys():
+            raise UserError(f"{folder / name} lacks {on_one_line(min(missing))}, which {INDEX} says it holds")
+        if twice := holders.keys() & file.tensors.keys():
+            raise UserError(f"{on_one_line(min(twice))} stands in two files of {folder}")
+        holders |= dict.fromkeys(file.tensors, file)
+    return Arrays({name: file.tensors[name] for name, file in holders.items()}, lambda name: holders[name].read(name))
+
+
+def _files(folder: Path) -> dict[str, set[str]]:
+    """The files of a checkpoint, with the names that its index says they hold."""
+    index = folder / INDEX
+    if (folder / ONE_FILE).is_file():
+        return {ONE_FILE: set()}
+    if not index.is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+        if pickles:
+            raise UserError(
+                f"{folder} holds its weights as {pickles[0]}, a pickle, which can run any code and is not read: convert it to "
+                "safetensors where you trust it, in transformers by from_pretrained(…).save_pretrained(…)"
+            )
+        raise UserError(f"{folder} has no {ONE_FILE} and no {INDEX}")
+    places = read_json(index, MAX_JSON_BYTES).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{index} must have an object under weight_map, got {shown(places)}")
+    files: dict[str, set[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+            raise UserError(f"{index} places {on_one_line(name)} in {shown(file)}, which is no safetensors file beside it")
+        files.setdefault(file, set()).add(name)
+    return files
+
+
+def write_tensors(folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]) -> None:
+    """Writes `model.safetensors`, or above `SHARD_BYTES` several files and their index.
+
+    Args:
+      arrays: asked for one after the other, in their order.
+      tensors: shape and type of each of them.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    held = 0
+    for name in arrays:
+        if shards[-1] and held + tensors[name].nbytes > SHARD_BYTES:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensors[name]
+        held += tensors[name].nbytes
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else ONE_FILE
+        with staged(folder / file, safetensors_pieces(arrays, shard)):
+            places |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index: dict[str, Any] = {"metadata": {"total_size": sum(tensors[name].nbytes for name in arrays)}, "weight_map": places}
+        atomic_write(folder / INDEX, json.dumps(index, indent=2))

@@ -46,9 +46,7 @@ class Source:
       path: where it lies, for messages.
       format: `hf` or `gguf`, for `origin.json`.
       config: as transformers' `config.json` would have it; `model_type` names the family.
-      tensors: by transformers' names.
-      read: the array of such a name, mapped into memory where that is possible; called for one after the other. Arrays of
-        bfloat16 have the dtype of `ml_dtypes`.
+      tensors: by transformers' names, read one after the other. Arrays of bfloat16 have the dtype of `ml_dtypes`.
       tokenizer: the text of a `tokenizer.json`.
       tokenizer_config: as transformers' `tokenizer_config.json` would have it: `bos_token`, `eos_token`, `pad_token` (names of
         special tokens, as text), `add_bos_token`. What is absent is looked for in `generation_config`, then in the tokenizer.
@@ -59,8 +57,7 @@ class Source:
     path: Path
     format: str
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    read: Callable[[str], np.ndarray]
+    tensors: Arrays
     tokenizer: str
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.files import first_line, shown
+from dantinox.files import first_line, read_json, read_text, shown
 from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
 from dantinox.run.packing import Leaf, Reader
@@ -169,21 +169,10 @@ def _heads(w_DC: np.ndarray, model: ModelConfig) -> np.ndarray:
     return np.concatenate([q_DKGH, k_DK1H, v_DK1H], axis=2)
 
 
-def _read(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: no file of a run")
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
 def _config(path: Path) -> dict[str, Any]:
     """The settings without their sections, which its first runs did not have."""
     try:
-        tree = yaml.load(_read(path), Loader=yaml.SafeLoader)
+        tree = yaml.load(read_text(path, MAX_FILE_BYTES), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is no YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
@@ -302,12 +291,7 @@ def _check_angles(path: Path, said: dict[str, Any], weights: Path, arrays: dict[
 
 def _tokenizer(path: Path) -> str:
     """The text of a tokenizer.json: theirs holds characters and their ids, or that of a library in a string."""
-    try:
-        tree = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no tokenizer: {first_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is no tokenizer")
+    tree = read_json(path, MAX_FILE_BYTES)
     if "model" in tree:
         return json.dumps(tree, ensure_ascii=False)
     if tree.get("type") == "char" and isinstance(tree.get("vocab"), dict):

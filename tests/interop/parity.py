@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from dantinox.config import build_config
 from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
-from dantinox.interop.safetensors_files import TensorFiles, write_tensors
+from dantinox.interop.hf_folder import open_tensors, write_tensors
 from dantinox.model.parameters import blueprint
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,11 +67,11 @@ def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
     settings = settings_of(config, max_context=64)
     settings["model"]["dtype"] = dtype
     made = build_config(settings)
-    model, files = made.architecture(config["vocab_size"], "cpu"), TensorFiles(folder)
-    arrays = from_hf(config, model, files.tensors, files.read)
+    model, files = made.architecture(config["vocab_size"], "cpu"), open_tensors(folder)
+    arrays = from_hf(config, model, files)
     if dtype == "float32":
         _, back = to_hf(made, config["vocab_size"], arrays, config)
-        assert all(back[name].tobytes() == files.read(name).tobytes() for name in files.tensors), "the way back differs"
+        assert all(back[name].tobytes() == files[name].tobytes() for name in files.tensors), "the way back differs"
         written, tensors = to_hf(made, config["vocab_size"], arrays)  # as if the model had been made here
         (folder / "back").mkdir()
         (folder / "back" / "config.json").write_text(json.dumps(written | {"pad_token_id": None}))

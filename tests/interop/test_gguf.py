@@ -61,7 +61,7 @@ def imported(path):
     """The parameters that a file makes, by the settings that it makes."""
     source = open_source(path)
     model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
-    return model, from_hf(source.config, model, source.tensors, source.read, "float32")
+    return model, from_hf(source.config, model, source.tensors, "float32")
 
 
 @each
@@ -336,7 +336,7 @@ def test_every_tensor_is_counted(family, tmp_path):
             if another and (name in extra or name == "output.weight"):  # without them it is another, whole model
                 continue
             with pytest.raises(UserError):
-                from_hf(source.config, model, source.tensors, source.read)
+                from_hf(source.config, model, source.tensors)
 
 
 def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):

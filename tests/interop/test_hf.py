@@ -12,7 +12,7 @@ import pytest
 from dantinox.config import UserError, build_config
 from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import config_of, settings_of
-from dantinox.interop.safetensors_files import TensorFiles
+from dantinox.interop.hf_folder import open_tensors
 from dantinox.model.parameters import blueprint
 
 from .families import FAMILIES
@@ -33,12 +33,12 @@ def read(family):
     config = json.loads((CHECKPOINTS / family / "config.json").read_text())
     settings = settings_of(config, max_context=64)
     settings["model"]["dtype"] = "float32"
-    return config, build_config(settings), TensorFiles(CHECKPOINTS / family)
+    return config, build_config(settings), open_tensors(CHECKPOINTS / family)
 
 
 def imported(family):
     config, settings, files = read(family)
-    return settings, from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)
+    return settings, from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
 
 @most
@@ -62,7 +62,7 @@ def test_every_tensor_and_every_key_comes_back(family):
     assert tensors.keys() == files.tensors.keys()
     for name, tensor in tensors.items():
         assert tensor.shape == files.tensors[name].shape
-        assert tensor.tobytes() == files.read(name).tobytes(), name
+        assert tensor.tobytes() == files[name].tobytes(), name
 
 
 @each
@@ -79,7 +79,7 @@ def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
         config, _, files = read(family)
         settings = build_config(settings_of(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64))
         with pytest.raises(UserError, match=says):
-            from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)
+            from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
 
 def test_sizes_that_no_file_can_hold_are_named():
@@ -87,4 +87,4 @@ def test_sizes_that_no_file_can_hold_are_named():
     huge = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**30)
     settings = build_config(settings_of(config | huge, max_context=64))
     with pytest.raises(UserError, match="which no file can hold"):
-        from_hf(config, settings.architecture(SYMBOLS, "cpu"), files.tensors, files.read)
+        from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)

@@ -15,12 +15,11 @@ import dantinox
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
+from dantinox.interop.checkpoints import export_checkpoint, export_hf, import_run
 from dantinox.interop.families import FAMILIES as TABLES
 from dantinox.interop.families import UNUSED
 from dantinox.interop.hf_config import REQUIRED, settings_of
-from dantinox.interop.hf_folder import open_folder
-from dantinox.interop.runs import export_hf, import_run
-from dantinox.interop.safetensors_files import ONE_FILE, TensorFiles, write_tensors
+from dantinox.interop.hf_folder import ONE_FILE, fetch, open_folder, open_tensors, write_tensors
 from dantinox.interop.source import Arrays, Tensor
 from dantinox.run import verify_run
 from dantinox.text import Tokenizer, train_tokenizer
@@ -55,7 +54,7 @@ def edit(path, **changes):
 
 def rewrite(folder, change):
     """The tensors of a folder, changed as a dict of arrays."""
-    arrays = {name: np.array(array) for name, array in all_of(TensorFiles(folder)).items()}
+    arrays = {name: np.array(array) for name, array in all_of(open_tensors(folder)).items()}
     change(arrays)
     kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
     (folder / ONE_FILE).unlink()
@@ -68,7 +67,7 @@ def made(folder):
 
 
 def all_of(files):
-    return {name: files.read(name) for name in files.tensors}
+    return {name: files[name] for name in files.tensors}
 
 
 def refused(folder, tmp_path, **kwargs) -> str:
@@ -106,7 +105,7 @@ def test_types_and_a_head_given_twice_come_back(folder_of, tmp_path):
     export_hf(run.path, tmp_path / "out")
     assert (tmp_path / "out" / ONE_FILE).read_bytes() == (folder / ONE_FILE).read_bytes()
     export_hf(run.path, tmp_path / "f32", "f32")
-    assert {tensor.dtype for tensor in TensorFiles(tmp_path / "f32").tensors.values()} == {"float32"}
+    assert {tensor.dtype for tensor in open_tensors(tmp_path / "f32").tensors.values()} == {"float32"}
     rewrite(folder, lambda arrays: arrays.update({"lm_head.weight": arrays["lm_head.weight"][::-1]}))
     assert "lm_head.weight with other numbers than model.embed_tokens.weight" in refused(folder, made(tmp_path / "no"))
 
@@ -152,7 +151,7 @@ CHANGES = {
 def test_every_tensor_is_accounted_for(folder_of, tmp_path, family, some):
     """Any tensor dropped, renamed, given another shape or added is refused by its name."""
     folder = folder_of(family)
-    content, names = (folder / ONE_FILE).read_bytes(), list(TensorFiles(folder).tensors)
+    content, names = (folder / ONE_FILE).read_bytes(), list(open_tensors(folder).tensors)
     for name in random.Random(0).sample(names, some or len(names)):
         for change in CHANGES.values():
             rewrite(folder, lambda arrays, name=name, change=change: change(arrays, name))
@@ -163,7 +162,7 @@ def test_every_tensor_is_accounted_for(folder_of, tmp_path, family, some):
 def test_gpt2_as_its_first_files_have_it(folder_of, tmp_path):
     """Without the first part of the names, and with masks among the weights."""
     folder = folder_of("gpt2")
-    before = all_of(TensorFiles(folder))
+    before = all_of(open_tensors(folder))
 
     def bare(arrays):
         for name in list(arrays):
@@ -173,7 +172,7 @@ def test_gpt2_as_its_first_files_have_it(folder_of, tmp_path):
 
     rewrite(folder, bare)
     export_hf(import_run(open_folder(folder), tmp_path / "run").path, tmp_path / "out")
-    after = all_of(TensorFiles(tmp_path / "out"))
+    after = all_of(open_tensors(tmp_path / "out"))
     assert {name: array.tobytes() for name, array in after.items()} == {n: array.tobytes() for n, array in before.items()}
 
 
@@ -288,7 +287,7 @@ def test_damaged_files_are_told_in_a_sentence(folder_of, tmp_path):
 
 def test_an_index_names_files_beside_it_and_nothing_else(folder_of, tmp_path):
     folder = folder_of()
-    names = list(TensorFiles(folder).tensors)
+    names = list(open_tensors(folder).tensors)
     (folder / ONE_FILE).rename(folder / "a.safetensors")
     index = folder / "model.safetensors.index.json"
     for places, says in (
@@ -338,7 +337,7 @@ def test_the_commands(folder_of, tmp_path, capsys):
     folder = folder_of("qwen3")
     assert main(["import", str(folder), "--run_dir", str(tmp_path / "run"), "--dtype", "bfloat16", "--max_context", "48"]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf", "--type", "bf16"]) == 0
-    assert {tensor.dtype for tensor in TensorFiles(tmp_path / "out").tensors.values()} == {"bfloat16"}
+    assert {tensor.dtype for tensor in open_tensors(tmp_path / "out").tensors.values()} == {"bfloat16"}
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 2
     assert "is there already and not empty" in capsys.readouterr().err
     assert main(["import", str(tmp_path / "none"), "--run_dir", str(tmp_path / "x")]) == 2
@@ -357,3 +356,24 @@ def test_what_the_library_offers_refuses_in_a_sentence(tmp_path):
         dantinox.export_checkpoint(tmp_path, tmp_path / "d", "onnx")
     with pytest.raises(UserError, match=r"of format hf must be one of f32, f16, bf16, got q8_0 \(it belongs to gguf\)"):
         dantinox.export_checkpoint(tmp_path, tmp_path / "d", "hf", "q8_0")
+
+
+def test_a_hub_that_cannot_be_reached_is_not_a_missing_name(monkeypatch):
+    hub, errors = (pytest.importorskip(name) for name in ("huggingface_hub", "huggingface_hub.errors"))
+
+    def raises(error):
+        monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: (_ for _ in ()).throw(error))
+        with pytest.raises(UserError) as caught:
+            fetch("owner/model")
+        return str(caught.value)
+
+    offline = raises(errors.LocalEntryNotFoundError("Name or service not known"))
+    assert "the hub cannot be reached: Name or service not known. To import without it, copy" in offline
+    assert "the hub gives none of this name" in raises(errors.HFValidationError("Repo id must"))
+
+
+def test_an_export_never_replaces_a_file(tmp_path, run_dir):
+    (tmp_path / "mine.gguf").write_text("mine")
+    with pytest.raises(UserError, match=r"mine.gguf is there already"):
+        export_checkpoint(run_dir, tmp_path / "mine.gguf", "gguf")
+    assert (tmp_path / "mine.gguf").read_text() == "mine"
