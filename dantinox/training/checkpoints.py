@@ -147,20 +147,17 @@ class Checkpoints:
         for step in self._finished():
             problem = next(step_damage(self.path / str(step)), None)
             if problem is None:
-                return step, list(damaged.items()), self._notes(step, damaged)
+                notes = [f"{found}: stepping back to step {step}" for found in damaged.values()]
+                for found in log_damage(self.path.parent, self.path / str(step)):
+                    if "is missing" not in found:
+                        raise UserError(f"{found}: put the right file there, or move it away to go on without its rows")
+                    notes.append(f"{found}: it begins anew")
+                return step, list(damaged.items()), notes
             damaged[step] = problem
         if damaged:
             raise UserError(f"no checkpoint in {self.path} is whole: {'; '.join(damaged.values())}")
         self._remove_unfinished()
         return None
-
-    def _notes(self, step: int, damaged: dict[int, str]) -> list[str]:
-        notes = [f"{problem}: stepping back to step {step}" for problem in damaged.values()]
-        for problem in log_damage(self.path.parent, self.path / str(step)):
-            if "is missing" not in problem:
-                raise UserError(f"{problem}: put the right file there, or move it away to go on without its rows")
-            notes.append(f"{problem}: it begins anew")
-        return notes
 
     def _tidy(self, step: int, damaged: dict[int, str]) -> list[str]:
         """Puts damaged steps aside, older ones than that which was restored too, and says so."""

@@ -49,6 +49,8 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
       KeyboardInterrupt: after SIGINT, the interrupt of a notebook's cell too, with everything saved.
       SystemExit: after SIGTERM, with code 143 and everything saved.
     """
+    if resume and run_dir is None:
+        raise UserError("resuming needs the run directory to go on with")
     trackers(config, Path())  # a library that is missing is said before the corpus is read
     join(config)
     config = without(config, [*START_UP, *idle(config)])  # what is of this launch, and what has no effect, is not kept
@@ -58,10 +60,10 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
 
         def prepare() -> str:
             nonlocal made
-            make_layout(
-                config, config.trained_architecture(vocab_size=1)
-            )  # whatever the vocabulary: what does not fit is said first
-            run = _existing(run_dir) if resume else create_run(run_dir)
+            make_layout(config, config.trained_architecture(vocab_size=1))  # first the error of a mesh that does not fit
+            run = RunDirectory(run_dir or "") if resume else create_run(run_dir)
+            if resume and not run.config.is_file():
+                raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
             held.enter_context(run.lock())
             made = (_go_on if resume else _begin)(config, run, console)
             return str(run.path)
@@ -164,15 +166,6 @@ def _check_rebuilt(run: RunDirectory) -> None:
         raise UserError(
             f"the tokens of {run.path} are gone, and its corpus has changed since the run began: put one of them back"
         ) from None
-
-
-def _existing(run_dir: str | Path | None) -> RunDirectory:
-    if run_dir is None:
-        raise UserError("resuming needs the run directory to go on with")
-    run = RunDirectory(run_dir)
-    if not run.config.is_file():
-        raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
-    return run
 
 
 def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Iterator[str]:
