@@ -56,10 +56,9 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
         return t.steps
     steps = max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
     if (t.warmup_steps or 0) > steps:
-        longer = (
-            f"training.warmup_steps {t.warmup_steps} is more than the steps of training.epochs {t.epochs:g} with this corpus,"
-        )
-        warnings.warn(f"{longer} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=2)
+        longer = f"training.warmup_steps {t.warmup_steps} is more than the {steps} steps of training.epochs {t.epochs:g}"
+        # From here, and not from the callers, so that a training with several of them prints it once.
+        warnings.warn(f"{longer} with this corpus: the learning rate warms up for a tenth of the steps", stacklevel=1)
     return steps
 
 

@@ -32,7 +32,7 @@ def test_few_steps_shorten_the_warm_up_of_a_file():
 
 def test_few_epochs_shorten_the_warm_up():
     config = build_config({}, {"training.epochs": 1.0, "training.warmup_steps": 10, "training.batch_size": 8})
-    with pytest.warns(UserWarning, match="warmup_steps 10 is more than the steps of training.epochs 1 with this corpus, 5"):
+    with pytest.warns(UserWarning, match="warmup_steps 10 is more than the 5 steps of training.epochs 1 with this corpus"):
         assert total_steps(config, windows_per_epoch=40) == 5
 
 

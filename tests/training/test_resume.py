@@ -153,15 +153,6 @@ def test_steps_win_over_epochs():
     assert total_steps(build_config({}, base | {"training.epochs": 0.5}), 100) == 7
 
 
-def test_a_warm_up_longer_than_the_passes_is_refused_as_one_longer_than_the_steps():
-    config = build_config({}, {"training.batch_size": 8, "training.warmup_steps": 26, "training.epochs": 2})
-    with pytest.raises(
-        UserError, match=r"training.warmup_steps must be at most 25, the steps of training.epochs: 2.0 .*, got 26"
-    ):
-        total_steps(config, 100)
-    assert total_steps(config, 101) == 26
-
-
 CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 SCRIPT = """
     import sys
