@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from dantinox.config.flags import add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
 from dantinox.config.start import DEFAULT, load_training
 from dantinox.files import atomic_write, check_folder
+from dantinox.report.console import show_progress
 
 RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
@@ -148,12 +148,12 @@ def calibrate(options: argparse.Namespace) -> int:
         from dantinox.measure.calibrate_router import calibrate_router
         from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
 
-        router = calibrate_router(options.run_dir, **flags)
+        router = calibrate_router(options.run_dir, progress=show_progress, **flags)
         return _show(options, asdict(router), lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
     from dantinox.measure.calibrate_kv import calibrate_kv
     from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
-    heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=_progress, **flags)
+    heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=show_progress, **flags)
     record, lines = heads.to_dict(), kv_calibration_lines
     return _show(options, record, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
 
@@ -188,7 +188,7 @@ def _sampling(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.studies.sampling import evaluate_sampling
     from dantinox.studies.sampling_view import sampling_files, sampling_lines
 
-    sampling = evaluate_sampling(options.run_dir, progress=_progress, **flags)
+    sampling = evaluate_sampling(options.run_dir, progress=show_progress, **flags)
     _print(lambda width: sampling_lines(sampling, width))
     return _save(out, sampling_files(sampling))
 
@@ -198,7 +198,7 @@ def _kv(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.studies.kv import evaluate_kv
     from dantinox.studies.kv_view import kv_files, kv_lines
 
-    kv = evaluate_kv(options.run_dir, progress=_progress, **flags)
+    kv = evaluate_kv(options.run_dir, progress=show_progress, **flags)
     _print(lambda width: kv_lines(kv, width))
     return _save(out, kv_files(kv))
 
@@ -228,7 +228,7 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.measure.perplexity import measure_perplexity, perplexity_lines
 
     flags.pop("json", None)
-    found = measure_perplexity(options.run_dir, progress=_progress, **flags)
+    found = measure_perplexity(options.run_dir, progress=show_progress, **flags)
     return _print(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
 
 
@@ -239,7 +239,7 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.studies.tasks import evaluate_tasks, task_lines
 
     flags.pop("json", None)
-    found = evaluate_tasks(options.run_dir, progress=_progress, **flags)
+    found = evaluate_tasks(options.run_dir, progress=show_progress, **flags)
     return _print(lambda width: [json.dumps(asdict(found), ensure_ascii=False)] if options.json else task_lines(found, width))
 
 
@@ -300,7 +300,7 @@ def plan(options: argparse.Namespace) -> int:
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     symbols = vocabulary_size_of(config)
-    found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=_progress, **sizes)
+    found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=show_progress, **sizes)
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
         return 0
@@ -317,7 +317,3 @@ def _print(lines: Callable[[int], Iterable[str]]) -> int:
     for line in lines(shutil.get_terminal_size((100, 24)).columns):
         print(line, flush=True)
     return 0
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from dantinox.cli.common import plain_warnings, use_compilation_cache
@@ -23,6 +22,7 @@ def sweep(options: argparse.Namespace) -> int:
         for trial in found.trials:
             print(trial.name, ", ".join(f"{key} {shown(value)}" for key, value in trial.chosen.items()))
         return 0
+    from dantinox.report.console import show_progress
     from dantinox.report.plots import save_files
     from dantinox.studies.sweep import SweepStudy, run_sweep, train_apart
     from dantinox.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
@@ -30,7 +30,7 @@ def sweep(options: argparse.Namespace) -> int:
     def so_far(study: SweepStudy) -> None:
         atomic_write(found.runs_dir / "sweep.csv", sweep_csv(study))
 
-    study = run_sweep(found, train_apart(_prepare), _progress, options.retry, so_far)
+    study = run_sweep(found, train_apart(_prepare), show_progress, options.retry, so_far)
     for line in sweep_lines(study, shutil.get_terminal_size((100, 24)).columns):
         print(line)
     save_files(found.runs_dir, sweep_files(study))
@@ -41,7 +41,3 @@ def _prepare() -> None:
     """What the entry does for a command, in the process of a trial."""
     plain_warnings()
     use_compilation_cache()
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -14,8 +14,9 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.files import check_writable
 from dantinox.generation import load
 from dantinox.measure.eviction import loss_rises
-from dantinox.measure.reading import batches, padded, read_text, stored
+from dantinox.measure.reading import in_batches, padded, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.report.console import Progress
 from dantinox.report.trace import finite
 from dantinox.run import (
     KV_FORMAT,
@@ -81,7 +82,7 @@ def calibrate_kv(
       output: write to this file instead of into the run.
       from_results: measure nothing and take over what this file of format 1 or 2 holds, if it is of this model.
       loss: measure `loss_rises`, by far the longest part.
-      progress: called with a line before every layer of it.
+      progress: called with a line at the start of each part, and every few seconds.
 
     Raises:
       UserError: the run cannot be loaded, there is no text or no document long enough in it, or `from_results` does not fit.
@@ -90,7 +91,7 @@ def calibrate_kv(
     path = directory.kv if output is None else Path(output)
     check_writable(path)
     if from_results is None:
-        found = _measured(directory, sequences, data_path, seed, progress if loss else None)
+        found = _measured(directory, sequences, data_path, seed, loss, progress)
     elif data_path is not None or not loss:
         raise UserError("from_results measures nothing: leave data_path and loss out")
     else:
@@ -103,7 +104,12 @@ def calibrate_kv(
 
 
 def _measured(
-    directory: RunDirectory, sequences: int, data_path: str | Path | None, seed: int, progress: Callable[[str], None] | None
+    directory: RunDirectory,
+    sequences: int,
+    data_path: str | Path | None,
+    seed: int,
+    loss: bool,
+    progress: Callable[[str], None],
 ) -> HeadCalibration:
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
@@ -123,7 +129,7 @@ def _measured(
     if not texts:
         least = min(LEAST_TOKENS, config.max_context)
         raise UserError(f"found no document of at least {least} tokens in the text: give another one with --data_path")
-    entropy_SRLN, coverage_SRLN = measure(run.model, texts)
+    entropy_SRLN, coverage_SRLN = measure(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
         raise UserError(f"the model of {directory.path} gives attention that is no number: its weights are damaged")
     found = {
@@ -139,7 +145,7 @@ def _measured(
         "tokenizer": run.tokenizer.fingerprint,
         "weights": weights,
     }
-    if progress:
+    if loss:
         rises_LKC, sizes = loss_rises(run.model, *padded(texts), progress)
         found |= {"loss": _named(rises_LKC, "K"), "loss_slots": sizes}
     return described(directory, config, found)
@@ -216,7 +222,9 @@ def row_ends(tokens: int) -> list[int]:
     return [-(-tokens * row // ROWS) for row in range(1, ROWS + 1)]
 
 
-def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def measure(
+    model: Transformer, texts: Sequence[np.ndarray], progress: Callable[[str], None] = lambda line: None
+) -> tuple[np.ndarray, np.ndarray]:
     """Entropy (bits) of the attention, and keys that hold `MASS` of it, for S sequences, R query rows, L layers and N heads.
 
     Returns:
@@ -226,8 +234,8 @@ def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray
     ends_SR = np.array([row_ends(length) for length in lengths_S.tolist()])
     slots = tokens_SN.shape[1]
     T = -(-slots // ROWS)  # no quarter is longer
-    found = []
-    for rows in batches(len(texts), max(1, BATCH_TOKENS // T)):
+
+    def read(rows: np.ndarray) -> np.ndarray:
         cache = make_cache(model.config, len(rows), slots, model.dtype)
         starts_B, measured = np.zeros(len(rows), int), []
         for ends_B in ends_SR[rows].T:
@@ -237,8 +245,10 @@ def measure(model: Transformer, texts: Sequence[np.ndarray]) -> tuple[np.ndarray
             cache, read_LB2N = _read(model, cache, jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32))
             measured.append(np.asarray(read_LB2N, np.float64))
             starts_B = ends_B
-        found.append(np.stack(measured))
-    found_RLS2N = np.concatenate(found, axis=2)[:, :, : len(texts)]
+        return np.stack(measured)
+
+    done = Progress(progress, "measuring the attention of each head", len(texts), "sequences")
+    found_RLS2N = in_batches(len(texts), max(1, BATCH_TOKENS // T), read, done.advance, axis=2)
     entropy_SRLN, keys_SRLN = found_RLS2N.transpose(3, 2, 0, 1, 4)
     return entropy_SRLN, keys_SRLN
 

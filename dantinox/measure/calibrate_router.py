@@ -1,6 +1,6 @@
 """Where the router's preset `calibrated` comes from: entropy and varentropy of a model's own distributions on a text."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,10 @@ from dantinox.config import UserError
 from dantinox.config.router import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
 from dantinox.generation.weights import widen
-from dantinox.measure.reading import batches, read_text, stored
+from dantinox.measure.reading import in_batches, read_text, stored
 from dantinox.model import Transformer
+from dantinox.model.scoring import by_position
+from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
 from dantinox.sampling.router import Metrics, RouterConfig, logit_metrics, strategy_of
 
@@ -64,7 +66,13 @@ class Windows(NamedTuple):
     counted_NT: np.ndarray
 
 
-def calibrate_router(run_dir: str | Path, *, tokens: int = TOKENS, data_path: str | Path | None = None) -> RouterCalibration:
+def calibrate_router(
+    run_dir: str | Path,
+    *,
+    tokens: int = TOKENS,
+    data_path: str | Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> RouterCalibration:
     """Measures entropy and varentropy on a validation text and saves the thresholds of the preset `calibrated` in the run.
 
     The model reads the text, in windows that do not overlap. Nothing is drawn: the same text and weights give the same numbers.
@@ -96,7 +104,7 @@ def calibrate_router(run_dir: str | Path, *, tokens: int = TOKENS, data_path: st
             f"a calibration needs at least {LEAST_POSITIONS} positions, and {len(ids)} tokens of text have {count} (the first "
             f"{context} of each window of {window} do not count): {remedy}"
         )
-    H, V = (values_NT[text.counted_NT].astype(np.float64) for values_NT in measure(run.model, text))
+    H, V = (values_NT[text.counted_NT].astype(np.float64) for values_NT in measure(run.model, text, progress))
     if not np.isfinite(H + V).all():
         raise UserError(f"the model of {directory.path} gives probabilities that are no numbers: its weights are damaged")
     measured = thresholds(H, V)
@@ -168,23 +176,25 @@ def windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) -> W
     return Windows(tokens_NT, segments_NT, counted_NT & ~ends_NT & text_NT)
 
 
-def measure(model: Transformer, text: Windows) -> tuple[np.ndarray, np.ndarray]:
+def measure(
+    model: Transformer, text: Windows, progress: Callable[[str], None] = lambda line: None
+) -> tuple[np.ndarray, np.ndarray]:
     """Entropy (bits) and varentropy (bits²), float32 `[N, T]`, of the model's distribution behind every token."""
     N, T = text.tokens_NT.shape
-    found = [
-        _measure(model, jnp.asarray(text.tokens_NT[rows]), jnp.asarray(text.segments_NT[rows]))
-        for rows in batches(N, max(1, BATCH_TOKENS // T))
-    ]
-    H_NT, V_NT = (np.concatenate(part)[:N] for part in zip(*found, strict=True))
+
+    def read(rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        return _measure(model, jnp.asarray(text.tokens_NT[rows]), jnp.asarray(text.segments_NT[rows]))
+
+    done = Progress(progress, "measuring entropy", N, f"windows of {T} tokens")
+    H_NT, V_NT = in_batches(N, max(1, BATCH_TOKENS // T), read, done.advance)
     return H_NT, V_NT
 
 
 @nnx.jit(graph_updates=False)
 def _measure(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    B, T = tokens_BT.shape
     model = widen(model)
-    x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(T)[None], segments_BT=segments_BT)
-    size = min(B * T, max(1, CHUNK_LOGITS // model.config.vocab_size))
-    # In chunks of positions: [B, T, V] never exists.
-    H_N, V_N = jax.lax.map(lambda x_D: logit_metrics(model.logits(x_D)), x_BTD.reshape(B * T, -1), batch_size=size)
-    return H_N.reshape(B, T), V_N.reshape(B, T)
+    x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], segments_BT=segments_BT)
+    found: tuple[jax.Array, jax.Array] = by_position(
+        lambda x_D: logit_metrics(model.logits(x_D)), model.config.vocab_size, x_BTD, at_once=CHUNK_LOGITS
+    )
+    return found

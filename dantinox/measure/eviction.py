@@ -19,6 +19,7 @@ from dantinox.model.attention import attention, visible
 from dantinox.model.cache import spans
 from dantinox.model.layers import SOFTMAX
 from dantinox.model.store import Store
+from dantinox.report.console import Progress
 from dantinox.sampling.search import crossing_key, ordered_keys
 
 SINKS, LEAST_KEPT = 4, 24  # the second is what a head has at least with the usual settings
@@ -116,7 +117,7 @@ def loss_rises(
 
     Args:
       tokens_BT, lengths_B: sequences; the second half of each counts.
-      progress: called with a line before every layer.
+      progress: called with a line at the start, and every few seconds.
 
     Returns:
       The rises `[L, K, C]` in nats per token, and the C sizes; the last is the whole longest sequence, and costs nothing.
@@ -128,8 +129,11 @@ def loss_rises(
     least = LEAST_KEPT if T > 2 * LEAST_KEPT else UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
     whole_LK, rises_LKC = np.full((L, K), T), np.zeros((L, K, len(sizes)))
-    read = 0
-    for at in batches(B, rows_at_once(model.config, T)):
+    read, at_once = 0, rows_at_once(model.config, T)
+    done = Progress(
+        progress, "measuring what eviction costs each head", -(-B // at_once) * L * K * (len(sizes) - 1), "readings"
+    )
+    for at in batches(B, at_once):
         new_B = np.arange(read, read + len(at)) < B  # the others were read already
         counted_BS = (np.arange(start, T) >= from_B[at, None]) & (np.arange(start, T) < lengths_B[at, None])
         share_B = new_B * counted_BS.sum(1) / (lengths_B - from_B).sum()
@@ -137,12 +141,11 @@ def loss_rises(
         limited = partial(read_limited, model, *inputs, from_B=jnp.asarray(from_B[at]), start=start, best=False)
         whole_BSV = limited(kept_LK=jnp.asarray(whole_LK))[:, : T - start]
         for layer in range(L):
-            rows = f"{read + 1} to {read + new_B.sum()}"
-            progress(f"measuring what eviction costs, sequences {rows}, layer {layer + 1} of {L}")
             for head, c in itertools.product(range(K), range(len(sizes) - 1)):
                 kept_LK = whole_LK.copy()
                 kept_LK[layer, head] = sizes[c]
                 kl_B = divergence(limited(kept_LK=jnp.asarray(kept_LK))[:, : T - start], whole_BSV, counted_BS)
                 rises_LKC[layer, head, c] += np.asarray(kl_B, np.float64) @ share_B
+                done.advance()
         read += len(at)
     return rises_LKC, sizes

@@ -16,10 +16,11 @@ from dantinox.generation import LoadedModel, load, prepare
 from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
+from dantinox.model.scoring import by_position
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv
 from dantinox.run import RunDirectory, open_run
-from dantinox.text import Batch, Preferences, open_store
+from dantinox.text import Batch, Preferences, TokenStore, open_store
 
 TOKENS = 32768  # of the validation text, to compare weights on
 ROWS = 8
@@ -37,11 +38,12 @@ def describe(run_dir: str | Path) -> Iterator[str]:
     store = open_store(run.config, directory.data, run.tokenizer)
     if store is None:
         yield "no token store in this run: the cost of narrow weights cannot be measured\n"
+    reference = Reference(run, store) if store is not None else None
     for name in WEIGHTS[1:]:
         narrow = prepare(run.model, name, run.config.generation.products)
         line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
-        if store is not None and name != "float32":
-            nats, narrow_nats, gap, targets = compare(run.model, narrow, map(_rows, store.validation(ROWS, TOKENS)))
+        if reference is not None and name != "float32":
+            nats, narrow_nats, gap, targets = reference.compare(narrow)
             line += (
                 f"  logit error {math.sqrt(gap):.2g}, perplexity {math.exp(nats):.4g} → {math.exp(narrow_nats):.4g} "
                 f"({100 * math.expm1(narrow_nats - nats):+.3f} %) on {targets:.0f} tokens"
@@ -97,23 +99,44 @@ def _training(directory: RunDirectory, config: Config) -> str:
     ])  # fmt: skip
 
 
-def compare(model: Transformer, other: Transformer, batches: Iterator[Batch]) -> list[float]:
-    """Runs both models over validation batches. Narrow weights are widened first: the numbers are the same.
+class Reference:
+    """The model as it was trained on validation text, to compare quantized models with.
 
-    Returns:
-      Mean −ln p per target of each model, the mean square of the difference of their logits (both with mean zero per
-      position), and how many targets were counted.
+    It reads the text once. Quantized weights are widened before they are compared, which changes none of their numbers: all
+    models then run one compiled program.
     """
-    sums = [np.asarray(_sums(model, other, jax.tree.map(jnp.asarray, batch)), np.float64) for batch in batches]
-    *found, targets = np.sum(sums, axis=0)
-    return [*(number / targets for number in found), targets]
+
+    def __init__(self, run: LoadedModel, store: TokenStore):
+        self.model = prepare(run.model, "float32", run.config.generation.products)
+        self.batches = [jax.tree.map(jnp.asarray, _rows(batch)) for batch in store.validation(ROWS, TOKENS)]
+        self.hidden = [np.asarray(_hidden(self.model, batch)) for batch in self.batches]
+
+    def compare(self, other: Transformer) -> list[float]:
+        """Mean −ln p per target of the reference and of `other`, the mean square of the difference of their logits (both with
+        mean zero per position), and the number of targets."""
+        wide, sums = widen(other), []
+        for batch, x_BTD in zip(self.batches, self.hidden, strict=True):
+            pair = jnp.asarray(x_BTD), _hidden(wide, batch)
+            sums.append(np.asarray(_sums(self.model, wide, pair, batch), np.float64))
+        *found, targets = np.sum(sums, axis=0)
+        return [*(number / targets for number in found), targets]
 
 
 @nnx.jit(graph_updates=False)
-def _sums(model: Transformer, other: Transformer, batch: Any) -> jax.Array:
-    """Sums over the targets: −ln p of each model, the mean square difference of logits, 1."""
+def _hidden(model: Transformer, batch: Any) -> jax.Array:
+    """The final hidden states `[B, T, D]` of a validation batch."""
     positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
-    a, b = (m(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0] for m in (widen(model), widen(other)))
-    nats = [-jnp.take_along_axis(jax.nn.log_softmax(x), batch.targets_BT[..., None], 2)[..., 0] for x in (a, b)]
-    gap_BT = jnp.mean(jnp.square((b - b.mean(-1, keepdims=True)) - (a - a.mean(-1, keepdims=True))), -1)
-    return jnp.stack([jnp.sum(batch.mask_BT * x_BT) for x_BT in (*nats, gap_BT, jnp.ones_like(gap_BT))])
+    return model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0]
+
+
+@nnx.jit(graph_updates=False)
+def _sums(model: Transformer, other: Transformer, hidden: tuple[jax.Array, jax.Array], batch: Any) -> jax.Array:
+    """Sums over the targets: −ln p of each model, the mean square difference of logits, 1."""
+
+    def one(a_D: jax.Array, b_D: jax.Array, target: jax.Array) -> jax.Array:
+        a_V, b_V = model.logits(a_D), other.logits(b_D)
+        nats = [-jax.nn.log_softmax(x_V)[target] for x_V in (a_V, b_V)]
+        return jnp.stack([*nats, jnp.mean(jnp.square((b_V - b_V.mean()) - (a_V - a_V.mean()))), jnp.ones(())])
+
+    found_BT4 = by_position(one, model.config.vocab_size, *hidden, batch.targets_BT)
+    return jnp.einsum("BT,BTn->n", batch.mask_BT, found_BT4)

@@ -19,14 +19,14 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel, load
-from dantinox.generation.decode import ECHOED, PREFILL
+from dantinox.generation.decode import PREFILL
 from dantinox.generation.static_batch import bucket
 from dantinox.generation.weights import widen
 from dantinox.measure.reading import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
 from dantinox.model import Transformer
+from dantinox.model.scoring import by_position
 from dantinox.report import human_count, table
-
-EVERY = 5.0  # seconds between two lines of progress
+from dantinox.report.console import Progress
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,11 @@ def _total_nats(
     run: LoadedModel, model: Transformer, texts: Sequence[Text], total: int, progress: Callable[[str], None]
 ) -> float:
     """The sum of −ln p over all scored tokens."""
-    parts, done, said = [0.0], 0, time.perf_counter()
+    parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
     for number, scores in score(model, texts):
         parts.append(-math.fsum(scores.logp))
-        done += texts[number].new
-        if time.perf_counter() - said > EVERY:
-            said = time.perf_counter()
-            progress(f"{human_count(done)} of {human_count(total)} tokens, {math.fsum(parts) / done:.4f} nats a token so far")
+        new = texts[number].new
+        done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats a token so far")
     nats = math.fsum(parts)
     if not math.isfinite(nats):
         raise UserError("the model gives a token of the text no probability that is a number: its weights are damaged")
@@ -173,14 +171,12 @@ def _scores(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> t
     seen_BT, next_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
     x_BTD, _, _ = model.hidden(seen_BT, positions_of(seen_BT, lengths_B - 1))
 
-    def one(row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits_V = model.logits(row[0])
-        return jax.nn.log_softmax(logits_V)[row[1]], jnp.argmax(logits_V) == row[1]
+    def one(x_D: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_V = model.logits(x_D)
+        return jax.nn.log_softmax(logits_V)[token], jnp.argmax(logits_V) == token
 
-    rows = x_BTD.reshape(-1, x_BTD.shape[-1]), next_BT.reshape(-1)
-    some = max(1, ECHOED // model.config.vocab_size)  # positions: never the logits of all of them
-    logp, likeliest = jax.lax.map(one, rows, batch_size=some)
-    return logp.reshape(next_BT.shape), likeliest.reshape(next_BT.shape)
+    found: tuple[jax.Array, jax.Array] = by_position(one, model.config.vocab_size, x_BTD, next_BT)
+    return found
 
 
 def perplexity_lines(found: Perplexity) -> list[str]:

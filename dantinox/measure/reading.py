@@ -1,8 +1,8 @@
 """Texts as a model reads them to be measured: from a file or from the run, in batches of one size."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,28 @@ def batches(count: int, most: int) -> Iterator[np.ndarray]:
     rows = -(-count // -(-count // most))
     for first in range(0, count, rows):
         yield np.arange(first, first + rows) % count
+
+
+def in_batches(
+    count: int,
+    most: int,
+    reduce: Callable[[np.ndarray], Any],
+    advance: Callable[[int], None] = lambda rows: None,
+    axis: int = 0,
+) -> Any:
+    """What `reduce` makes of all `count` texts, read in batches of at most `most`: a tree of NumPy arrays.
+
+    Args:
+      reduce: from the numbers of a batch's texts to a tree of arrays with one place for each of them along `axis`.
+      advance: called after each batch with the number of new texts in it.
+    """
+    parts, done = [], 0
+    for rows in batches(count, most):
+        parts.append(jax.tree.map(np.asarray, reduce(rows)))
+        new = min(len(rows), count - done)
+        advance(new)
+        done += new
+    return jax.tree.map(lambda *x: np.concatenate(x, axis).take(range(count), axis), *parts)
 
 
 def padded(texts: Sequence[Sequence[int] | np.ndarray], length: int = 0) -> tuple[np.ndarray, np.ndarray]:

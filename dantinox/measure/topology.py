@@ -1,14 +1,14 @@
 """The machines that a plan is made for: the one at hand, and those whose compiler can be had without them."""
 
 import contextlib
+import importlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import jax
 from jax.experimental import topologies
@@ -66,12 +66,7 @@ class Topology:
         if self.platform != "gpu" or self.device in jax.devices():
             yield
             return
-        answers: dict[str, Any] = {
-            "check_cudnn_version": lambda: CUDNN,
-            "check_compute_capability": lambda least: tuple(map(int, least.split("."))) <= CAPABILITY,
-            "is_cuda_compute_capability_equal": lambda one: tuple(map(int, one.split("."))) == CAPABILITY,
-        }
-        with patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers):
+        with _h100_answers():
             yield
 
     def place(self, tree: Any) -> Any:
@@ -112,6 +107,33 @@ def find_topology(name: str | None = None) -> Topology:
     devices = _gpus(shape or "1") if family == "gpu" else _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
     chip = CHIPS[model]
     return Topology(name, family, list(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
+
+
+CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"  # private: read and replaced by `_h100_answers` alone
+
+
+@contextlib.contextmanager
+def _h100_answers() -> Iterator[None]:
+    """Inside, the functions by which jax's cuDNN attention asks the device answer as on an H100 with `CUDNN`.
+
+    Raises:
+      UserError: this version of jax asks by other functions.
+    """
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda: CUDNN,
+        "check_compute_capability": lambda least: tuple(map(int, least.split("."))) <= CAPABILITY,
+        "is_cuda_compute_capability_equal": lambda one: tuple(map(int, one.split("."))) == CAPABILITY,
+    }
+    try:
+        module = importlib.import_module(CUDNN_MODULE)
+        own = {name: getattr(module, name) for name in answers}
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"jax {jax.__version__} cannot be planned for a GPU that is not there: {first_line(error)}") from None
+    vars(module).update(answers)
+    try:
+        yield
+    finally:
+        vars(module).update(own)
 
 
 def _gpus(count: str) -> list[jax.Device]:

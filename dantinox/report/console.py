@@ -1,13 +1,44 @@
 """What a person sees while a run trains: a live display at a terminal, plain lines everywhere else. All of it on stderr."""
 
 import os
+import sys
+import time
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
+EVERY = 5.0  # seconds between two lines of progress
+
+
+def show_progress(line: str) -> None:
+    """Prints a line of progress of a long command on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """How much of a long task is done, in a line at its start and then every few seconds.
+
+    `reading sequences: 12 of 80 sequences, 2m05s left`
+    """
+
+    def __init__(self, show: Callable[[str], None], task: str, total: int, unit: str):
+        self.show, self.task, self.total, self.unit = show, task, total, unit
+        self.done, self.begun = 0, time.monotonic()
+        self.shown = self.begun
+        show(f"{task}: {human_count(total)} {unit}")
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Adds what was done since the last call; `note` is appended to the line, if one is due."""
+        self.done, now = self.done + count, time.monotonic()
+        if now - self.shown < EVERY:
+            return
+        self.shown = now
+        left = human_time((now - self.begun) * (self.total - self.done) / max(1, self.done))
+        done = f"{human_count(self.done)} of {human_count(self.total)} {self.unit}, {left} left"
+        self.show(f"{self.task}: {done}{note}")
 
 
 class Console:

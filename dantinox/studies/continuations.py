@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dantinox.config import Config, UserError, settings_of
 from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import load_model
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.measure.reading import batches, padded, positions_of
-from dantinox.model import Transformer
+from dantinox.measure.perplexity import Text, score
+from dantinox.measure.reading import batches
 from dantinox.run import load_run_config, open_run
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
@@ -26,7 +25,6 @@ from dantinox.text import Tokenizer, TokenStore
 PROMPT_TOKENS, LEAST_PROMPT = 64, 8
 STREAM_TOKENS = 1 << 22  # windows are taken from so many first tokens of the validation text
 ROWS = 32  # continued together
-SCORED = 1 << 27  # logits of the reference held at once
 # The run's own defaults must not colour a method: everything that is not the method's is switched off.
 NEUTRAL = {**settings_of(Config()), "ignore_eos": True}
 
@@ -195,22 +193,16 @@ class Judge:
           UserError: the judge cannot spell a text, or a text does not fit its context.
         """
         spelt = [self._spelt(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        T = min(-(-max(len(ids) for ids, _ in spelt) // 32) * 32, self.model.config.max_context)  # a program per 32nd length
-        tokens_NT, lengths_N = padded([ids for ids, _ in spelt], T)
-        new_N = np.array([new for _, new in spelt], np.int32)
-        nats = []
-        for rows in batches(len(spelt), int(np.clip(SCORED // (T * self.model.config.vocab_size), 1, 64))):
-            with jax.default_matmul_precision("highest"):
-                found_B = _nats(self.model, *(jnp.asarray(x[rows]) for x in (tokens_NT, lengths_N, new_N)))
-            nats.append(np.asarray(found_B, np.float64))
+        with jax.default_matmul_precision("highest"):
+            nats_N = np.array([-scores.logp.sum() for _, scores in score(self.model, spelt)])
         sizes = [max(1, len(text.encode())) for text in texts]
-        bits_N = np.concatenate(nats)[: len(spelt)] / np.log(2) / sizes
+        bits_N = nats_N / np.log(2) / sizes
         if not np.isfinite(bits_N).all():
             raise UserError("the reference gives a text no likelihood that is a number: its weights are damaged")
         return bits_N
 
-    def _spelt(self, prompt: str, text: str) -> tuple[list[int], int]:
-        """The tokens of prompt and text, at most a context of them, and how many are the text's."""
+    def _spelt(self, prompt: str, text: str) -> Text:
+        """The tokens of prompt and text, at most a context of them, of which the text's are to be scored."""
         try:
             before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(text)
         except UserError as error:
@@ -220,13 +212,4 @@ class Judge:
             raise UserError(
                 f"a continuation is {len(ids)} tokens for the reference, whose context holds {context}: lower --tokens"
             )
-        return (before + ids)[-context:], len(ids)
-
-
-@nnx.jit(graph_updates=False)
-def _nats(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, new_B: jax.Array) -> jax.Array:
-    """Sum of −ln p over the last `new` tokens of each row, each given those before it."""
-    positions_BT = positions_of(tokens_BT, lengths_B)
-    logits_BTV, _, _ = model(tokens_BT, positions_BT)
-    logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], axis=2)[..., 0]
-    return -jnp.sum(logp_BT, axis=1, where=positions_BT[:, 1:] >= (lengths_B - new_B)[:, None])
+        return Text(np.array((before + ids)[-context:], np.int32), len(ids))

@@ -1,7 +1,6 @@
 """Caches side by side: which are compared, and what each makes of the same text, prompts and tasks."""
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from dantinox.generation.decode import CHUNK
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.generation.weights import widen
 from dantinox.measure.eviction import divergence, read_limited, rows_at_once
-from dantinox.measure.reading import batches, positions_of
+from dantinox.measure.reading import batches, in_batches, positions_of
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed import Compressed
+from dantinox.report.console import Progress
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 from dantinox.studies.continuations import NEUTRAL
@@ -224,7 +224,7 @@ class Bench:
     """Caches for texts of one length, the full one first.
 
     Attributes:
-      progress: called with a line before every batch.
+      progress: called with a line at the start of each part, and every few seconds.
     """
 
     caches: Sequence[Contender]
@@ -232,15 +232,19 @@ class Bench:
 
     def read(self, text: Sequences) -> tuple[list[Damage], Damage]:
         """What each cache makes of the second half of every sequence, and what the nearest `NEAR` keys alone make of it."""
-        everyone = [*self.caches, nearsighted(self.caches[0])]
+        every = [*self.caches, nearsighted(self.caches[0])]
         S, T = text.ids.shape
-        parts = []
-        for rows in self._batches("reading sequences", S):
+
+        def read(rows: np.ndarray, done: Progress) -> list[Damage]:
             ids_BT, lengths_B = text.ids[rows], np.full(len(rows), T)
-            full = everyone[0].read(ids_BT, lengths_B, T // 2)
-            others = (cache.read(ids_BT, lengths_B, T // 2) for cache in everyone[1:])  # one at a time: they are large
-            parts.append([damage(logprobs, full, ids_BT, T // 2) for logprobs in itertools.chain([full], others)])
-        found = [Damage(*(np.concatenate(x)[:S] for x in zip(*own, strict=True))) for own in zip(*parts, strict=True)]
+            full, found = every[0].read(ids_BT, lengths_B, T // 2), []
+            for cache in every:  # one at a time: the log-probabilities are large
+                logprobs = full if cache is every[0] else cache.read(ids_BT, lengths_B, T // 2)
+                found.append(damage(logprobs, full, ids_BT, T // 2))
+                done.advance()
+            return found
+
+        found = self._in_batches("reading sequences", S, len(every), read)
         return found[:-1], found[-1]
 
     def answer(self, tasks: Tasks) -> list[dict[str, np.ndarray]]:
@@ -253,15 +257,19 @@ class Bench:
         def agnostic(cache: Contender, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
             return _best(cache.read(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
 
-        P = len(tasks.tokens)
         found: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
-        for asked, answer in (("aware", Contender.answer), ("agnostic", agnostic)):
-            parts = []
-            for rows in self._batches(f"tasks, {asked} of the question,", P):
-                said_CB = np.stack([answer(cache, tasks.tokens[rows], tasks.lengths[rows]) for cache in self.caches])
-                parts.append(said_CB == tasks.answers[rows])
-            for one, right_P in zip(found, np.concatenate(parts, axis=1)[:, :P], strict=True):
-                one |= {f"needle_{asked}": right_P[tasks.needles], f"copy_{asked}": right_P[~tasks.needles]}
+        for name, answer in (("aware", Contender.answer), ("agnostic", agnostic)):
+
+            def read(rows: np.ndarray, done: Progress, answer: Callable[..., jax.Array] = answer) -> list[np.ndarray]:
+                right = []
+                for cache in self.caches:
+                    right.append(np.asarray(answer(cache, tasks.tokens[rows], tasks.lengths[rows])) == tasks.answers[rows])
+                    done.advance()
+                return right
+
+            each = self._in_batches(f"tasks, {name} of the question", len(tasks.tokens), len(self.caches), read)
+            for one, right_P in zip(found, each, strict=True):
+                one |= {f"needle_{name}": right_P[tasks.needles], f"copy_{name}": right_P[~tasks.needles]}
         return found
 
     def write(self, run: LoadedModel, text: Sequences, count: int) -> list[Written | None]:
@@ -275,24 +283,28 @@ class Bench:
         settings = {**NEUTRAL, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
         params = run.params([run.settings(settings)] * FREE_ROWS)
         parts: list[list[Written]] = [[] for _ in self.caches]
-        for rows in self._batches("continuing prompts", FREE_ROWS * max(TIMED, -(-P // FREE_ROWS)), FREE_ROWS):
+        count = max(TIMED, -(-P // FREE_ROWS))
+        done = self._started("continuing prompts", count * len(self.caches))
+        for rows in batches(FREE_ROWS * count, FREE_ROWS):
             for cache, own in zip(self.caches, parts, strict=True):
                 if cache.name != ORACLE:
                     own.append(_write(cache, prompts_PT[rows % P], params, tokens))
+                done.advance()
         return [
             Written(np.concatenate([part.ids for part in own])[:P], max(part.rate for part in own)) if own else None
             for own in parts
         ]
 
-    def _batches(self, doing: str, count: int, most: int | None = None) -> Iterator[np.ndarray]:
-        """The numbers below `count` in batches of one size, by default as many as fit into memory."""
+    def _in_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
+        """What `read` makes of all texts, in batches as large as memory allows; it counts a batch for each of the caches."""
+        most = rows_at_once(self.caches[0].model.config, self.caches[0].plan.slots)
+        done = self._started(task, -(-count // most) * caches)
+        return in_batches(count, most, lambda rows: read(rows, done))
+
+    def _started(self, task: str, total: int) -> Progress:
         # What other work compiled is not needed again, and takes memory maps: hundreds a program, of 65,530 that Linux gives.
         jax.clear_caches()
-        first = 0
-        for rows in batches(count, most or rows_at_once(self.caches[0].model.config, self.caches[0].plan.slots)):
-            self.progress(f"{doing} {first + 1} to {min(first + len(rows), count)} of {count}")
-            yield rows
-            first += len(rows)
+        return Progress(self.progress, task, total, "batches, one for each cache")
 
 
 def nearsighted(full: Contender) -> Contender:

@@ -31,7 +31,7 @@ SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 LENGTHS, OTHERS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
 
 
-class Examinee:
+class LMEvalModel:
     """A model as the harness sees it: three questions about texts. A progress line is given each time some are answered."""
 
     def __init__(self, run: LoadedModel, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
@@ -176,7 +176,7 @@ def evaluate_tasks(
       include_path: a folder of further tasks. A task may hold code, which the harness runs.
       limit: samples of each task.
       shots: examples before each question (default: as each task has it).
-      settings: as of `Examinee`.
+      settings: as of `LMEvalModel`.
 
     Raises:
       UserError: the library is not there, or it cannot load or carry out a task.
@@ -197,19 +197,19 @@ def evaluate_tasks(
             f"eval tasks needs lm-evaluation-harness ({first_line(error)}): pip install 'dantinox[lm-eval]'"
         ) from None
 
-    examinee = Examinee(load(run_dir, settings.get("tensor_parallel")), settings, progress)
+    model = LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress)
 
     class Model(LM):  # type: ignore[misc]
         """The harness's own interface: requests hold their arguments."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            return examinee.loglikelihood([request.args for request in requests])
+            return model.loglikelihood([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            return examinee.loglikelihood_rolling([request.args[0] for request in requests])
+            return model.loglikelihood_rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            return examinee.generate_until([request.args for request in requests])
+            return model.generate_until([request.args for request in requests])
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:

@@ -258,7 +258,9 @@ def test_what_eviction_costs_is_measured_unless_left_out(run_path, record):
     said = []
     told = calibrate_kv(run_path, sequences=3, seed=4, progress=said.append)
     assert {key: told[key] for key in record} == record and set(told) - set(record) == {"loss", "loss_slots"}
-    assert list(told["loss"]) == [f"L{layer}_K{head}" for layer in range(2) for head in range(2)] and len(said) == 2
+    assert list(told["loss"]) == [f"L{layer}_K{head}" for layer in range(2) for head in range(2)]
+    assert said[0] == "measuring the attention of each head: 3 sequences"
+    assert any(line.startswith("measuring what eviction costs each head: ") for line in said)
     found = load_kv_calibration(open_run(run_path).kv, load(run_path).model.config, weights_digest(open_run(run_path)))
     assert found.loss_LKC is not None and found.loss_LKC.reshape(4, -1).tolist() == list(told["loss"].values())
     assert list(found.loss_slots) == told["loss_slots"] and found.loss_LKC.shape == (2, 2, len(found.loss_slots))
@@ -349,7 +351,7 @@ def command(capsys, *argv):
 
 def test_the_command_prints_one_object(run_path, capsys):
     code, out, err = command(capsys, "--run_dir", run_path, "--sequences", 3, "--no_loss", "--json")
-    assert (code, err) == (0, "") and out.count("\n") == 1
+    assert code == 0 and err.startswith("measuring the attention of each head: 3 sequences\n") and out.count("\n") == 1
     assert json.loads(out) == json.loads(open_run(run_path).kv.read_bytes())
 
 

@@ -1,5 +1,7 @@
 """The plan of a tiny model on this machine: bytes and FLOPs counted by hand, its JSON, what is said of what is not there."""
 
+import importlib
+import inspect
 import json
 import re
 from dataclasses import asdict, replace
@@ -13,7 +15,7 @@ from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config
 from dantinox.measure import topology as topologies
 from dantinox.measure.plan import Collectives, generation_programs, kernels_in, make_plan, matrix_parameters, needed_bytes
 from dantinox.measure.plan_view import plan_lines
-from dantinox.measure.topology import find_topology
+from dantinox.measure.topology import CUDNN_MODULE, _h100_answers, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import blueprint
 from dantinox.programs import CHIPS
@@ -249,3 +251,19 @@ def test_a_machine_that_there_is_not_is_one_sentence(name, says, command, monkey
 def test_texts_that_do_not_fit_the_context(config):
     with pytest.raises(UserError, match=r"prompt \+ new at most the context of 32, got 1, 30 and 10"):
         make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)
+
+
+def test_the_private_questions_of_cudnn_attention_are_answered_and_given_back(monkeypatch):
+    """Fails when jax renames the functions by which its cuDNN attention asks the device, or changes their arguments."""
+    module = importlib.import_module(CUDNN_MODULE)
+    asked = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    own = {name: getattr(module, name) for name in asked}
+    assert [len(inspect.signature(function).parameters) for function in own.values()] == [0, 1, 1]
+    with _h100_answers():
+        assert module.check_cudnn_version() == 91000
+        assert module.check_compute_capability("8.0") and not module.check_compute_capability("10.0")
+        assert module.is_cuda_compute_capability_equal("9.0") and not module.is_cuda_compute_capability_equal("8.0")
+    assert {name: getattr(module, name) for name in asked} == own
+    monkeypatch.delattr(module, asked[0])
+    with pytest.raises(UserError, match="cannot be planned for a GPU that is not there"), _h100_answers():
+        pass

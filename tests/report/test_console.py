@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console as Screen
 
+import dantinox.report.console as report_console
 from dantinox.report import open_console
-from dantinox.report.console import Console, headline, printable
+from dantinox.report.console import Console, Progress, headline, printable
 from dantinox.report.live import LiveConsole
 from dantinox.report.tables import human_bytes, human_count, human_time, table
 
@@ -189,3 +190,16 @@ def test_a_notebook_gets_a_bar_that_is_updated_in_place(monkeypatch, capsys):
 def test_the_training_loss_of_an_evaluation_has_its_own_name():
     plain, live = through_both(lambda console: console.evaluation({"step": 20, "train_loss_since_eval": 1.25, "val_loss": 1.5}))
     assert plain == "step 20 train_loss_since_eval 1.2500 val_loss 1.5000\n" and "mean loss 1.2500 · val 1.5000" in live
+
+
+def test_progress_says_how_much_is_done_and_what_is_left(monkeypatch):
+    said, clock = [], iter([0.0, 1.0, 10.0, 12.0, 20.0])
+    monkeypatch.setattr(report_console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    done = Progress(said.append, "reading", 8, "windows")
+    for count in (1, 1, 1, 3):
+        done.advance(count, ", 2.5 nats")
+    assert said == [
+        "reading: 8 windows",
+        "reading: 2 of 8 windows, 30s left, 2.5 nats",
+        "reading: 6 of 8 windows, 7s left, 2.5 nats",
+    ]

@@ -391,7 +391,8 @@ def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch
     assert 0 < right.sum() < 10 and list(found) == ["needle_aware", "copy_aware", "needle_agnostic", "copy_agnostic"]
     for asked in ("aware", "agnostic"):
         assert found[f"needle_{asked}"].tolist() == right[:5].tolist() and found[f"copy_{asked}"].tolist() == right[5:].tolist()
-    assert said[1] == "tasks, aware of the question, 6 to 10 of 10" and len(said) == 4
+    begun = [line for line in said if not line.endswith("left")]
+    assert begun == [f"tasks, {kind} of the question: 2 batches, one for each cache" for kind in ("aware", "agnostic")]
 
 
 @pytest.mark.slow
@@ -476,7 +477,7 @@ def test_the_record_of_an_evaluation(toy, monkeypatch):
         assert (method["bytes"] is None) == (method["tok_per_s"] is None) == (method["same"] is None) == oracle
         assert method["kl"]["all"][0] > 0 and len(method["dppl"]["seeds"]) == 3
         assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
-    assert said[0] == "reading sequences 1 to 7 of 7" and any(line.startswith("tasks, agnostic") for line in said)
+    assert said[0].startswith("reading sequences: ") and any(line.startswith("tasks, agnostic") for line in said)
     assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(study))
 
 

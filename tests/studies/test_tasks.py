@@ -11,7 +11,7 @@ from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.studies import tasks
-from dantinox.studies.tasks import Examinee, Score, evaluate_tasks, scores_of, task_lines
+from dantinox.studies.tasks import LMEvalModel, Score, evaluate_tasks, scores_of, task_lines
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def examinee(run_dir):
-    return Examinee(load(run_dir), {})
+    return LMEvalModel(load(run_dir), {})
 
 
 @jax.jit
@@ -140,7 +140,7 @@ def test_tasks_of_one_s_own(run_dir, folder, capfd):
     assert found["circle_choose", "acc"]["value"] == 0.75 and found["circle_choose", "acc"]["samples"] == 4
     assert found["circle_answer", "exact_match"]["value"] == 0.5
     texts = [AROUND * n for n in (1, 2, 13)]
-    nats = -sum(Examinee(load(run_dir), {}).loglikelihood_rolling(texts))
+    nats = -sum(LMEvalModel(load(run_dir), {}).loglikelihood_rolling(texts))
     expected = np.exp(nats / sum(len(text.encode()) for text in texts))
     np.testing.assert_allclose(found["circle_roll", "byte_perplexity"]["value"], expected, rtol=1e-5)
 
