@@ -16,7 +16,6 @@ from dantinox.generation import LoadedModel, load, prepare
 from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
-from dantinox.model.scoring import by_position
 from dantinox.report import human_bytes, human_count, table
 from dantinox.report.metrics import read_csv
 from dantinox.run import RunDirectory, open_run
@@ -108,35 +107,38 @@ class Reference:
 
     def __init__(self, run: LoadedModel, store: TokenStore):
         self.model = prepare(run.model, "float32", run.config.generation.products)
-        self.batches = [jax.tree.map(jnp.asarray, _rows(batch)) for batch in store.validation(ROWS, TOKENS)]
-        self.hidden = [np.asarray(_hidden(self.model, batch)) for batch in self.batches]
+        self.batches = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *map(_rows, store.validation(ROWS, TOKENS)))
+        self.x_NBTD = _hidden(self.model, self.batches)
 
     def compare(self, other: Transformer) -> list[float]:
         """Mean −ln p per target of the reference and of `other`, the mean square of the difference of their logits (both with
         mean zero per position), and the number of targets."""
-        wide, sums = widen(other), []
-        for batch, x_BTD in zip(self.batches, self.hidden, strict=True):
-            pair = jnp.asarray(x_BTD), _hidden(wide, batch)
-            sums.append(np.asarray(_sums(self.model, wide, pair, batch), np.float64))
-        *found, targets = np.sum(sums, axis=0)
+        other = widen(other)
+        sums_NB4 = _sums(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)
+        *found, targets = np.sum(np.asarray(sums_NB4, np.float64), axis=(0, 1))
         return [*(number / targets for number in found), targets]
 
 
 @nnx.jit(graph_updates=False)
-def _hidden(model: Transformer, batch: Any) -> jax.Array:
-    """The final hidden states `[B, T, D]` of a validation batch."""
-    positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
-    return model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0]
+def _hidden(model: Transformer, batches: Any) -> jax.Array:
+    """The final hidden states `[N, B, T, D]` of N validation batches."""
+
+    def read(batch: Any) -> jax.Array:
+        positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
+        return model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0]
+
+    return jax.lax.map(read, batches)
 
 
 @nnx.jit(graph_updates=False)
-def _sums(model: Transformer, other: Transformer, hidden: tuple[jax.Array, jax.Array], batch: Any) -> jax.Array:
-    """Sums over the targets: −ln p of each model, the mean square difference of logits, 1."""
+def _sums(model: Transformer, other: Transformer, a_NBTD: jax.Array, b_NBTD: jax.Array, batches: Any) -> jax.Array:
+    """For each row the sums over its targets `[N, B, 4]`: −ln p of each model, the mean square difference of logits, 1."""
 
-    def one(a_D: jax.Array, b_D: jax.Array, target: jax.Array) -> jax.Array:
-        a_V, b_V = model.logits(a_D), other.logits(b_D)
-        nats = [-jax.nn.log_softmax(x_V)[target] for x_V in (a_V, b_V)]
-        return jnp.stack([*nats, jnp.mean(jnp.square((b_V - b_V.mean()) - (a_V - a_V.mean()))), jnp.ones(())])
+    def of_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        a_TD, b_TD, targets_T, mask_T = row  # logits of one row at a time
+        a, b = model.logits(a_TD), other.logits(b_TD)
+        nats = [-jnp.take_along_axis(jax.nn.log_softmax(x_TV), targets_T[:, None], 1)[:, 0] for x_TV in (a, b)]
+        gap_T = jnp.mean(jnp.square((b - b.mean(-1, keepdims=True)) - (a - a.mean(-1, keepdims=True))), -1)
+        return jnp.stack([jnp.sum(mask_T * x_T) for x_T in (*nats, gap_T, jnp.ones_like(gap_T))])
 
-    found_BT4 = by_position(one, model.config.vocab_size, *hidden, batch.targets_BT)
-    return jnp.einsum("BT,BTn->n", batch.mask_BT, found_BT4)
+    return jax.lax.map(lambda rows: jax.lax.map(of_row, rows), (a_NBTD, b_NBTD, batches.targets_BT, batches.mask_BT))

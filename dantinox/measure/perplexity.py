@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.generation import LoadedModel, load
+from dantinox.generation import load
 from dantinox.generation.decode import PREFILL
 from dantinox.generation.static_batch import bucket
 from dantinox.generation.weights import widen
@@ -107,7 +107,14 @@ def measure_perplexity(
     total = sum(text.new for text in texts)
     if not total:
         raise UserError(f"{data_path} has no token that has another before it: there is nothing to score")
-    nats = _total_nats(run, run.prepared(generation), texts, total, progress)
+    parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
+    for number, scores in score(run.prepared(generation), texts):
+        parts.append(-math.fsum(scores.logp))
+        new = texts[number].new
+        done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats a token so far")
+    nats = math.fsum(parts)
+    if not math.isfinite(nats):
+        raise UserError("the model gives a token of the text no probability that is a number: its weights are damaged")
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
     size = sum(document.bytes for document in documents) - sum(spelled_bytes(run.tokenizer, ids) for ids in unscored)
     return Perplexity(
@@ -122,21 +129,6 @@ def measure_perplexity(
         stride=stride,
         seconds=time.perf_counter() - begun,
     )
-
-
-def _total_nats(
-    run: LoadedModel, model: Transformer, texts: Sequence[Text], total: int, progress: Callable[[str], None]
-) -> float:
-    """The sum of −ln p over all scored tokens."""
-    parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
-    for number, scores in score(model, texts):
-        parts.append(-math.fsum(scores.logp))
-        new = texts[number].new
-        done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats a token so far")
-    nats = math.fsum(parts)
-    if not math.isfinite(nats):
-        raise UserError("the model gives a token of the text no probability that is a number: its weights are damaged")
-    return nats
 
 
 def windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Text]:
