@@ -12,25 +12,21 @@ from jax import Array, lax
 import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
 from dantinox.config.generation import GREEDY_BELOW, ROUTED
-from dantinox.config.steps import EDITS, PENALTIES, STEERED, STEPS
+from dantinox.config.steps import EDITS, PENALTIES, STEPS
 from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, draws_behind, guide_score
 from dantinox.sampling.draw import draw, row_key
+from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import Routed, StepInfo, step_info
 from dantinox.sampling.router import ADAPTIVE, AttentionMetrics, Metrics, Route, RouterConfig, clarify_now, logit_metrics, route
 from dantinox.sampling.search import first_in_order
 from dantinox.sampling.state import SamplerState, update
-from dantinox.sampling.window import Context, run_cuts
+from dantinox.sampling.window import Context, run_chain, run_steps
 
 ON_GREEDY = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
 ALL = 0xFFFFFFFF  # 32 tokens that are all allowed
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    name: function
-    for room in (steps, history)
-    for name, function in vars(room).items()
-    if getattr(function, "__module__", None) == room.__name__
-}
+FUNCTIONS: dict[str, Callable[..., Array]] = {**steps.FUNCTIONS, **history.FUNCTIONS}
 
 
 class SampleInfo(NamedTuple):
@@ -78,14 +74,16 @@ def sample(
     if params.router is not None:
         params, metrics, routes = _routed(params, raw_BV, attention)
     context = Context(params, state, keys_B)
-    leading, late, others = _split(params.plan)
-    edited_BV, _ = _run(leading, open_BV, context)
-    final_BV, _ = _run(late, edited_BV, context)
+    first = next((i for i, name in enumerate(params.plan) if name not in ON_GREEDY), len(params.plan))
+    edits = _shared(params, params.plan[:first])
+    others: Order = _shared(params, params.plan[first:])
+    if params.order is not None:
+        edits, others = _shared(params, EDITS), RowOrders.build(params.order, params.on, active_B)
+    edited_BV = run_steps(_apply, edits, open_BV, context)
+    final_BV, log_mass_B = run_chain(_apply, others, edited_BV, context, active_B)
     token_B = jax.vmap(first_in_order)(final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
-    log_mass_B = None
     if params.draws and keys_B is not None:
-        final_BV, log_mass_B = _chain(others, edited_BV, context, active_B)
         kept_BV = final_BV
         if routes is not None and params.score_fn is None:
             final_BV = _sharpened(kept_BV, raw_BV, params, routes)
@@ -94,7 +92,7 @@ def sample(
             found = _candidates(drawn_B, kept_BV, raw_BV, keys_B, metrics, params)
             drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
         token_B = jnp.where(greedy_B, token_B, drawn_B)
-    surprise_B = None if log_mass_B is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
+    surprise_B = None if state.mu is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
     routed = None
     if routes is not None and params.router is not None:
         forced_B = _forced(routes, edited_BV, params, state)
@@ -128,7 +126,7 @@ def trace(
     if params.allowed is not None:
         rows.append(("constraint", _open(rows[0][1], params)))
     for name in params.plan:
-        rows.append((name, _run([name], rows[-1][1], context)[0]))
+        rows.append((name, run_steps(_apply, _shared(params, [name]), rows[-1][1], context)))
     if routes is not None and params.score_fn is None:
         rows.append(("candidates", _sharpened(rows[-1][1], rows[0][1], params, routes)))
     return rows, routes
@@ -210,32 +208,9 @@ def _keys(params: SamplingParams, state: SamplerState) -> Array:
     return jax.vmap(row_key)(params.seed, params.sample_index, state.n_generated)
 
 
-def _split(plan: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Edits and penalties that come first; penalties that come later; everything behind the first ones, in order."""
-    first = next((i for i, name in enumerate(plan) if name not in ON_GREEDY), len(plan))
-    others = list(plan[first:])
-    return list(plan[:first]), [name for name in others if name in PENALTIES], others
-
-
-def _chain(names: Sequence[str], logits_BV: Array, context: Context, active_B: Array) -> tuple[Array, Array | None]:
-    """Runs steps over rows, from the first cut on in the rows' windows where that is exact."""
-    first = next((i for i, name in enumerate(names) if STEPS[name].cuts), len(names))
-    logits_BV, log_mass_B = _run(names[:first], logits_BV, context)
-    if first == len(names):
-        return logits_BV, log_mass_B
-    return run_cuts(_run, names[first:], logits_BV, context, active_B)
-
-
-def _run(names: Sequence[str], x_BN: Array, context: Context) -> tuple[Array, Array | None]:
-    """Runs steps over rows or their windows; also ln Σe^x before the cut of mirostat, where the names hold it."""
-    log_mass_B = None
-    for name in names:
-        wanted = context.params.on[name].any() if context.params.spares else None
-        if name in STEERED:
-            mass_B = _if(wanted, _log_masses, lambda x_BN, _: jnp.zeros(len(x_BN)), x_BN, context)
-            log_mass_B = mass_B if log_mass_B is None else jnp.where(context.params.on[name], mass_B, log_mass_B)
-        x_BN = _if(wanted, partial(_run_step, name), lambda x_BN, _: x_BN, x_BN, context)
-    return x_BN, log_mass_B
+def _shared(params: SamplingParams, names: Sequence[str]) -> SharedOrder:
+    """Some of the plan's steps in the order given."""
+    return SharedOrder({name: params.on[name] for name in names}, tuple(names), params.skip_inactive_steps)
 
 
 def _if(wanted: Array | None, function: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
@@ -248,18 +223,12 @@ def _zeros_of(function: Callable[..., Any], *operands: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *operands))
 
 
-def _log_masses(x_BN: Array, context: Context) -> Array:
-    return jax.vmap(steps.log_mass)(x_BN, *([] if context.window is None else [context.window.rest]))
-
-
-def _run_step(name: str, x_BN: Array, context: Context) -> Array:
+def _apply(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
+    """One step on the rows, or their windows, that have it on."""
+    step = partial(run_step, name)
     if STEPS[name].by_row and context.window is None:
-        return lax.map(partial(_if_on, name), (x_BN, context))
-    return jax.vmap(partial(run_step, name))(x_BN, context)
-
-
-def _if_on(name: str, row: tuple[Array, Context]) -> Array:
-    return lax.cond(row[1].params.on[name], partial(run_step, name), lambda x_N, _: x_N, *row)
+        return lax.map(lambda row: lax.cond(row[1], step, lambda x_N, _: x_N, row[0], row[2]), (x_BN, on_B, context))
+    return jnp.where(on_B[:, None], jax.vmap(step)(x_BN, context), x_BN)
 
 
 def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
@@ -273,8 +242,7 @@ def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
         parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
     read = {parameter: READS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
-    changed_N = FUNCTIONS[step.function or name](x_N, **arguments, **read, **known)
-    return jnp.where(row.params.on[name], changed_N, x_N)
+    return FUNCTIONS[step.function or name](x_N, **arguments, **read, **known)
 
 
 def _own(row: Context, name: str, suffix: str = "") -> Array:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from dantinox.config.steps import (
     is_digits,
 )  # fmt: skip
 from dantinox.sampling.history import word_arrays
+from dantinox.sampling.order import ORDERED, order_array
 from dantinox.sampling.router import Metrics, RouterConfig
 
 # Settings that choose among programs: arguments of steps that are words.
@@ -44,8 +45,8 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router", "reports", "allowed"),
-    meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates", "spares"),
+    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router", "reports", "allowed", "order"),
+    meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates", "skip_inactive_steps"),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -60,7 +61,7 @@ class SamplingParams:
       seed, sample_index: [B], of the draws.
       plan: the steps that some row has on, in the order they run.
       draws: whether some row draws at random; False compiles no draw at all.
-      words: (setting, value) of the steps' settings that are no numbers, `ties` and `top_p_rule`.
+      words: (setting, value) of the steps' settings that are words, `ties` and `top_p_rule`; with `order` in `numbers`.
       router: the entropy router's numbers, [B] each; it sets the numbers of the `ROUTED` steps anew for every token. None: no
         router, and nothing of it is compiled.
       attends: whether the router reads attention metrics, which the model then has to report.
@@ -69,7 +70,9 @@ class SamplingParams:
       reports: [B] bool, the rows that a report is wanted of, where not of all; nothing is computed while there is none.
       allowed: [B, ⌈V/32⌉] uint32, bit i mod 32 of word ⌊i/32⌋ for every token i that a row may have next, which wins over all
         steps; all bits set for a row that may have any. None: all rows may, and nothing of it is compiled.
-      spares: whether a step that no row has on is passed over when the program runs, which pays where a plan is for many.
+      order: [B, N] int32, for every row its own order of the steps behind the edits, as indices into `order.ORDERED`, −1 in
+        unused places. None: the plan's order for all rows, which the program is made for.
+      skip_inactive_steps: leave out a step that no row has on when the program runs, which pays where a plan is for many.
     """
 
     numbers: dict[str, Array]
@@ -84,9 +87,10 @@ class SamplingParams:
     attends: bool = False
     score_fn: ScoreFn | None = None
     candidates: int = 0
-    spares: bool = False
+    skip_inactive_steps: bool = False
     reports: Array | None = None
     allowed: Array | None = None
+    order: Array | None = None
 
     @classmethod
     def build(
@@ -102,6 +106,7 @@ class SamplingParams:
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         also: Sequence[str] | None = None,
+        dynamic_order: bool = False,
     ) -> "SamplingParams":
         """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
 
@@ -116,6 +121,8 @@ class SamplingParams:
           show_candidates: report the router's candidates with each token; the tokens stay the same.
           also: steps that the plan has whether a row has them on or not, with a draw: rows that want them can then take the
             place of others in the same program.
+          dynamic_order: one program with all steps for all orders, which it reads from an array: rows may differ in `preset`,
+            `sampler_order`, `ties` and `top_p_rule`. The entropy router has an order of its own.
 
         Raises:
           UserError: an unknown name, a value out of range, rows in different order, or a row that draws without a seed.
@@ -128,10 +135,14 @@ class SamplingParams:
         if not configs:
             raise UserError("sampling parameters need at least one row")
         sections = [config.generation for config in configs]
-        for name in SHARED:
+        for name in ("strategy",) if dynamic_order else SHARED:
             if len({getattr(section, name) for section in sections}) > 1:
                 raise UserError(f"generation.{name} must be the same for all rows of a batch", key=f"generation.{name}")
         first = sections[0]
+        if dynamic_order:
+            if first.strategy == "entropy":
+                raise UserError("generation.strategy entropy has an order of its own: build it without dynamic_order")
+            also = (*EDITS, *ORDERED)
         attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(attends) > 1:
             raise UserError("router.use_attention must be the same for all rows of a batch", key="router.use_attention")
@@ -144,30 +155,39 @@ class SamplingParams:
         # The number changed most is always part of a program that draws, so that no value of it compiles anything.
         always = {"temperature"} if draws and not any("dynamic_temperature" in on for on in on_rows) else set()
         always |= {*(also or ())}
-        plan = tuple(name for name in (*EDITS, *order_of(first)) if name in always or any(name in on for on in on_rows))
+        plan = tuple(
+            name
+            for name in (*EDITS, *(ORDERED if dynamic_order else order_of(first)))
+            if name in always or any(name in on for on in on_rows)
+        )
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBERS.keys()
         tables = _tables(sections, plan)
         if "min_tokens" in plan:
             tables["stop_ids"] = _padded(stops, -1)
         if "xtc" in plan:
             tables["protected_ids"] = _padded([sorted({*map(int, protected_ids)})] * len(sections), -1)
+        words = {key: get_args(SETTINGS[key].kind) for key in WORDS} if dynamic_order else {}
+        choices = {
+            key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in words.items()
+        }
         arrays: dict[str, Any] = {
-            "numbers": {key: _numbers(key, sections) for key in sorted(settings)},
+            "numbers": {key: _numbers(key, sections) for key in sorted(settings)} | choices,
             "on": {name: np.asarray([name in on for on in on_rows]) for name in plan},
             "tables": tables,
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
+            "order": np.stack([order_array(order_of(section)) for section in sections]) if dynamic_order else None,
             "router": _routers(configs, measured) if first.strategy == "entropy" else None,
         }
         return cls(
             **jax.device_put(arrays),  # together: `jnp.asarray` of each takes several times as long
             plan=plan,
             draws=draws,
-            words=tuple((key, getattr(first, key)) for key in WORDS),
+            words=() if dynamic_order else tuple((key, getattr(first, key)) for key in WORDS),
             attends=True in attends,
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
-            spares=also is not None,
+            skip_inactive_steps=also is not None,
         )
 
     @property

@@ -142,7 +142,6 @@ def _checked_step(given: Any, V: int) -> _Step:
     known: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
     known |= {"m": values["m"]} if "m" in values else {}
     known |= {"size": np.int32(V)} if "size" in step.reads else {}
-    params = replace(params, on={name: jnp.ones(1, bool)})
     return _Step(name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), known)
 
 

@@ -8,6 +8,7 @@ A removed token is -inf, a kept logit comes back bit for bit. A mask never empti
 A row may be the window of a longer one that holds its largest logits; `rest` then says what the others add up to.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jax import Array, lax
 from dantinox.config.generation import GREEDY_BELOW
 from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys, total
 
-Ties = Literal["first", "all"]
-Rule = Literal["inclusive", "exclusive"]
+# A choice in words is part of a program; as an array, True stands for the second of them.
+Ties = Literal["first", "all"] | Array
+Rule = Literal["inclusive", "exclusive"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
 FARTHEST = -1e15  # below the largest logit; the sum of the squares of 2²⁴ of these is finite
 
@@ -130,14 +132,18 @@ def nucleus(
     """
     keys_V = ordered_keys(scores_V)
     target = p * (jnp.sum(weights_V) + outside)
-    below = jnp.less if rule == "inclusive" else jnp.less_equal
+    exclusive = rule == "exclusive" if isinstance(rule, str) else rule
+
+    def below(mass: Array, target: Array) -> Array:
+        return jnp.where(exclusive, mass <= target, mass < target)
+
     edge = crossing_key(keys_V, weights_V, lambda mass: ~below(mass, target))
     above = jnp.sum(jnp.where(keys_V > edge, weights_V, 0))
     weight = jnp.max(jnp.where(keys_V == edge, weights_V, 0))
     # The quotient may round across an integer: the products next to it decide.
     guess = jnp.floor((target - above) / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))
     base = jnp.clip(guess, 1, 2.0**30).astype(jnp.int32) - 1
-    counted = base + jnp.arange(4) + (rule == "exclusive")
+    counted = base + jnp.arange(4) + exclusive
     room = base + jnp.sum(below(above + counted * weight, target))
     room = jnp.maximum(room, ~(keys_V > edge).any())  # p = 0, or the first alone exceeds p
     edge = jnp.minimum(edge, jnp.max(keys_V))
@@ -321,6 +327,25 @@ def _head(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
 def _above_and_at(keys_V: Array, edge: Array, room: Array, ties: Ties) -> Array:
     """Keys above the edge, and of those at the edge the first `room` by id, or all of them when one fits."""
     at_V = keys_V == edge
-    if ties == "all":
-        return (keys_V > edge) | (at_V & (room > 0))
-    return (keys_V > edge) | (at_V & (jnp.arange(keys_V.shape[0]) <= nth_true(at_V, room)))
+    all_of_them = ties == "all" if isinstance(ties, str) else ties
+    return (keys_V > edge) | (at_V & jnp.where(all_of_them, room > 0, jnp.arange(keys_V.shape[0]) <= nth_true(at_V, room)))
+
+
+# By the names that the table of steps has for them.
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "temperature": temperature,
+    "dynamic_temperature": dynamic_temperature,
+    "smoothing": smoothing,
+    "top_k": top_k,
+    "top_p": top_p,
+    "min_p": min_p,
+    "top_a": top_a,
+    "tail_free": tail_free,
+    "typical": typical,
+    "epsilon_cutoff": epsilon_cutoff,
+    "eta_cutoff": eta_cutoff,
+    "top_n_sigma": top_n_sigma,
+    "xtc": xtc,
+    "mirostat_v1": mirostat_v1,
+    "mirostat_v2": mirostat_v2,
+}

@@ -5,7 +5,7 @@ whose first cut leaves tokens outside of its window is computed over the whole v
 result never depends on its neighbours (docs/decisions/004).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.config.steps import STEPS
+from dantinox.config.steps import STEERED, STEPS
+from dantinox.sampling.order import Order, SharedOrder
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.search import largest
 from dantinox.sampling.steps import FARTHEST, Rest, entropy, finite_max, log_mass
@@ -42,95 +43,140 @@ class Context(NamedTuple):
     window: Window | None = None
 
 
+class Rows(NamedTuple):
+    """Rows [B, N], and ln Σe^x of each before mirostat's cut, [B]: 0 where it has no such step."""
+
+    logits: Array
+    log_mass: Array
+
+
 class Short(NamedTuple):
-    """Rows [B, V] as their windows make them, ln Σe^x before mirostat's cut, and for which rows that is not the answer.
+    """Rows [B, V] as their windows make them, and for which rows that is not the answer.
 
     Attributes:
       open: no step has cut the row; it stays as it was.
       failed: more of it than the window would be left, or read.
     """
 
-    logits: Array
-    log_mass: Array | None
+    rows: Rows
     open: Array
     failed: Array
 
 
-# (names of steps, logits [B, N], context) -> (logits, ln Σe^x before mirostat's cut or None)
-Outcome = tuple[Array, Array | None]
-Runner = Callable[[Sequence[str], Array, Context], Outcome]
+# (name of a step, rows [B, N], the rows [B] that run it, context) -> rows [B, N]
+Apply = Callable[[str, Array, Array, Context], Array]
 
 
-def run_cuts(run: Runner, names: Sequence[str], logits_BV: Array, context: Context, active_B: Array) -> Outcome:
-    """Runs steps of which the first is a cut, in the window where a row allows it and over the whole row where not."""
-    if logits_BV.shape[1] <= SMALL_VOCABULARY:
-        return run(names, logits_BV, context)
-    short = in_window(run, names, logits_BV, context)
+def run_steps(apply: Apply, order: Order, logits_BN: Array, context: Context) -> Array:
+    """The rows after steps."""
+    return order.run(lambda name, on_B, x_BN: apply(name, x_BN, on_B, context), logits_BN)
 
-    def with_whole_rows() -> Outcome:
+
+def run_rows(apply: Apply, order: Order, rows: Rows, context: Context) -> Rows:
+    """Rows or their windows after steps, with the mass before mirostat's cut."""
+
+    def step(name: str, on_B: Array, rows: Rows) -> Rows:
+        mass_B = rows.log_mass
+        if name in STEERED:
+            rest = [] if context.window is None else [context.window.rest]
+            mass_B = jnp.where(on_B, jax.vmap(log_mass)(rows.logits, *rest), mass_B)
+        return Rows(apply(name, rows.logits, on_B, context), mass_B)
+
+    return order.run(step, rows)
+
+
+def run_chain(apply: Apply, order: Order, logits_BV: Array, context: Context, active_B: Array) -> Rows:
+    """Runs steps over rows, from the first cut on in the window where a row allows it and over the whole row where not."""
+    B, V = logits_BV.shape
+    before, cuts = order.split()
+    rows = Rows(logits_BV, jnp.zeros(B))
+    if V <= SMALL_VOCABULARY:
+        return run_rows(apply, order, rows, context)
+    rows = run_rows(apply, before, rows, context)
+    needed = cuts.needed()
+    if needed is False:
+        return rows
+    windowed = partial(_run_cuts, apply)
+    if needed is True:
+        return windowed(cuts, rows, context, active_B)
+    return lax.cond(needed, windowed, lambda _, rows, *__: rows, cuts, rows, context, active_B)
+
+
+def _run_cuts(apply: Apply, order: Order, rows: Rows, context: Context, active_B: Array) -> Rows:
+    """Runs steps of which the first is a cut, in windows and over the whole rows that need it."""
+    short = in_window(apply, order, rows.logits, context)
+
+    def with_whole_rows() -> Rows:
         # A CPU takes as long for eight rows one by one as together, so only those that need it pay.
-        ways = {"cpu": partial(one_by_one, run, names), "default": partial(together, run, names)}
-        return lax.platform_dependent(logits_BV, context, short, **ways)
+        ways = {"cpu": partial(one_by_one, apply), "default": partial(together, apply)}
+        found: Rows = lax.platform_dependent(order, rows, context, short, **ways)
+        return found
 
     needed_B = (short.open | short.failed) & active_B
-    return lax.cond(needed_B.any(), with_whole_rows, lambda: (short.logits, short.log_mass))
+    return lax.cond(needed_B.any(), with_whole_rows, lambda: short.rows)
 
 
-def together(run: Runner, names: Sequence[str], logits_BV: Array, context: Context, short: Short) -> Outcome:
+def together(apply: Apply, order: Order, rows: Rows, context: Context, short: Short) -> Rows:
     """All rows over the whole vocabulary; those that failed take the outcome."""
-    whole_BV, whole_mass_B = run(names, logits_BV, context)
-    rows_BV = jnp.where(short.failed[:, None], whole_BV, jnp.where(short.open[:, None], logits_BV, short.logits))
-    if short.log_mass is None or whole_mass_B is None:
-        return rows_BV, None
-    return rows_BV, jnp.where(short.failed, whole_mass_B, short.log_mass)
+    whole = run_rows(apply, order, rows, context)
+    failed_B1, open_B1 = short.failed[:, None], short.open[:, None]
+    logits_BV = jnp.where(failed_B1, whole.logits, jnp.where(open_B1, rows.logits, short.rows.logits))
+    return Rows(logits_BV, jnp.where(short.failed, whole.log_mass, short.rows.log_mass))
 
 
-def one_by_one(run: Runner, names: Sequence[str], logits_BV: Array, context: Context, short: Short) -> Outcome:
+def one_by_one(apply: Apply, order: Order, rows: Rows, context: Context, short: Short) -> Rows:
     """The same, for the rows that failed alone."""
 
-    def row(operands: tuple[Array, Context, Short]) -> Outcome:
-        x_1V, context_1, short_1 = jax.tree.map(lambda leaf: leaf[None], operands)
-        outcome: Outcome = lax.cond(
-            operands[2].failed,
-            lambda: run(names, x_1V, context_1),
-            lambda: (jnp.where(short_1.open, x_1V, short_1.logits), short_1.log_mass),
+    def row(operands: tuple[Order, Rows, Context, Short]) -> Rows:
+        order_1, rows_1, context_1, short_1 = jax.tree.map(lambda leaf: leaf[None], operands)
+        outcome: Rows = lax.cond(
+            operands[3].failed,
+            lambda: run_rows(apply, order_1, rows_1, context_1),
+            lambda: short_1.rows._replace(logits=jnp.where(short_1.open, rows_1.logits, short_1.rows.logits)),
         )
         return jax.tree.map(lambda leaf: leaf[0], outcome)
 
-    return lax.map(row, (logits_BV, context, short))
+    return lax.map(row, (order, rows, context, short))
 
 
-def in_window(run: Runner, names: Sequence[str], logits_BV: Array, context: Context) -> Short:
+class _Windowed(NamedTuple):
+    """Windows of rows while steps run over them."""
+
+    rows: Rows
+    rest: Rest
+    open: Array
+    failed: Array
+
+
+def in_window(apply: Apply, order: Order, logits_BV: Array, context: Context) -> Short:
     """Runs steps over the windows of all rows."""
     B, V = logits_BV.shape
     x_BK, ids_BK, rest = take_window(logits_BV)
     K = x_BK.shape[1]
     least_B1 = jnp.min(x_BK, axis=1, keepdims=True)
     last_B = jnp.max(jnp.where(x_BK == least_B1, jnp.arange(K), 0), axis=1)
-    open_B = jnp.asarray(rest.tokens) > 0
-    failed_B = jnp.zeros(B, bool)
-    log_mass_B, params = None, context.params
-    for name in names:
-        y_BK, mass_B = run([name], x_BK, context._replace(window=Window(ids_BK, rest, V)))
-        if mass_B is not None:
-            log_mass_B = mass_B if log_mass_B is None else jnp.where(params.on[name], mass_B, log_mass_B)
-        touched_B = params.on[name] & open_B
-        if STEPS[
-            name
-        ].cuts:  # a head of the canonical order stays: when the last token of the window goes, so does all behind it
-            # `lax.top_k` tells 0 from -0: a window that ends in zeros may not hold the first of them.
-            closed_B = (y_BK[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
-            if STEPS[name].cuts == "typical":  # this order is the logits' one only where tokens surprise more than the mean
-                surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
-                closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
-            failed_B |= touched_B & ~closed_B
-            open_B &= ~(touched_B & closed_B)
-            rest = Rest(*(jnp.where(open_B, part_B, 0) for part_B in rest))
-        else:
-            failed_B |= touched_B
-        x_BK = y_BK
+
+    def step(name: str, on_B: Array, carry: _Windowed) -> _Windowed:
+        (x_BK, _), rest, open_B, failed_B = carry
+        windowed = context._replace(window=Window(ids_BK, rest, V))
+        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry.rows, windowed)
+        touched_B = on_B & open_B
+        if not STEPS[name].cuts:
+            return carry._replace(rows=rows, failed=failed_B | touched_B)
+        # A head of the canonical order stays: when the last token of the window goes, so does all behind it.
+        # `lax.top_k` tells 0 from -0: a window that ends in zeros may not hold the first of them.
+        closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
+        if STEPS[name].cuts == "typical":  # this order is the logits' one only where tokens surprise more than the mean
+            surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
+            closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
+        open_B &= ~(touched_B & closed_B)
+        rest = Rest(*(jnp.where(open_B, part_B, 0) for part_B in rest))
+        return _Windowed(rows, rest, open_B, failed_B | (touched_B & ~closed_B))
+
+    start = _Windowed(Rows(x_BK, jnp.zeros(B)), rest, jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool))
+    (x_BK, mass_B), _, open_B, failed_B = order.run(step, start)
     short_BV = jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
-    return Short(short_BV, log_mass_B, open_B, failed_B)
+    return Short(Rows(short_BV, mass_B), open_B, failed_B)
 
 
 def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:

@@ -1,0 +1,136 @@
+"""Orders of steps as an array: one program for all orders, equal to the program made for each."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dantinox.config import UserError
+from dantinox.config.generation import PRESETS, kobold_order
+from dantinox.config.steps import EDITS
+from dantinox.sampling import SamplingParams, init_state, process_logits, sample
+from dantinox.sampling.chain import _apply, _keys, _shared
+from dantinox.sampling.order import RowOrders
+from dantinox.sampling.window import Context, run_chain
+
+pytestmark = pytest.mark.slow
+V, TEXT = 5000, [5, 9, 5, 30]  # wide enough for windows
+MOVED = [0, 6, 5, 2, 3, 4, 1]  # a KoboldAI order that cuts first
+NAMED = ["min_p", "temperature", "top_p", "repetition_penalty", "tail_free", "top_k", "mirostat"]
+ORDERS = [{}, {"preset": "kobold", "sampler_order": MOVED}, {"preset": "llamacpp"}, {"sampler_order": NAMED}]
+NAMES = [PRESETS["default"], kobold_order(MOVED), PRESETS["llamacpp"], NAMED]
+VALUES = [
+    {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 1.6, "top_p": 0.999},
+    {"greedy": True, "repetition_penalty": 2.0},
+    {"temperature": 0.5},
+    {"temperature": 1.2, "top_k": 700, "top_p": 0.95, "ties": "all"},
+]
+PARAMETER = {"top_k": "k", "top_p": "p", "temperature": "t", "repetition_penalty": "penalty"}
+ROWS = [(values, order) for values in range(len(VALUES)) for order in range(len(ORDERS))]
+
+
+def logits(seed):
+    rng = np.random.default_rng(seed)
+    return np.float32(rng.permutation(-1.7 * np.log(np.arange(V) + 2.0)) + rng.normal(0, 0.3, V)) / (1 + seed % 3)
+
+
+def build(rows, **kind):
+    settings = [VALUES[values] | ORDERS[order] | {"seed": 7 * values + order} for values, order in rows]
+    params = SamplingParams.build(settings, vocab_size=V, **kind)
+    tokens = jnp.broadcast_to(jnp.asarray(TEXT), (params.batch, len(TEXT)))
+    state = init_state(params, tokens, jnp.ones(tokens.shape, bool), V, 16)
+    return jnp.asarray(np.stack([logits(values) for values, _ in rows])), params, state
+
+
+@jax.jit
+def chain(logits_BV, params, state):
+    active_B = jnp.ones(params.batch, bool)
+    order = _shared(params, [name for name in params.plan if name not in EDITS])
+    if params.order is not None:
+        order = RowOrders.build(params.order, params.on, active_B)
+    return run_chain(_apply, order, logits_BV, Context(params, state, _keys(params, state)), active_B)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """(values, order) -> the row's logits behind the steps, from batches of eight of all orders."""
+    rows = [ROWS[i % len(ROWS)] for i in np.random.default_rng(0).permutation(24)]
+    batches = [rows[i : i + 8] for i in range(0, 24, 8)]
+    outcomes = [np.asarray(chain(*build(batch, dynamic_order=True)).logits) for batch in batches]
+    assert chain._cache_size() == 1, "no order, word or value compiles anything"
+    return {row: outcome[i] for batch, outcome in zip(batches, outcomes, strict=True) for i, row in enumerate(batch)}
+
+
+def test_every_row_runs_its_steps_in_its_own_order(found):
+    """Against the steps by name: masks exactly, numbers to their rounding."""
+    for (values, order), got_V in found.items():
+        settings = VALUES[values]
+        temperature = {} if settings.get("greedy") else {"temperature": settings["temperature"]}
+        on = {name: settings[name] for name in PARAMETER if name in settings and name != "temperature"} | temperature
+        ties = {"ties": settings["ties"]} if "ties" in settings else {}
+        pipeline = [
+            {"name": name, PARAMETER[name]: on[name]} | (ties if name in ("top_k", "top_p") else {})
+            for name in NAMES[order]
+            if name in on
+        ]
+        expected_V = np.asarray(process_logits(logits(values)[None], pipeline, [TEXT]))[0]
+        np.testing.assert_array_equal(got_V > -np.inf, expected_V > -np.inf)
+        np.testing.assert_allclose(got_V, expected_V, rtol=1e-6)
+    different = [found[4, 0], found[4, 1]]
+    assert (np.isfinite(different[0]) != np.isfinite(different[1])).any(), "the order matters here"
+
+
+def test_an_order_as_an_array_is_bit_for_bit_the_program_of_that_order(found):
+    rows = [(values, 1) for values in range(len(VALUES)) if "ties" not in VALUES[values]]
+    static_BV = np.asarray(chain(*build(rows * 2, also=(*EDITS, *NAMES[1]))).logits)
+    for row, static_V in zip(rows, static_BV, strict=False):
+        np.testing.assert_array_equal(found[row].view(np.uint32), static_V.view(np.uint32))
+
+
+def test_neighbours_and_idle_rows_change_nothing(found):
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        rows = [ROWS[i] for i in rng.permutation(len(ROWS))[:8]]
+        logits_BV, params, state = build(rows, dynamic_order=True)
+        idle_B = jnp.arange(8) % 3 == 0
+        params = replace(params, on={name: on_B & ~idle_B for name, on_B in params.on.items()})
+        got_BV = np.asarray(chain(logits_BV, params, state).logits)
+        for row, got_V, idle in zip(rows, got_BV, idle_B.tolist(), strict=True):
+            expected_V = logits(row[0]) if idle else found[row]
+            np.testing.assert_array_equal(got_V.view(np.uint32), expected_V.view(np.uint32))
+
+
+def test_tokens_and_states_of_all_steps_are_those_of_the_program_of_one_order():
+    """In a small vocabulary, with mirostat, whose state follows the mass before its cut, and a penalty behind the cuts."""
+    rows = [
+        {"mirostat": 2, "mirostat_tau": 2.0, "min_p": 0.01, "seed": 1},
+        {"greedy": True, "repetition_penalty": 3.0, "top_k": 1},
+        {"top_k": 9, "repetition_penalty": 1.5, "repetition_range": 2, "seed": 3},
+    ]
+    order = {"sampler_order": ["top_k", "min_p", "temperature", "repetition_penalty", "mirostat"]}
+    start = jax.random.normal(jax.random.key(0), (3, 40)) * 3
+
+    @jax.jit
+    def decode(params, state):
+        def step(state, i):
+            token_B, state, info = sample(start * (1 + i / 9), params, state, report=0)
+            return state, (token_B, info.token.logprob_sampled)
+
+        return jax.lax.scan(step, state, jnp.arange(12.0))
+
+    outcomes = []
+    for kind in ({"dynamic_order": True}, {}):
+        params = SamplingParams.build([row | order for row in rows], vocab_size=40, **kind)
+        state = init_state(params, jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool), 40, 32)
+        final, told = decode(params, state)
+        outcomes.append([*map(np.asarray, told), np.asarray(final.mu)[:1], np.asarray(final.last_seen)])
+    for dynamic, static in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(dynamic, static, rtol=1e-6)
+
+
+def test_the_router_has_an_order_of_its_own():
+    with pytest.raises(UserError, match=r"generation\.strategy entropy"):
+        SamplingParams.build({"strategy": "entropy", "seed": 1}, dynamic_order=True)
