@@ -58,7 +58,6 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.generation import load
         from dantinox.serve.app import make_app
         from dantinox.serve.async_engine import AsyncEngine
-        from dantinox.serve.kobold_bodies import usual
         from dantinox.serve.options import Options
         from dantinox.serve.server import serve as run_server
         from dantinox.text import ChatTemplate
@@ -69,9 +68,8 @@ def serve(options: argparse.Namespace) -> int:
             template = ChatTemplate.named(options.chat_template, run.tokenizer)
         elif own is not None:
             template = ChatTemplate.load(own, run.tokenizer)
-        later = [] if options.lite is None else usual(config.generation)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
-        engine = AsyncEngine(run, **sizes, name=name, given=settings, later=later)
+        engine = AsyncEngine(run, **sizes, name=name, given=settings)
         told = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):

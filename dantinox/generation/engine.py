@@ -31,7 +31,7 @@ from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.running_batch import PendingChunk, RunningBatch
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.scheduler import Scheduler
-from dantinox.generation.slot_batch import ALTERNATIVES, ProgramKey, RowParams, SlotBatch
+from dantinox.generation.slot_batch import ALTERNATIVES, RowParams, SlotBatch
 from dantinox.sampling import StepInfo
 
 READER_SECONDS = 0.08  # of a chunk, about, where somebody reads along
@@ -210,12 +210,6 @@ class Engine:
     def fail(self, job: Job, error: Exception) -> None:
         """Ends a request with the next step because of an error in its preparation."""
         job.error = error
-
-    def waits_for(self, program: ProgramKey) -> bool:
-        """Whether a request waits for this program."""
-        with self.lock:
-            waiting = [job.params for job in self._scheduler.waiting if not job.cancelled and job.error is None]
-        return any(params is None or params.program == program for params in waiting)
 
     @property
     def idle(self) -> bool:

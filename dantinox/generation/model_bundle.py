@@ -48,11 +48,11 @@ class ModelBundle:
         """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it.
 
         Args:
-          more: `score_fn`, `show_candidates` and `also`, as of `SamplingParams.build`.
+          more: other arguments of `SamplingParams.build`.
         """
         asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
         measured, size = self.calibration() if asked else None, self.model.config.vocab_size
-        return sampling_params(self.tokenizer, configs, sample_index, measured, vocab_size=size, **more)
+        return sampling_params(self.tokenizer, configs, sample_index, vocab_size=size, measured=measured, **more)
 
     def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
         """The settings of the cache, and what was measured on this run's heads where they read it."""

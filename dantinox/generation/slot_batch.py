@@ -6,8 +6,8 @@ Prompts are read in parts of a fixed length, each part by the same program, so t
 is bit for bit what would be read again.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -39,7 +39,6 @@ READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and more
 SHORTEST = 16
 ALTERNATIVES = 20  # reported at most
 REMEMBERED = 64  # settings whose arrays are kept
-PROGRAM_SETS = 8  # orders of steps whose programs are kept
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of the free memory
 # Entries that a list of a request may have, and tokens of a sequence: with more it would need a program of its own.
@@ -48,12 +47,14 @@ ENTRIES_OF = {"stop_ids": END_IDS, "protected_ids": END_IDS, "dry_breakers": 819
 
 
 class ProgramKey(NamedTuple):
-    """What a decode program is compiled for besides the slots: requests with one key are decoded together."""
+    """What a decode program is compiled for: requests with one key are decoded together. There are few.
+
+    One program reads the order of the steps, and the rules of ties and top_p, from arrays; the router has programs of its own.
+    """
 
     strategy: str
-    order: tuple[str, ...]
-    words: tuple[tuple[str, str], ...]
-    attends: bool
+    words: tuple[tuple[str, str], ...] = ()
+    attends: bool = False
 
 
 class RowParams(NamedTuple):
@@ -95,15 +96,6 @@ class CacheKey(Generic[T]):
 
     def __hash__(self) -> int:
         return hash(self.text)
-
-
-@dataclass
-class _Programs:
-    """The compiled programs of one key, the settings of a request that has it, and the number of its last use."""
-
-    example: Config
-    compiled: dict[str, Any] = field(default_factory=dict)
-    used: int = 0
 
 
 class SlotBatch(RunningBatch):
@@ -149,9 +141,7 @@ class SlotBatch(RunningBatch):
         self._ring = min(self.cache.spans)
         self.part = min(PART if self.cache.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
-        self._programs: dict[ProgramKey, _Programs] = {}
-        self._uses = 0
-        self._shared: dict[Hashable, Any] = {}  # programs that read and copy, of all keys
+        self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
         # Making the arrays takes some ten milliseconds beside a running program, and clients repeat their settings.
         self._remembered = lru_cache(REMEMBERED)(self._row_params)
@@ -173,40 +163,27 @@ class SlotBatch(RunningBatch):
                 if asked != own:
                     raise UserError(f"{section}.{name} is {shown(own)} in this server, got {shown(asked)}")
         g = config.generation
-        words = tuple((key, getattr(g, key)) for key in WORDS)
-        return ProgramKey(g.strategy, order_of(g), words, g.strategy == "entropy" and config.router.use_attention)
+        if g.strategy == "chain":
+            return ProgramKey("chain")
+        return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in WORDS), config.router.use_attention)
 
     def ready(self, program: ProgramKey, echo: bool = False) -> bool:
         """Whether a request with this key needs no compilation."""
-        return program in self._programs and all(key in self._shared for key in self._shared_keys(echo))
+        return all(key in self._programs for key in self._keys(program, echo))
 
     def compile(self, config: Config, echo: bool = False) -> None:
         """Compiles what requests with these settings need, which takes seconds; from any thread, one at a time."""
         program = self.program_key(config)
         with self._compiling:
-            for key in self._shared_keys(echo):
-                if key not in self._shared:
-                    self._shared[key] = self._compile_shared(*key)
-            if program not in self._programs:
-                made = _Programs(config)
+            if program not in self._states:
                 self._states[program] = self._empty(config)
-                for kind in ("decode", "insert", "init"):
-                    made.compiled[kind] = self._compile(kind, program, config)
-                self._programs[program] = made
+            for key in self._keys(program, echo):
+                if key not in self._programs:
+                    self._programs[key] = self._compile(config, *key)
 
-    def evict(self, needed: Iterable[ProgramKey]) -> None:
-        """Drops the programs used longest ago beyond `PROGRAM_SETS`, none that is needed or decodes a row."""
-        surplus = len(self._programs) - PROGRAM_SETS
-        if surplus <= 0:
-            return
-        kept = {*needed, *(row.program for row in self._rows), self.program_key(self._config)}
-        idle = sorted((made.used, key) for key, made in [*self._programs.items()] if key not in kept)
-        for _, program in idle[:surplus]:
-            for table in (self._programs, self._states, self._masks, self._stopped):
-                table.pop(program, None)  # type: ignore[attr-defined]
-
-    def _shared_keys(self, echo: bool) -> list[tuple[Any, ...]]:
-        return [("copy",), *(("read", length, reports) for length in self._lengths() for reports in {False, echo})]
+    def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
+        reads = [("read", length, reports) for length in self._lengths() for reports in {False, echo}]
+        return [("decode", program), ("insert", program), ("init", program), ("copy",), *reads]
 
     def _lengths(self) -> list[int]:
         """The lengths that a part may be padded to."""
@@ -215,22 +192,19 @@ class SlotBatch(RunningBatch):
             lengths.append(2 * lengths[-1])
         return lengths
 
-    def _compile_shared(self, kind: str, *of: Any) -> Any:
-        zero = jnp.int32(0)
-        if kind == "copy":
-            return _copy_slot.lower(_shapes(self.cache), zero, zero).compile()
-        length, reports = of
-        tokens_1T = jnp.zeros((1, length), jnp.int32)
-        report = min(ALTERNATIVES, self._architecture.vocab_size) if reports else None
-        args = self._model, _shapes(self.cache), zero, tokens_1T, zero, zero, tokens_1T
-        return _prefill_part.lower(*args, report=report).compile()
-
-    def _compile(self, kind: str, program: ProgramKey, config: Config) -> Any:
+    def _compile(self, config: Config, kind: str, *of: Any) -> Any:
         zero, V = jnp.int32(0), self._architecture.vocab_size
-        params, state = self._states[program]
+        cache, report = _shapes(self.cache), min(ALTERNATIVES, V)
+        if kind == "copy":
+            return _copy_slot.lower(cache, zero, zero).compile()
+        if kind == "read":
+            length, reports = of
+            tokens_1T = jnp.zeros((1, length), jnp.int32)
+            args = self._model, cache, zero, tokens_1T, zero, zero, tokens_1T
+            return _prefill_part.lower(*args, report=report if reports else None).compile()
+        params, state = self._states[of[0]]
         if kind == "decode":
-            args = self._model, _shapes(self.cache), state, params, zero
-            return _decode.lower(*args, report=min(ALTERNATIVES, V)).compile()
+            return _decode.lower(self._model, cache, state, params, zero, report=report).compile()
         _, row, ends_1E = self.row_params(config)
         tokens_1S = np.zeros((1, self.context), np.int32)
         if kind == "init":
@@ -267,7 +241,9 @@ class SlotBatch(RunningBatch):
             raise UserError(
                 f"generation.stop_token_ids and the end tokens must be at most {END_IDS} in a server, got {len(ends)}"
             )
-        params, V = self._loaded.params([seeded(config, 0)], also=(*EDITS, *program.order)), self._architecture.vocab_size
+        chain = section.strategy == "chain"
+        also = {"dynamic_order": True} if chain else {"also": (*EDITS, *order_of(section))}
+        params, V = self._loaded.params([seeded(config, 0)], **also), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         own: dict[str, Any] = {"reports": np.zeros(1, bool), "allowed": np.full((1, -(-V // 32)), ALL, np.uint32)}
         ends_1E = np.asarray([[*ends, *[NO_ID] * (END_IDS - len(ends))]], np.int32)
@@ -295,7 +271,7 @@ class SlotBatch(RunningBatch):
         if match.slot is not None:
             row.read, row.exact, row.longest = match.length, match.length, source.longest
             if match.slot != slot:
-                self.cache = self._shared["copy",](self.cache, _number(match.slot), _number(slot))
+                self.cache = self._programs["copy",](self.cache, _number(match.slot), _number(slot))
         if self._fresh is not None:
             self.cache = _put(self.cache, self._fresh, _number(slot))
         row.prompt_reports = [] if echo else None
@@ -311,7 +287,7 @@ class SlotBatch(RunningBatch):
         tokens_2T = np.zeros((2, length), np.int32)
         tokens_2T[0, :count] = row.ids[row.read : row.read + count]
         tokens_2T[1, :count] = row.ids[row.read + 1 : row.read + 1 + count]
-        program = self._shared["read", length, row.prompt_reports is not None]
+        program = self._programs["read", length, row.prompt_reports is not None]
         numbers = _number(slot), tokens_2T[:1], _number(row.read), _number(count), tokens_2T[1:]
         self.cache, info = program(self._model, self.cache, *numbers)
         if row.prompt_reports is not None:
@@ -330,7 +306,7 @@ class SlotBatch(RunningBatch):
     def copy(self, slot: int, to: int) -> None:
         """Puts a prompt that has been read into another slot too."""
         row = self._rows[slot]
-        self.cache = self._shared["copy",](self.cache, _number(slot), _number(to))
+        self.cache = self._programs["copy",](self.cache, _number(slot), _number(to))
         self._rows[to] = _SlotRow(ids=row.ids, read=row.read, exact=row.exact, longest=row.longest)
 
     def start(self, slot: int, how: RowParams, *, limit: int, sample_index: int = 0, report: bool = False) -> None:
@@ -346,10 +322,8 @@ class SlotBatch(RunningBatch):
         tokens_1S[0, : len(row.ids)] = row.ids
         own: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "reports": np.asarray([report])}
         params = replace(how.params, **own)
-        made = self._programs[program]
-        self._uses = made.used = self._uses + 1
-        state = made.compiled["init"](params, tokens_1S, _number(len(row.ids)), _number(limit), how.ends_1E)
-        self._states[program] = made.compiled["insert"](self._states[program], (params, state), _number(slot))
+        state = self._programs["init", program](params, tokens_1S, _number(len(row.ids)), _number(limit), how.ends_1E)
+        self._states[program] = self._programs["insert", program](self._states[program], (params, state), _number(slot))
         # Changes of the slot's earlier request, which are not written yet, must not reach this one.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
@@ -358,10 +332,8 @@ class SlotBatch(RunningBatch):
         row.left, row.program, row.reports = limit, program, report
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, jax.Array]:
-        assert isinstance(program, ProgramKey)
         params, state = self._states[program]
-        decode = self._programs[program].compiled["decode"]
-        self.cache, state, emitted = decode(self._model, self.cache, state, params, _number(steps))
+        self.cache, state, emitted = self._programs["decode", program](self._model, self.cache, state, params, _number(steps))
         self._states[program] = params, state
         return emitted, state.done_B
 
@@ -370,8 +342,8 @@ class SlotBatch(RunningBatch):
         self.cache = self._make_cache(self.count)
         self._rows = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._masks, self._stopped = {}, {}
-        for key, made in self._programs.items():
-            self._states[key] = self._empty(made.example)
+        for program, (params, state) in [*self._states.items()]:
+            self._states[program] = params, replace(state, done_B=jnp.ones(self.count, bool))
 
     @property
     def intact(self) -> bool:

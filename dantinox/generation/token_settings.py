@@ -1,6 +1,6 @@
 """Tokens that a person names by their text: banned words, biased tokens, breakers, what XTC must spare."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -8,7 +8,6 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation import steps_on
 from dantinox.config.steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
 from dantinox.sampling import SamplingParams
-from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
 
@@ -16,17 +15,14 @@ def sampling_params(
     tokenizer: Tokenizer,
     configs: Sequence[Config],
     sample_index: Sequence[int] | int = 0,
-    measured: Mapping[str, float] | None = None,
-    score_fn: ScoreFn | None = None,
-    show_candidates: bool = False,
     vocab_size: int | None = None,
-    also: Sequence[str] | None = None,
+    **more: Any,
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
 
     Args:
-      measured, score_fn, show_candidates, also: as of `SamplingParams.build`.
       vocab_size: logits of a token, where a model has more than the tokenizer has tokens.
+      more: other arguments of `SamplingParams.build`.
 
     Raises:
       UserError: a text is not one token, or an id is none of the vocabulary.
@@ -39,10 +35,7 @@ def sampling_params(
         protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in steps_on(row.generation) for row in rows) else [])],
         sample_index=sample_index,
         vocab_size=vocab_size or tokenizer.vocab_size,
-        measured=measured,
-        score_fn=score_fn,
-        show_candidates=show_candidates,
-        also=also,
+        **more,
     )
 
 

@@ -11,8 +11,8 @@ Threads, and what each owns:
   queue; nothing on the loop grows with a vocabulary, a grammar or a model.
 * `prepare` (one thread) makes the sampling parameters and the constraint of each request.
 * `engine` (one thread) runs `Engine.step`: it alone touches the batch and the device's cache.
-* `compile` (one thread) compiles the programs of step orders that were not asked for before, one after the other. At most
-  `COMPILATIONS` may wait; a request beyond that is refused as if the queue were full. What nobody waits for is not begun.
+* `compile` (one thread) compiles what the warm-up left out and a request asks for: the router's programs, and the reports of
+  a prompt. There are a dozen of them at most; any order of sampling steps runs in the program of the warm-up.
 
 `Engine.lock` guards the scheduler and the table of jobs, `_lock` the state of this class. `_lock` may be held while
 `Engine.lock` is taken, never the other way round; neither is held while something is computed.
@@ -25,13 +25,13 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from dantinox.config import Config, UserError, overlay
+from dantinox.config import Config, overlay
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
@@ -44,8 +44,6 @@ from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 
 LONGEST_REMEMBERED = 4096  # characters of settings
-COMPILATIONS = 2  # step orders that may wait for their programs
-COMPILE_SECONDS = 10.0  # of one of them, about
 
 log = logging.getLogger("dantinox.serve")
 
@@ -96,7 +94,6 @@ class AsyncEngine:
         queue: int = 64,
         name: str = "dantinox",
         given: Mapping[str, Any] | None = None,
-        later: Sequence[Mapping[str, Any]] = (),
     ):
         """Takes the memory of all slots; nothing is compiled before `start`.
 
@@ -105,7 +102,6 @@ class AsyncEngine:
           context: tokens of a request with its continuation; None: all the model can.
           queue: requests that may wait for a slot.
           given: settings over the run's.
-          later: settings whose programs are compiled once the server is ready, for those who will ask with them.
 
         Raises:
           UserError: a setting is wrong or cannot be served, or not even one request fits the memory.
@@ -121,9 +117,8 @@ class AsyncEngine:
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
-        self._later = [overlay(self._config, settings) for settings in later]
-        self._compiling: dict[tuple[ProgramKey, bool], Config] = {}  # requested, begun or waiting
-        self._refused: dict[tuple[ProgramKey, bool], UserError] = {}
+        self._compiling: set[tuple[ProgramKey, bool]] = set()  # queued or running
+        self._failed: set[tuple[ProgramKey, bool]] = set()
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._compiler = ThreadPoolExecutor(1, "compile")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -162,18 +157,13 @@ class AsyncEngine:
 
         Raises:
           UserError: it does not fit the context, or asks for too much.
-          Busy: the queue is full, or too many requests wait for programs.
+          Busy: the queue is full.
           Unavailable: no request is taken now.
         """
         request = replace(request, config=seeded(request.config, secrets.randbits(32)))
-        program = self._batch.program_key(request.config), request.echo
         with self._lock:
             if self._state != "ready":
                 raise Unavailable(f"the server is {self._state}: {self._doing}")
-            missing = program not in self._compiling and not self._batch.ready(*program)
-            if missing and len(self._compiling) >= COMPILATIONS:
-                self._counters["refused"] += 1
-                raise Busy(COMPILE_SECONDS * len(self._compiling))
             try:
                 job = self._engine.reserve(request)
             except Full:
@@ -182,9 +172,6 @@ class AsyncEngine:
                 raise Busy(min(60.0, max(1.0, seconds))) from None
             stream = ResponseStream(request, job.stats, lambda: self._cancel(job))
             self._responders[job] = _Responder(self.run, stream)
-            if missing:
-                self._compiling[program] = request.config
-                self._compiler.submit(self._compile, program)
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(request.ids)
         self._preparer.submit(self._prepare, job)
@@ -236,26 +223,24 @@ class AsyncEngine:
     def _request_programs(self, config: Config, echo: bool) -> None:
         """Queues the programs of settings unless they are queued; the engine calls it for each request that waits for them."""
         program = self._batch.program_key(config), echo
-        if program in self._refused:
-            raise self._refused.pop(program)
+        if program in self._failed:
+            raise RequestFailed("the programs of these settings could not be compiled")
         with self._lock:
-            if program not in self._compiling and not self._closing:
-                self._compiling[program] = config
-                self._compiler.submit(self._compile, program)
+            if program in self._compiling or self._closing:
+                return
+            self._compiling.add(program)
+            self._counters["compilations"] += 1
+            self._compiler.submit(self._compile, program, config)
 
-    def _compile(self, program: tuple[ProgramKey, bool]) -> None:
-        """Compiles what is still wanted."""
-        config = self._compiling[program]
+    def _compile(self, program: tuple[ProgramKey, bool], config: Config) -> None:
         try:
-            if not self._closing and (config in self._later or self._engine.waits_for(program[0])):
-                self._counters["compilations"] += 1
-                self._batch.compile(config, program[1])
+            self._batch.compile(config, program[1])
         except Exception:
-            log.exception("a program could not be compiled")
-            self._refused[program] = UserError("this order of sampling steps cannot be compiled here: leave it out")
+            log.exception("the programs of a request could not be compiled")
+            self._failed.add(program)
         finally:
             with self._lock:
-                del self._compiling[program]
+                self._compiling.discard(program)
             self._wake.set()
 
     # --- the engine's thread
@@ -266,8 +251,6 @@ class AsyncEngine:
             with self._lock:
                 if self._state == "loading":
                     self._state, self._doing = "ready", "serving"
-            for config in self._later:
-                self._request_programs(config, False)
             while not self._closing:
                 self._wake.clear()
                 outputs = self._engine.step()
