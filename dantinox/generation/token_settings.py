@@ -78,7 +78,7 @@ def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSect
             found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
         elif setting.kind == Breakers:
             on = any(key in STEPS[name].beside for name in steps_on(section))
-            found[key] = tuple(containing(tokenizer, getattr(section, key))) if on else ()
+            found[key] = containing(tokenizer, tuple(getattr(section, key))) if on else ()
     return section.model_copy(update=found)
 
 
@@ -123,12 +123,19 @@ def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> l
     return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
 
-def containing(tokenizer: Tokenizer, breakers: Sequence[str | int]) -> list[int]:
-    """The ids given, and those of every token that has one of the texts in it."""
-    texts = [text for text in breakers if isinstance(text, str)]
+@lru_cache(maxsize=16)
+def containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
+    """The ids given, and those of every token that contains one of the texts, ascending.
+
+    The time is that of looking up every part of every token of the vocabulary, however many texts there are.
+    """
     ids = {token for token in breakers if isinstance(token, int)}
-    ids |= {i for i, spelt in enumerate(_vocabulary(tokenizer)) if any(text in spelt for text in texts)}
-    return sorted(ids)
+    texts = {text for text in breakers if isinstance(text, str)}
+    lengths = sorted({len(text) for text in texts})
+    for token, spelt in enumerate(_vocabulary(tokenizer)):
+        if any(spelt[at : at + length] in texts for length in lengths for at in range(len(spelt) - length + 1)):
+            ids.add(token)
+    return tuple(sorted(ids))
 
 
 @lru_cache(maxsize=2)

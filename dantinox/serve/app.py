@@ -1,61 +1,72 @@
-"""The application: the routes of all dialects behind the guards, and what every server tells of itself."""
+"""The application: the routes of all protocols behind the guard, `/health` and `/metrics`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
-from dantinox.serve import kobold, lite, openai, own, tokens
-from dantinox.serve.errors import Busy, Unavailable
-from dantinox.serve.guard import Refused, guarded, refused
-from dantinox.serve.metrics import Measured, Metrics, counted
+from dantinox.serve import errors, pages
+from dantinox.serve.errors import JSON, RequestError, error_object, to_request_error
+from dantinox.serve.metrics import Metrics
+from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
+from dantinox.serve.protocols import kobold, native, openai, tokenize_routes
 from dantinox.serve.response_stream import EngineProtocol
+from dantinox.serve.service import Service
 
 
-class Dialect(NamedTuple):
+class Protocol(NamedTuple):
     """A way to talk to the engine.
 
     Attributes:
+      prefix: of the paths whose errors it formats; the longest that fits counts.
       routes: makes its routes.
-      prefix: of the paths whose errors it words; the longest that fits counts.
-      error: words one.
+      format_error: the body of an error.
+      status_of: statuses that it replaces.
       public: paths that need no key.
     """
 
-    routes: Callable[[EngineProtocol, Options], list[Route]]
     prefix: str
-    error: Callable[[Refused], Response]
+    routes: Callable[[Service], list[Route]]
+    format_error: Callable[[RequestError], JSON] = error_object
+    status_of: Mapping[int, int] = MappingProxyType({})
     public: tuple[str, ...] = ()
 
 
-DIALECTS = (
-    Dialect(openai.routes, "/", openai.error),
-    Dialect(tokens.routes, "/tokenize", openai.error),
-    Dialect(kobold.routes, "/api/", kobold.error),
-    Dialect(own.routes, "/api/dantinox", openai.error, own.PUBLIC),
-    Dialect(lite.routes, "/lite", openai.error, ("/lite",)),
+PROTOCOLS = (
+    Protocol("", openai.routes),
+    Protocol("/tokenize", tokenize_routes.routes),
+    Protocol("/api/", kobold.routes, kobold.format_error, {429: 503}),
+    Protocol("/api/dantinox", native.routes),
+    Protocol("/page", pages.page_routes, public=pages.PUBLIC),
+    Protocol("/lite", pages.lite_routes, public=("/lite",)),
 )
 
 
 def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
-    """An ASGI application that serves an engine in all dialects.
+    """An ASGI application that serves an engine in all protocols.
 
-    Besides their routes it has `/health` (200 when prompts are taken, else 503 and why) and `/metrics` (Prometheus).
+    Besides their routes it has `/health` (200 when requests are taken, else 503 and why) and `/metrics` (Prometheus).
     """
     options = options or Options()
     metrics = Metrics(engine)
-    measured = Measured(engine, metrics)
+    service = Service(engine, options, metrics)
 
     async def health(request: Request) -> Response:
-        return _health(engine)
+        status = engine.status()
+        doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
+        known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
+        known |= {"busy": status.busy, "queued": status.queued}
+        return JSONResponse(known, 200 if status.state == "ready" else 503)
 
     async def numbers(request: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -63,55 +74,43 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     routes = [
         Route("/health", health),
         Route("/metrics", numbers),
-        *(route for dialect in DIALECTS for route in dialect.routes(measured, options)),
+        *(route for protocol in PROTOCOLS for route in protocol.routes(service)),
     ]
-    expected = (Refused, UserError, Busy, Unavailable)
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            **dict.fromkeys(expected, _refusal),
-            HTTPException: _no_route,
-            Exception: _failed,
-        },
-    )
-    app.router.redirect_slashes = False
-    public = {"/health", *(path for dialect in DIALECTS for path in dialect.public)}
+    public = {"/health", *(path for protocol in PROTOCOLS for path in protocol.public)}
     paths = {route.path for route in routes}
-    return counted(guarded(app, options, public.__contains__, _worded), metrics, paths)
+    app: ASGIApp = Starlette(
+        routes=routes,
+        exception_handlers={RequestError: _refuse, UserError: _refuse, HTTPException: _no_route, Exception: _fail},
+    )
+    app.router.redirect_slashes = False  # type: ignore[attr-defined]
+    app = Guard(app, options, metrics, paths, public, _error_response)
+    if options.origins:
+        headers = ["authorization", "content-type"]
+        app = CORSMiddleware(app, allow_origins=options.origins, allow_methods=["GET", "POST"], allow_headers=headers)
+    return app
 
 
-def _health(engine: EngineProtocol) -> Response:
-    status = engine.status()
-    doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
-    known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
-    known |= {"busy": status.busy, "queued": status.queued}
-    return JSONResponse(known, 200 if status.state == "ready" else 503)
+def _error_response(path: str, error: RequestError) -> Response:
+    """An error in the form of the protocol that a path belongs to."""
+    protocol = max((one for one in PROTOCOLS if path.startswith(one.prefix)), key=lambda one: len(one.prefix))
+    status = protocol.status_of.get(error.status, error.status)
+    return JSONResponse(protocol.format_error(error), status, headers=error.headers)
 
 
-def _worded(path: str, problem: Refused) -> Response:
-    """A refusal in the words of the dialect that a path belongs to."""
-    fitting = [dialect for dialect in DIALECTS if path.startswith(dialect.prefix)]
-    response = max(fitting, key=lambda dialect: len(dialect.prefix)).error(problem)
-    response.headers.update(problem.headers)
-    return response
-
-
-async def _refusal(request: Request, error: Exception) -> Response:
-    return _worded(request.url.path, refused(error))
+async def _refuse(request: Request, error: Exception) -> Response:
+    return _error_response(request.scope["path"], to_request_error(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        problem = Refused(405, f"this path takes {allowed}, not {request.method}", headers={"allow": allowed})
+        problem = errors.wrong_method(request.method, (error.headers or {}).get("Allow", ""))
     else:
-        problem = Refused(error.status_code, f"there is nothing at this path: {error.detail.lower()}")
-    return _worded(path, problem)
+        problem = errors.no_route(error.detail, error.status_code)
+    return _error_response(request.scope["path"], problem)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    # The connection is closed behind it, which a client that would use it again has to know.
-    problem = Refused(500, "the server failed; its log says how", code="internal_error", headers={"connection": "close"})
-    return _worded(request.url.path, problem)
+async def _fail(request: Request, error: Exception) -> Response:
+    problem = errors.internal()
+    problem.headers["connection"] = "close"  # which it is; a client that would use it again has to know
+    return _error_response(request.scope["path"], problem)

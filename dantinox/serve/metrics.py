@@ -1,15 +1,12 @@
 """What a server has done, for Prometheus: `/metrics`."""
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dantinox.config import Config
-from dantinox.generation.request import GenerationRequest
-from dantinox.serve.response_stream import EngineProtocol, ResponseStream, Status
+from dantinox.generation.request import RequestStats
+from dantinox.serve.response_stream import EngineProtocol
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -35,7 +32,7 @@ class Metrics:
     def __init__(self, engine: EngineProtocol):
         self._engine = engine
         self.registry = CollectorRegistry()
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
         self.responses = Counter(
             "dantinox_responses", "answers of HTTP by path and status", ("path", "status"), registry=self.registry
         )
@@ -58,50 +55,15 @@ class Metrics:
         for name, text in COUNTED.items():
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
 
-    def observe(self, answer: ResponseStream) -> None:
-        """Takes note of an answer that has been read to its end."""
-        stats = answer.stats
+    def observe(self, stats: RequestStats, samples: int) -> None:
+        """Records a response that has been read to its end."""
         self._queued.observe(stats.queued_seconds)
         if stats.new_tokens:
             self._first.observe(stats.first_token_seconds)
-        steps = stats.new_tokens / answer.request.config.generation.n - 1
+        steps = stats.new_tokens / samples - 1
         if steps > 0:
             self._between.observe((stats.seconds - stats.first_token_seconds) / steps)
 
     def text(self) -> bytes:
         """All of it, in Prometheus' format."""
         return generate_latest(self.registry)
-
-
-class Measured:
-    """An engine whose answers are observed as they end."""
-
-    def __init__(self, engine: EngineProtocol, metrics: Metrics):
-        self._engine, self._metrics = engine, metrics
-        self.run, self.name = engine.run, engine.name
-
-    def settings(self, given: Mapping[str, Any]) -> Config:
-        return self._engine.settings(given)
-
-    def submit(self, ask: GenerationRequest) -> ResponseStream:
-        answer = self._engine.submit(ask)
-        answer.on_drained.append(self._metrics.observe)
-        return answer
-
-    def status(self) -> Status:
-        return self._engine.status()
-
-
-def counted(app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> ASGIApp:
-    """Counts the answers of an application by these paths, and all others as one."""
-
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        async def count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in paths else "other"
-                metrics.responses.labels(path, str(message["status"])).inc()
-            await send(message)
-
-        await app(scope, receive, count)
-
-    return run

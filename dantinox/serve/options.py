@@ -1,39 +1,24 @@
-"""What a server is told besides its engine's settings."""
+"""How a server treats its clients: what `dantinox serve` is started with besides the engine's settings."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dantinox.serve.limits import Limits
 from dantinox.text import ChatTemplate
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a request may take.
-
-    Attributes:
-      body, head: bytes of it.
-      seconds: to send each of them.
-      stalled: seconds for which a reader of an answer may take nothing of it.
-    """
-
-    body: int = 1 << 20
-    head: int = 1 << 14
-    seconds: float = 10.0
-    stalled: float = 60.0
-
-
-@dataclass(frozen=True)
 class Options:
-    """How a server behaves towards its clients.
+    """How a server treats its clients.
 
     Attributes:
-      template: that makes a prompt of messages, None for a model that has none.
-      key: that every request has to bring, None where anybody may ask.
-      hosts: names under which it may be asked, small letters, without the port; `*`: any, `ip`: any address in numbers.
-      origins: of web pages of other servers that may ask it, as `https://a.example`; `*`: any.
-      lite: a folder or a file of Kobold Lite to be served.
+      template: renders messages to a prompt, None for a model without one.
+      key: required of every request, None where none is.
+      hosts: names under which the server may be addressed, in lower case, without port; `*`: any, `ip`: any numeric address.
+      origins: of web pages of other servers that may use this one, as `https://a.example`; `*`: any.
+      lite: a directory or a file of Kobold Lite to be served.
     """
 
     template: ChatTemplate | None = None

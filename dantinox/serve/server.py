@@ -14,14 +14,10 @@ from starlette.types import ASGIApp
 
 from dantinox.config import UserError
 from dantinox.programs import exit_now
-from dantinox.serve.guard import patient_protocol
-from dantinox.serve.options import Limits
+from dantinox.serve.connection import connection_protocol
+from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, Limits
 from dantinox.serve.response_stream import EngineProtocol
 
-DRAIN_SECONDS = 30.0  # that answers in the making have, behind the first signal
-ABORT_SECONDS = 4.0  # until the process is gone, behind the second
-FAULT_SECONDS = 2.0  # in which readers hear of a fault of the engine, and /health says so
-CONNECTIONS = 1000  # at once; more are answered with 503
 FAILED = 1
 
 
@@ -85,7 +81,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
     server = _Server(
         uvicorn.Config(
             app,
-            http=patient_protocol(limits),
+            http=connection_protocol(limits),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -93,7 +89,6 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=CONNECTIONS,
             h11_max_incomplete_event_size=limits.head,
             timeout_keep_alive=int(limits.seconds),
             timeout_graceful_shutdown=int(ABORT_SECONDS) - 1,
@@ -103,7 +98,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
     def stop() -> None:
         server.should_exit = True
 
-    def be_gone_within(seconds: float) -> None:
+    def force_exit_after(seconds: float) -> None:
         """Ends the process whatever its threads do: one that compiles cannot be stopped."""
         timers.append(last := threading.Timer(seconds, exit_now, (FAILED,)))
         last.daemon = True
@@ -117,19 +112,19 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
         nonlocal code
         code = FAILED
         loop.call_later(FAULT_SECONDS, stop)
-        be_gone_within(FAULT_SECONDS + ABORT_SECONDS)
+        force_exit_after(FAULT_SECONDS + ABORT_SECONDS)
 
     def signalled() -> None:
         nonlocal code, signals
         signals += 1
         if signals == 1:
-            be_gone_within(DRAIN_SECONDS + ABORT_SECONDS)
+            force_exit_after(DRAIN_SECONDS + ABORT_SECONDS)
             tasks.append(loop.create_task(drain()))
         elif signals == 2:
             code = FAILED
             server.force_exit = True
             stop()
-            be_gone_within(ABORT_SECONDS - 0.5)
+            force_exit_after(ABORT_SECONDS - 0.5)
 
     async def wait_until_ready() -> None:
         while engine.status().state == "loading":
@@ -137,7 +132,7 @@ async def _serve(app: ASGIApp, engine: Running, listener: socket.socket, limits:
         if engine.status().state == "ready":
             ready()
 
-    engine.on_failure = lambda: loop.call_soon_threadsafe(fail)  # type: ignore[assignment,return-value]
+    engine.on_failure = lambda: loop.call_soon_threadsafe(fail)  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
     engine.start()

@@ -7,7 +7,7 @@ import time
 
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
-from dantinox.serve.options import Limits
+from dantinox.serve.limits import Limits
 from dantinox.serve.server import listen, serve
 
 from .fakes import FakeEngine

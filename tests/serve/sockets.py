@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from dantinox.serve.guard import patient_protocol
-from dantinox.serve.options import Limits
+from dantinox.serve.connection import connection_protocol
+from dantinox.serve.limits import Limits
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def serving(app, limits: Limits | None = None) -> Iterator[int]:
     limits = limits or Limits()
     config = uvicorn.Config(
         app,
-        http=patient_protocol(limits),
+        http=connection_protocol(limits),
         ws="none",
         lifespan="off",
         log_level="critical",

@@ -6,10 +6,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from dantinox.generation.request import GenerationRequest, RequestStats
+from dantinox.generation.request import RequestStats
 from dantinox.serve.app import make_app
 from dantinox.serve.metrics import Metrics
-from dantinox.serve.response_stream import ResponseStream
 
 from .fakes import FakeEngine
 
@@ -69,10 +68,8 @@ def test_time_between_tokens_is_that_of_one_sample(engine):
 
     async def observe():
         metrics = Metrics(engine)
-        ask = GenerationRequest((1,), engine.settings({"n": 2, "max_new_tokens": 5}))
-        answer = ResponseStream(ask, RequestStats(len(ask.ids)), lambda: None)
-        answer.stats.new_tokens, answer.stats.first_token_seconds, answer.stats.seconds = 10, 1.0, 3.0
-        metrics.observe(answer)
+        stats = RequestStats(1, new_tokens=10, first_token_seconds=1.0, seconds=3.0)
+        metrics.observe(stats, samples=2)
         return metrics
 
     text = asyncio.run(observe()).text().decode()

@@ -13,9 +13,10 @@ from starlette.testclient import TestClient
 
 from dantinox.config.overlay import KEYS
 from dantinox.serve.app import make_app
-from dantinox.serve.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from dantinox.serve.options import Options
-from dantinox.serve.own import GenerateBody
+from dantinox.serve.protocols.native import GenerateBody
+from dantinox.serve.protocols.openai_bodies import ChatBody, CompletionBody
+from dantinox.serve.protocols.tokenize_routes import DetokenizeBody, TokenizeBody
 from dantinox.text import ChatTemplate
 
 from . import test_kobold as kobold

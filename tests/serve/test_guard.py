@@ -12,9 +12,10 @@ from starlette.testclient import TestClient
 
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
-from dantinox.serve.errors import Busy, Unavailable
-from dantinox.serve.guard import DEPTH, Refused, parse_json, refused
-from dantinox.serve.options import Limits, Options
+from dantinox.serve.errors import Busy, RequestError, Unavailable, to_request_error
+from dantinox.serve.limits import DEPTH, Limits
+from dantinox.serve.options import Options
+from dantinox.serve.protocols.bodies import parse_json
 
 from .fakes import FakeEngine
 from .sockets import exchange, serving
@@ -57,8 +58,8 @@ def status(answer: bytes) -> int:
         ("[" * 100_000, "inside each other"),
         ('{"a": ' * 200 + "1" + "}" * 200, "inside each other"),
         ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "inside each other"),
-        ('{"a": "\\ud800"}', "half a character"),
-        ('{"\\udfff": 1}', "half a character"),
+        ('{"a": "\\ud800"}', "lone surrogate"),
+        ('{"\\udfff": 1}', "lone surrogate"),
         ('{"a": 1,}', "line 1"),
         ("{'a': 1}", "line 1"),
         ("", "not JSON"),
@@ -66,7 +67,7 @@ def status(answer: bytes) -> int:
     ],
 )
 def test_json_is_read_strictly(text, words):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestError) as caught:
         parse_json(text.encode())
     assert caught.value.status == 400 and words in caught.value.message
     assert len(caught.value.message) < 200
@@ -80,7 +81,7 @@ def test_json_that_is_fine_is_read_as_it_is():
 
 
 def test_bytes_that_are_not_utf8_are_refused():
-    with pytest.raises(Refused, match="byte 6 "):
+    with pytest.raises(RequestError, match="byte 6 "):
         parse_json(b'{"a":"\xff"}')
 
 
@@ -88,7 +89,7 @@ def test_many_keys_take_no_longer_than_they_should():
     """A quadratic search for keys that stand twice would take minutes."""
     names = ",".join(f'"{n}":1' for n in range(100_000))
     before = time.perf_counter()
-    with pytest.raises(Refused, match="twice"):
+    with pytest.raises(RequestError, match="twice"):
         parse_json(f'{{{names},"99999":1}}'.encode())
     assert time.perf_counter() - before < 5
 
@@ -273,7 +274,7 @@ def test_heads_that_are_too_large_or_too_slow():
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
         assert status(exchange(port, head + b"a" * 15_000 + b"\r\nConnection: close\r\n\r\n")) == 200
-        assert status(exchange(port, head + b"a" * 20_000)) == 400
+        assert status(exchange(port, head + b"a" * 20_000)) == 431
         for sent in (b"", head):  # nothing, and the beginning of a head
             before = time.perf_counter()
             assert exchange(port, sent) == b""
@@ -369,22 +370,21 @@ def test_what_is_no_http(path, data):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (UserError("generation.top_p must be in [0, 1]"), (400, "top_p")),
-        (UserError("kv.budget is null in this server"), (400, "kv_budget")),
+        (UserError("generation.top_p must be in [0, 1]", key="generation.top_p"), (400, "top_p")),
+        (UserError("kv.budget is null in this server", key="kv.budget"), (400, "kv_budget")),
         (UserError("no"), (400, None)),
         (Unavailable("loading"), (503, None)),
     ],
 )
 def test_exceptions_of_an_engine(error, expected):
-    found = refused(error)
+    found = to_request_error(error)
     assert (found.status, found.param) == expected and found.message == str(error)
 
 
 def test_busy_says_when_to_come_back():
-    found = refused(Busy(2.4))
+    found = to_request_error(Busy(2.4))
     assert found.status == 429 and found.headers["retry-after"] == "3"
-    with pytest.raises(KeyError):
-        refused(KeyError("x"))
+    assert to_request_error(KeyError("x")).status == 500
 
 
 def test_a_failure_is_no_hang():

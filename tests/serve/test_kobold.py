@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.config.generation import order_of
-from dantinox.serve import kobold
 from dantinox.serve.app import make_app
-from dantinox.serve.errors import Unavailable
-from dantinox.serve.kobold_bodies import usual
-from dantinox.serve.kobold_prompt import LEAST, fitted
+from dantinox.serve.errors import RequestError, Unavailable
 from dantinox.serve.options import Options
+from dantinox.serve.protocols import kobold
+from dantinox.serve.protocols.kobold_bodies import usual
+from dantinox.serve.protocols.kobold_prompt import LEAST, fitted
 from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
 
 from .fakes import BYTES, SAYS, FakeEngine, fake_run
@@ -342,7 +342,7 @@ def test_memory_stays_whole_and_the_front_of_the_prompt_goes(context, memory, pr
         assert fitted(fake_run(), memory, prompt, 1, 2) == ([BYTES.bos_id], 1)
         return
     if len(memory) + min(len(prompt), LEAST) >= context:
-        with pytest.raises(kobold.Refused, match="memory"):
+        with pytest.raises(RequestError, match="memory"):
             fitted(fake_run(), memory, prompt, new, context)
         return
     ids, count = fitted(fake_run(), memory, prompt, new, context)

@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.report.page import page
-from dantinox.serve.own import PUBLIC, STATIC
+from dantinox.serve.pages import PUBLIC, STATIC
 from tests.report.page_sample import trace
 
 from .fakes import FakeEngine

@@ -6,7 +6,7 @@ from functools import cache
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel
-from dantinox.serve.guard import Refused
+from dantinox.serve.errors import RequestError
 from dantinox.text import ChatTemplate, Tokenizer
 
 LEAST = 16  # tokens of a context, and of a prompt that a long memory leaves of it
@@ -44,9 +44,12 @@ class Tags:
 
         return PLACE.sub(filled, text)
 
-    def ends(self, texts: Sequence[str]) -> frozenset[int]:
-        """The tokens that end an answer where some of the texts have such places."""
-        return self._template.end_ids if self._template and any(map(PLACE.search, texts)) else frozenset()
+    def fill_all(self, memory: str, prompt: str, stops: Sequence[str]) -> tuple[frozenset[int], str, str, tuple[str, ...]]:
+        """The tokens that end a turn, where some text has a place; memory, prompt and stops with their places filled in."""
+        has_place = any(map(PLACE.search, (memory, prompt, *stops)))
+        ends = self._template.end_ids if self._template and has_place else frozenset()
+        prompt = self.fill(prompt, not memory.strip())
+        return ends, self.fill(memory, True), prompt, tuple(filter(None, (self.fill(stop, False).strip() for stop in stops)))
 
     def _read(self) -> Mapping[str, str]:
         if self._template is None:
@@ -94,7 +97,7 @@ def fitted(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -
 
     Raises:
       UserError: nothing is to be continued, or the vocabulary cannot spell it.
-      Refused: 400, the memory alone is too long.
+      RequestError: 400, the memory alone is too long.
     """
     tokenizer = run.tokenizer
     kept, dropped = encode(tokenizer, memory), encode(tokenizer, prompt)
@@ -105,7 +108,7 @@ def fitted(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -
     least = min(len(dropped), LEAST)
     if len(kept) + least >= context:
         message = f"the memory has {len(kept):,} tokens and the context is {context:,}: shorten the memory"
-        raise Refused(400, message, param="memory")
+        raise RequestError(400, message, param="memory")
     room = min(max(context - new, context // 2), context - 1)
     ids = kept + dropped[-max(room - len(kept), least) :] if dropped else kept
     return ids, min(new, context - len(ids))

@@ -4,21 +4,21 @@ Source: KoboldCpp's API documentation, and what Kobold Lite and SillyTavern send
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from dantinox.config import GenerationSection
 from dantinox.config.overlay import KEYS
 from dantinox.config.steps import is_digits
-from dantinox.files import on_one_line, shown
 from dantinox.generation.constraints import Constraint
-from dantinox.serve.guard import SAMPLES, Refused, parse_json
+from dantinox.serve.limits import SAMPLES
+from dantinox.serve.protocols.bodies import StrictBody, parse_json
 
 ALTERNATIVES = 5  # that are reported with a token
 BANS, BAN_LENGTH = 64, 512  # texts that are never generated, and characters of one
 KEY_LENGTH = 256
-CUTS_OFF: dict[str, Any] = {
+FILTERS_OFF: dict[str, Any] = {
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
@@ -64,42 +64,45 @@ def _ids(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _check_bans(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(texts) > BANS or any(len(text) > BAN_LENGTH for text in texts):
+        raise ValueError(f"must be at most {BANS} texts of at most {BAN_LENGTH} characters")
+    return texts
+
+
 Whole = BeforeValidator(_whole)
 Size = Annotated[int, Whole, Field(ge=1, lt=2**31)]
 Range = Annotated[int, Whole, Field(ge=-1, lt=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-(2.0**32), le=2.0**32)]
 AtLeastZero = Annotated[float, Field(allow_inf_nan=False, ge=0, le=2.0**32)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Bans = Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(_check_bans)]
 Key = Annotated[str, Field(max_length=KEY_LENGTH)]
 
 
-class _Body(BaseModel):
-    """An object that a client sends: null is what is not given, no value is converted, unknown fields are kept aside."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
-
-
-class KeyBody(_Body):
+class KeyBody(StrictBody):
     """Of `/check`, `/abort` and `/last_logprobs`: which generation is meant."""
 
     genkey: Key | None = None
 
 
-class CountBody(_Body):
+class CountBody(StrictBody):
     """Of `/tokencount`."""
 
     prompt: str | None = None
     special: bool | None = None
 
 
-class IdsBody(_Body):
+class IdsBody(StrictBody):
     """Of `/detokenize`."""
 
     ids: list[int]
 
 
-class GenerateBody(_Body):
+class GenerateBody(StrictBody):
     """Of `/generate` and `/generate/stream`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([], {}, "", False, 0)}
 
     prompt: str | None = None
     memory: str | None = None
@@ -148,7 +151,7 @@ class GenerateBody(_Body):
     xtc_threshold: AtLeastZero | None = None
     sampler_order: Annotated[list[Annotated[int, Whole]], Field(max_length=7)] | None = None
 
-    banned_tokens: Texts | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
+    banned_tokens: Bans | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
     custom_token_bans: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ids)] | None = None
     logit_bias: Annotated[dict[str, Number | None], BeforeValidator(lambda biases: biases or {})] | None = None
 
@@ -166,7 +169,7 @@ class GenerateBody(_Body):
         extra = {name: value for name, value in (self.model_extra or {}).items() if name in KEYS.keys() - OTHER_NAMES}
         found = self._limits() | self._penalties(base) | self._dry(base)
         if extra.get("strategy", base.strategy) != "entropy":
-            found |= self._heat(base) | self._cuts(base)
+            found |= self._temperature_settings(base) | self._filters(base)
         return found | extra
 
     def _limits(self) -> dict[str, Any]:
@@ -208,15 +211,15 @@ class GenerateBody(_Body):
         }
         return {name: value for name, value in refined.items() if value is not None}
 
-    def _heat(self, base: GenerationSection) -> dict[str, Any]:
+    def _temperature_settings(self, base: GenerationSection) -> dict[str, Any]:
         """Temperature, fixed or by the entropy, and smoothing."""
         found: dict[str, Any] = {}
-        steered = self._steered(base)
-        if self.dynatemp_range and not steered:
+        mirostat = self._mirostat_version(base)
+        if self.dynatemp_range and not mirostat:
             middle, width = base.temperature if self.temperature is None else self.temperature, abs(self.dynatemp_range)
             found |= {"temperature": 1.0, "dynatemp_low": max(middle - width, 0.0), "dynatemp_high": middle + width}
             found |= {} if self.dynatemp_exponent is None else {"dynatemp_exponent": self.dynatemp_exponent}
-        elif self.temperature is not None or self.dynatemp_range is not None or steered:
+        elif self.temperature is not None or self.dynatemp_range is not None or mirostat:
             found |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
             found |= {} if self.temperature is None else {"temperature": self.temperature}
         if found.get("temperature"):
@@ -228,20 +231,20 @@ class GenerateBody(_Body):
             found["smoothing_curve"] = min(max(self.smoothing_curve, 1.0), 3.0)
         return found
 
-    def _steered(self, base: GenerationSection) -> int:
+    def _mirostat_version(self, base: GenerationSection) -> int:
         """The version of mirostat that is on, 0 for none."""
         return int(base.mirostat if self.mirostat is None else max(self.mirostat, 0))
 
-    def _cuts(self, base: GenerationSection) -> dict[str, Any]:
+    def _filters(self, base: GenerationSection) -> dict[str, Any]:
         """What leaves tokens out, and in which order. Beside mirostat there is no other, as there."""
         found: dict[str, Any] = {}
         if self.sampler_order:
             found |= {"preset": "koboldcpp", "sampler_order": list(self.sampler_order), **UNKNOWN_THERE}
         if self.mirostat is not None:
-            found["mirostat"] = self._steered(base)
-        if self._steered(base):
+            found["mirostat"] = self._mirostat_version(base)
+        if self._mirostat_version(base):
             refined = {"mirostat_tau": self.mirostat_tau, "mirostat_eta": self.mirostat_eta}
-            return found | CUTS_OFF | {name: value for name, value in refined.items() if value is not None}
+            return found | FILTERS_OFF | {name: value for name, value in refined.items() if value is not None}
         shares = {"top_p": self.top_p, "min_p": self.min_p, "typical": self.typical, "tail_free": self.tfs}
         shares |= {"xtc_probability": self.xtc_probability}
         found |= {name: min(value, 1.0) for name, value in shares.items() if value is not None}
@@ -254,35 +257,3 @@ class GenerateBody(_Body):
         if self.xtc_threshold is not None and found.get("xtc_probability", base.xtc_probability) > 0:
             found["xtc_threshold"] = min(self.xtc_threshold, 1.0)
         return found
-
-
-Kind = TypeVar("Kind", bound=_Body)
-
-
-def read(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
-    """A body of this kind.
-
-    Raises:
-      Refused: 400, which field is wrong and what is allowed.
-    """
-    if data.get("images"):
-        raise Refused(400, "images is not supported by this server: leave it out", param="images")
-    try:
-        body = kind.model_validate({name: value for name, value in data.items() if value is not None})
-    except ValidationError as error:
-        raise _sentence(error) from None
-    if isinstance(body, GenerateBody):
-        bans = body.banned_tokens or ()
-        if len(bans) > BANS or any(len(text) > BAN_LENGTH for text in bans):
-            raise Refused(400, f"banned_tokens must be at most {BANS} texts of at most {BAN_LENGTH} characters")
-    return body
-
-
-def _sentence(error: ValidationError) -> Refused:
-    first = error.errors(include_url=False)[0]
-    field = ".".join(on_one_line(str(part)) for part in first["loc"][:3])
-    if first["type"] == "missing":
-        return Refused(400, f"{field} is missing", param=field)
-    words = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    words = words if words.startswith("must") else f"is wrong: {words.lower()}"
-    return Refused(400, f"{field} {words}, got {shown(first['input'])}", param=field)

@@ -3,41 +3,23 @@
 import json
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from dantinox.config.overlay import KEYS
 from dantinox.files import on_one_line, shown
 from dantinox.generation.constraints import Constraint
-from dantinox.serve.guard import SAMPLES, Refused
+from dantinox.serve.errors import RequestError
+from dantinox.serve.limits import PROMPTS, SAMPLES
+from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody
 
-PROMPTS, ALTERNATIVES = 64, 20  # of one request; of each token
 NAMES = {name: name for name in KEYS} | {"typical_p": "typical"}  # what a request may call our settings
-# Fields that would change the answer, and values with which they do not.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "functions": ([],),
-    "suffix": ("",),
-    "audio": (),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "use_beam_search": (False,),
-}
-KNOWN = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "parallel_tool_calls",
-    "tool_choice",
-    "function_call",
-    "safety_identifier",
-}
-REMEMBERED = 256  # names of unknown fields
+# Fields that change nothing here.
+KNOWN = {"user", "metadata", "store", "service_tier", "safety_identifier"}
+KNOWN |= {"parallel_tool_calls", "tool_choice", "function_call"}
 
 log = logging.getLogger("dantinox.serve")
-_unknown: set[str] = set()
 
 
 def _texts(value: Any) -> Any:
@@ -54,62 +36,32 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if all(isinstance(item, str) or (isinstance(item, list) and item) for item in value):
             ids = [token for item in value if isinstance(item, list) for token in item]
             if all(type(token) is int for token in ids):
+                if len(value) > PROMPTS:
+                    raise ValueError(f"must have at most {PROMPTS} prompts")
                 return value
     raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists, none of them empty")
 
 
-def _at_most(most: int, what: str) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if len(value) > most:
-            raise ValueError(f"must have at most {most} {what}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _content(value: Any) -> str:
-    """The text of a message: itself, or parts that are texts."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") in ("text", "input_text")]
-        if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
-            return "".join(texts)  # type: ignore[arg-type]
-    raise ValueError("must be a text, or a list of parts of the type text")
-
-
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Alternatives = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
 
 
-class Part(BaseModel):
-    """An object that a client sends: null is what is not given, no value is converted, unknown fields are kept aside."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
-
-
-class StreamOptions(Part):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
 
 
-class JSONSchema(Part):
+class JSONSchema(StrictBody):
     source: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class ResponseFormat(Part):
+class ResponseFormat(StrictBody):
     type: str
     json_schema: JSONSchema | None = None
 
 
-class Message(Part):
-    role: str
-    content: Annotated[str, BeforeValidator(_content)] = ""
-
-
-class Body(Part):
+class Body(StrictBody):
     """What both kinds of requests have."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = None
     stream: bool | None = None
@@ -146,7 +98,7 @@ class Body(Part):
         """What the answer has to follow.
 
         Raises:
-          Refused: 400, it is no such thing, or there are two.
+          RequestError: 400, it is no such thing, or there are two.
         """
         guided = self.guided_json
         found = {
@@ -158,7 +110,7 @@ class Body(Part):
         }
         names = [name for name, constraint in found.items() if constraint]
         if len(names) > 1:
-            raise Refused(400, f"{names[0]} and {names[1]} both say what the answer has to be: give one", param=names[1])
+            raise RequestError(400, f"{names[0]} and {names[1]} both say what the answer has to be: give one", param=names[1])
         return next((constraint for constraint in found.values() if isinstance(constraint, Constraint)), None)
 
     def _format(self) -> Constraint | None:
@@ -169,16 +121,16 @@ class Body(Part):
             return Constraint("json_object", "")
         if kind != "json_schema":
             wanted = "must be text, json_object or json_schema"
-            raise Refused(400, f"response_format.type {wanted}, got {shown(kind)}", param="response_format.type")
+            raise RequestError(400, f"response_format.type {wanted}, got {shown(kind)}", param="response_format.type")
         if schema is None or schema.source is None:
-            raise Refused(400, "response_format.json_schema.schema is missing", param="response_format")
+            raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
         return Constraint("json_schema", json.dumps(schema.source))
 
 
 class CompletionBody(Body):
     """Of `/v1/completions`."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts), _at_most(PROMPTS, "prompts")] = Field([""])
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)] = Field([""])
     logprobs: Alternatives | None = None
     echo: bool | None = None
 
@@ -192,64 +144,14 @@ class ChatBody(Body):
     top_logprobs: Alternatives | None = None
 
 
-class TokenizeBody(Part):
-    """Of `/tokenize`."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(Part):
-    """Of `/detokenize`."""
-
-    model: str | None = None
-    tokens: list[int]
-
-
-Kind = TypeVar("Kind", bound=Part)
-
-
-def read(kind: type[Kind], data: Mapping[str, Any]) -> Kind:
-    """A body of this kind.
-
-    Raises:
-      Refused: 400, which field is wrong and what is allowed, or not to be had here.
-    """
-    for name, harmless in UNSUPPORTED.items():
-        if data.get(name) is not None and data[name] not in harmless:
-            raise Refused(400, f"{name} is not supported by this server: leave it out", param=name, code="unsupported")
-    try:
-        body = kind.model_validate(dict(data))
-    except ValidationError as error:
-        raise _sentence(error) from None
-    _check_combination(body)
-    for name in (body.model_extra or {}).keys() - NAMES.keys() - KNOWN - UNSUPPORTED.keys() - _unknown:
-        if len(_unknown) < REMEMBERED:
-            _unknown.add(name)
-            log.warning("a request has the field %s, which is not known and has no effect (said once)", on_one_line(name))
-    return body
-
-
-def _check_combination(body: Part) -> None:
-    if not isinstance(body, Body):
-        return
+def check_combination(body: Body) -> None:
+    """Raises RequestError for fields that contradict each other."""
     if body.stream_options is not None and not body.stream:
-        raise Refused(400, "stream_options goes with stream: true", param="stream_options")
+        raise RequestError(400, "stream_options goes with stream: true", param="stream_options")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise Refused(400, f"best_of must be as many as n, got {shown(body.best_of)}", param="best_of", code="unsupported")
+        message = f"best_of must be as many as n, got {shown(body.best_of)}"
+        raise RequestError(400, message, param="best_of", code="unsupported")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
-        raise Refused(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
-
-
-def _sentence(error: ValidationError) -> Refused:
-    first = error.errors(include_url=False)[0]
-    param = ".".join(on_one_line(str(part)) for part in first["loc"][:4])
-    if first["type"] == "missing":
-        return Refused(400, f"{param} is missing", param=param)
-    words = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if not words.startswith("must"):
-        words = f"is wrong: {words.lower()}"
-    return Refused(400, f"{param} {words}, got {shown(first['input'])}", param=param)
+        raise RequestError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
+    for name in (body.model_extra or {}).keys() - NAMES.keys() - KNOWN - UNSUPPORTED.keys():
+        log.warning("a request has the field %s, which is not known and has no effect", on_one_line(name))

@@ -1,0 +1,46 @@
+"""Work beside the event loop, and log lines that do not repeat: what keeps one client's request from costing the others."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from dantinox.serve.limits import LARGE, LOG_LINES, LOG_SECONDS
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_threads = ThreadPoolExecutor(2, "requests")  # more would take the processor from the engine
+
+
+async def run_in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `work`, made on one of two threads that all requests share."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, lambda: work(*args, **kwargs))
+
+
+async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `work` on so many bytes or characters: on a thread where they are many."""
+    return await run_in_thread(work, *args, **kwargs) if size > LARGE else work(*args, **kwargs)
+
+
+class Throttle(logging.Filter):
+    """Lets an equal line through once in `LOG_SECONDS`, and `LOG_LINES` different ones in that time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now, line = time.monotonic(), record.getMessage()
+        self._seen = {text: at for text, at in self._seen.items() if now - at < LOG_SECONDS}
+        if record.exc_info or (line not in self._seen and len(self._seen) < LOG_LINES):
+            self._seen[line] = now
+            return True
+        return False
+
+
+THROTTLE = Throttle()
+for _name in ("dantinox.serve", "uvicorn.error"):
+    logging.getLogger(_name).addFilter(THROTTLE)

@@ -1,0 +1,348 @@
+"""The protocol of KoboldAI and KoboldCpp, as Kobold Lite and SillyTavern speak it.
+
+Sources: KoboldCpp's API documentation, and what its clients were seen to send and to read.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dantinox import __version__
+from dantinox.config import GenerationSection, UserError
+from dantinox.config.steps import is_digits
+from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
+from dantinox.generation.token_settings import containing
+from dantinox.serve.background import run_in_thread, run_sized
+from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.protocols.bodies import parse_body
+from dantinox.serve.protocols.kobold_bodies import ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
+from dantinox.serve.protocols.kobold_prompt import LEAST, Tags, encode, fitted, split_stops
+from dantinox.serve.protocols.logprobs import ChatLogprobs
+from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.service import Reply, Service, with_generation
+from dantinox.text import Tokenizer
+
+UNITED = "1.2.5"  # the level of KoboldAI's interface
+LEVEL = "1.74"  # that of KoboldCpp's: the lowest of which all is honoured that Lite then uses
+ABILITIES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "embeddings", "savedata", "guidance"
+REMEMBERED, SECONDS = 64, 600.0  # generations that have ended, and for how long
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
+CODES = {None: -1, "length": 0, "cancelled": 0, "eos": 1, "stop": 2}  # of `stop_reason`
+TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
+
+
+def format_error(error: RequestError) -> JSON:
+    """An error as KoboldCpp words it."""
+    kind = TYPES.get(error.status, "bad_input" if error.status < 500 else "server_error")
+    return {"detail": {"msg": error.message, "type": kind}}
+
+
+def routes(service: Service) -> list[Route]:
+    """The routes of this protocol."""
+    generations, tags = Generations(), Tags(service.options.template)
+
+    async def whole(request: Request) -> Reply:
+        return await parse(service, tags, generations, await parse_body(request, GenerateBody), False)
+
+    async def streamed(request: Request) -> Reply:
+        return await parse(service, tags, generations, await parse_body(request, GenerateBody), True)
+
+    return [
+        *_info_routes(service),
+        *_token_routes(service.tokenizer),
+        *_generation_routes(service, generations),
+        Route("/api/v1/generate", service.endpoint(whole), methods=["POST"]),
+        Route("/api/latest/generate", service.endpoint(whole), methods=["POST"]),
+        Route("/api/extra/generate/stream", service.endpoint(streamed), methods=["POST"]),
+    ]
+
+
+async def parse(service: Service, tags: Tags, generations: "Generations", body: GenerateBody, stream: bool) -> Reply:
+    """What a body of `/generate` asks for.
+
+    Raises:
+      RequestError, UserError: it cannot be.
+    """
+    if stream and (body.n or 1) > 1:
+        raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate gives several", param="n")
+    model, base = service.model, service.engine.settings({}).generation
+    memory, prompt, stops = body.memory or "", body.prompt or "", body.stop_sequence or ()
+    ends: frozenset[int] = frozenset()
+    if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
+        ends, memory, prompt, stops = await run_in_thread(tags.fill_all, memory, prompt, stops)
+    given = body.given(base) | await run_in_thread(_bans, model.tokenizer, base, body)
+    texts, ids = split_stops(model.tokenizer, stops)
+    ids += sorted(ends.difference(model.tokenizer.stop_ids))
+    if body.stop_sequence is not None:
+        given["stop"] = texts
+    if ids:
+        given["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
+    if body.trim_stop is not None and (given.get("stop", base.stop) or ids or base.stop_token_ids):
+        given["keep_stop"] = not body.trim_stop
+    config = await service.settings(given)
+    context = min(service.context, max(body.max_context_length or service.context, LEAST))
+    wanted = config.generation.max_new_tokens
+    try:
+        found, new = await run_sized(len(memory) + len(prompt), fitted, model, memory, prompt, wanted, context)
+    except UserError as error:
+        raise RequestError(400, str(error), param="prompt") from None
+    config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
+    logprobs = min(ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
+    request = GenerationRequest(tuple(found), config, logprobs, False, body.constraint())
+    return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
+
+
+def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
+    """Our settings for what must not be generated, besides what the run itself bans.
+
+    A single character bans every token that contains it; a longer text is banned in its usual tokens.
+    """
+    texts, ids = body.banned_tokens or (), list(body.custom_token_bans or ())
+    check_ids(tokenizer, ids, "custom_token_bans")
+    found: dict[str, Any] = {}
+    if single := [text for text in texts if len(text) == 1]:
+        ids += containing(tokenizer, tuple(single))
+    if body.ban_eos_token:
+        ids += sorted(tokenizer.stop_ids)
+    if ids:
+        found["banned_tokens"] = [*base.banned_tokens, *dict.fromkeys(ids)]
+    if words := [text for text in texts if len(text) > 1 and _has_spelling(tokenizer, text)]:
+        found["bad_words"] = [*base.bad_words, *words]
+    if body.logit_bias is not None:
+        check_ids(tokenizer, [int(key[:10]) for key in body.logit_bias if is_digits(key)], "logit_bias")
+        found["logit_bias"] = body.logit_bias
+    return found
+
+
+def _has_spelling(tokenizer: Tokenizer, text: str) -> bool:
+    try:
+        return bool(tokenizer.encode(text))
+    except UserError:
+        return False
+
+
+# --- generations
+
+
+class Generation(Reply):
+    """What one request has been given so far.
+
+    Attributes:
+      key: that the client calls it by, "" for none.
+      request: what it asked for.
+      texts, tokens, reasons: of each sample the text, the number of tokens, and why it has ended, None before.
+      records: of the first sample's tokens, where log-probabilities were asked for.
+      ended: when, None before.
+    """
+
+    ends_broken: ClassVar[bool] = True  # by which Lite knows that a stream failed
+
+    def __init__(self, tokenizer: Tokenizer, generations: "Generations", key: str, request: GenerationRequest, stream: bool):
+        super().__init__([request], stream)
+        samples = request.config.generation.n
+        self.key, self.request, self._tokenizer, self._generations = key, request, tokenizer, generations
+        self.texts, self.tokens = [""] * samples, [0] * samples
+        self.reasons: list[str | None] = [None] * samples
+        self.records: list[TokenRecord] = []
+        self.ended: float | None = None
+
+    def accepted(self, number: int) -> bytes:
+        self._generations.add(self)
+        return b""
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.streams[0].cancel()
+
+    def add(self, number: int, delta: Delta) -> None:
+        self.texts[delta.sample] += delta.text
+        self.tokens[delta.sample] += len(delta.tokens)
+        self.reasons[delta.sample] = delta.finish_reason
+        if delta.sample == 0 and self.request.logprobs is not None:
+            self.records += delta.tokens
+
+    def body(self) -> JSON:
+        prompt_tokens = len(self.request.ids)
+        results: list[JSON] = []
+        for text, tokens, reason in zip(self.texts, self.tokens, self.reasons, strict=True):
+            known: dict[str, JSON] = {"text": text, "finish_reason": REASONS[reason or "length"]}
+            known |= {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
+            results.append(known if results else known | {"logprobs": self.logprobs()})
+        return {"results": results}
+
+    def logprobs(self) -> dict[str, Any] | None:
+        """Those of the first sample, None where they were not asked for."""
+        if self.request.logprobs is None:
+            return None
+        return ChatLogprobs(self._tokenizer, self.request, "")(self.records)
+
+    def format_delta(self, number: int, delta: Delta) -> bytes:
+        self.add(number, delta)
+        if not (delta.text or delta.finish_reason):
+            return b""
+        return _event("message", {"token": delta.text, "finish_reason": delta.finish_reason and REASONS[delta.finish_reason]})
+
+    def format_error(self, error: RequestError) -> bytes:
+        return _event("error", format_error(error))
+
+    def close(self) -> None:
+        self.ended = time.monotonic()
+        if self.streams:
+            self._generations.finish(self)
+
+
+def _event(name: str, content: JSON) -> bytes:
+    """Lines as Lite reads them: both of them, plain line feeds, and nothing in the text that some take for a line's end."""
+    return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=True, allow_nan=False)}\n\n".encode()
+
+
+class Generations:
+    """All that are in progress and the latest that have ended, so that other requests may ask for them.
+
+    Without a key nothing is reported that could be another person's: a generation has to be the only one, and without a key.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Generation] = []
+        self.last: Generation | None = None
+        self.count, self.began, self.asked = 0, time.monotonic(), time.monotonic()
+
+    def add(self, generation: Generation) -> None:
+        self.count, self.asked = self.count + 1, time.monotonic()
+        self._kept = [*self._recent(), generation]
+
+    def find(self, key: str, *, live: bool = False) -> list[Generation]:
+        """Those of a key, the newest last."""
+        self._kept = self._recent()
+        going = [one for one in self._kept if one.ended is None]
+        if not key:
+            return [one for one in going if not one.key] if len(going) == 1 else []
+        return [one for one in (going if live else self._kept) if one.key == key]
+
+    def finish(self, generation: Generation) -> None:
+        self.last = generation
+        if not generation.key:  # nobody could ask for it
+            self._kept = [one for one in self._kept if one is not generation]
+
+    def _recent(self) -> list[Generation]:
+        now = time.monotonic()
+        over = sum(one.ended is not None for one in self._kept) - REMEMBERED
+        found = []
+        for one in self._kept:
+            if one.ended is None:
+                found.append(one)
+            elif over > 0:
+                over -= 1
+            elif now - one.ended < SECONDS:
+                found.append(one)
+        return found
+
+
+# --- routes
+
+
+def _info_routes(service: Service) -> list[Route]:
+    """What the server is; the paths of KoboldAI's interface have two names of its version."""
+    engine = service.engine
+    about: dict[str, JSON] = {"result": "KoboldCpp", "version": LEVEL, "protected": service.options.key is not None}
+    about |= dict.fromkeys(ABILITIES, False) | {"server": f"DantinoX {__version__}"}
+
+    def route(path: str, content: Callable[[], JSON]) -> Route:
+        async def respond(request: Request) -> Response:
+            return JSONResponse(content())
+
+        return Route(path, respond)
+
+    def context() -> JSON:
+        return {"value": service.context}
+
+    united: dict[str, Callable[[], JSON]] = {
+        "model": lambda: {"result": engine.name},
+        "info/version": lambda: {"result": UNITED},
+        "config/max_context_length": context,
+        "config/max_length": lambda: {"value": engine.settings({}).generation.max_new_tokens},
+        "config/soft_prompt": lambda: {"value": ""},
+        "config/soft_prompts_list": lambda: {"values": []},
+    }
+    return [
+        *(route(f"/api/{version}/{path}", content) for path, content in united.items() for version in ("v1", "latest")),
+        route("/api/extra/version", lambda: about),
+        route("/api/extra/true_max_context_length", context),
+        route("/api/extra/preloadstory", dict),
+        route("/sdapi/v1/sd-models", list),
+    ]
+
+
+def _token_routes(tokenizer: Tokenizer) -> list[Route]:
+    """Text to token ids and back."""
+
+    async def count(request: Request) -> Response:
+        body = await parse_body(request, CountBody)
+        text = body.prompt or ""
+        ids = await run_sized(len(text), encode, tokenizer, text)
+        if body.special is not False and tokenizer.add_bos and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id, *ids]
+        return JSONResponse({"value": len(ids), "ids": ids})
+
+    async def decode(request: Request) -> Response:
+        ids = (await parse_body(request, IdsBody)).ids
+        check_ids(tokenizer, ids, "ids")
+        return JSONResponse({"result": tokenizer.decode(ids), "success": True})
+
+    return [
+        *(Route(f"/api/extra/{name}", count, methods=["POST"]) for name in ("tokencount", "tokenize")),
+        Route("/api/extra/detokenize", decode, methods=["POST"]),
+    ]
+
+
+def _generation_routes(service: Service, generations: Generations) -> list[Route]:
+    """What is asked about the generations of other requests."""
+
+    async def find(request: Request, live: bool = False) -> list[Generation]:
+        body = await parse_body(request, KeyBody, may_be_empty=True) if request.method == "POST" else KeyBody()
+        return generations.find(body.genkey or "", live=live)
+
+    async def check(request: Request) -> Response:
+        texts = [text for one in (await find(request))[-1:] for text in one.texts] or [""]
+        return JSONResponse({"results": [{"text": text} for text in texts]})
+
+    async def abort(request: Request) -> Response:
+        live = await find(request, live=True)
+        for one in live:
+            one.abort()
+        success = "true" if live else "false"
+        return JSONResponse({"success": success, "done": success})
+
+    async def logprobs(request: Request) -> Response:
+        last = [one.logprobs() for one in (await find(request))[-1:]]
+        return JSONResponse({"logprobs": last[0] if last else None})
+
+    async def perf(request: Request) -> Response:
+        return JSONResponse(_perf(service, generations))
+
+    return [
+        Route("/api/extra/generate/check", check, methods=["GET", "POST"]),
+        Route("/api/extra/abort", abort, methods=["POST"]),
+        Route("/api/extra/last_logprobs", logprobs, methods=["GET", "POST"]),
+        Route("/api/extra/perf", perf),
+    ]
+
+
+def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
+    """How the last generation went, and how the server is."""
+    status, now, last = service.engine.status(), time.monotonic(), generations.last
+    found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
+    if last is not None:
+        stats, seed = last.streams[0].stats, last.streams[0].ask.config.generation.seed
+        found["last_process"] = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
+        found["last_eval"] = max(stats.seconds - stats.first_token_seconds, 0.0)
+        found |= {"last_token_count": sum(last.tokens), "last_seed": -1 if seed is None else seed}
+        found["stop_reason"] = CODES[last.reasons[0]]
+    found |= {"total_gens": generations.count, "total_img_gens": 0, "queue": status.queued, "idle": int(status.busy == 0)}
+    found |= {"hordeexitcounter": -1, "uptime": now - generations.began, "idletime": now - generations.asked, "quiet": True}
+    return found

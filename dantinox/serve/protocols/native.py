@@ -1,0 +1,225 @@
+"""Our own events, in which a model is watched as it decides: `/api/dantinox/about` and `/api/dantinox/generate`."""
+
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dantinox.config import UserError
+from dantinox.config.generation import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
+from dantinox.config.overlay import settings_of
+from dantinox.config.router import RouterSection
+from dantinox.config.sections import Config
+from dantinox.config.steps import STEPS
+from dantinox.generation.request import Delta, GenerationRequest
+from dantinox.generation.trace import changed_settings, router_numbers
+from dantinox.report.trace import finite
+from dantinox.serve.background import run_in_thread, run_sized
+from dantinox.serve.errors import RequestError
+from dantinox.serve.protocols.bodies import ALTERNATIVES, Alternatives, Message, StrictBody, parse_body
+from dantinox.serve.protocols.token_text import check_ids
+from dantinox.serve.service import Reply, Service
+
+FIXED = ("n", "use_cache", "weights", "products", "tensor_parallel")  # the same for every request
+
+
+def _prompt(value: Any) -> Any:
+    parts = value if isinstance(value, list) else [value]
+    if any(type(part) not in (str, int) for part in parts) or type(value) is int:
+        raise ValueError("must be a text, or a list of texts and token ids")
+    return value
+
+
+class GenerateBody(StrictBody):
+    """Of `/api/dantinox/generate`.
+
+    Attributes:
+      prompt: a text, or texts and token ids in any order; after messages it is the beginning of the answer.
+      messages: a conversation for the chat template.
+      settings: of this request, by their names.
+      alternatives: how many are reported with each token.
+      fit: leave out the front of a prompt that is too long for the context.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Annotated[str | list[str | int], BeforeValidator(_prompt)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    settings: dict[str, Any] = Field({})
+    alternatives: Alternatives = 10
+    fit: bool = False
+
+
+def routes(service: Service) -> list[Route]:
+    """The routes of the events."""
+    known = _settings(service.engine.settings({}))
+
+    async def about(request: Request) -> Response:
+        return JSONResponse(_about(service) | {"settings": known})
+
+    async def generate(request: Request) -> Reply:
+        return await parse(service, await parse_body(request, GenerateBody))
+
+    return [
+        Route("/api/dantinox/about", about),
+        Route("/api/dantinox/generate", service.endpoint(generate), methods=["POST"]),
+    ]
+
+
+async def parse(service: Service, body: GenerateBody) -> Reply:
+    """What a body asks for.
+
+    Raises:
+      RequestError, UserError: it cannot be.
+    """
+    if body.prompt is None and body.messages is None:
+        raise RequestError(400, "prompt or messages is missing", param="prompt")
+    config = await service.settings(body.settings)
+    if config.generation.seed is None:
+        config = await service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
+    ids, texts = await _encode(service, body)
+    if body.messages is not None:
+        head, ends = await service.render([message.model_dump() for message in body.messages])
+        config = service.with_stop_ids(config, ends)
+        ids = [*head, *ids]
+    context, size = service.context, service.tokenizer.vocab_size
+    # The front of a long prompt goes, so that there is room for what is generated: half of the context at most.
+    room = min(config.generation.max_new_tokens, context // 2)
+    left_out = max(0, len(ids) - (context - room)) if body.fit else 0
+    request = GenerationRequest(tuple(ids[left_out:]), config, min(body.alternatives, size))
+    begin = {
+        "prompt_tokens": len(request.ids),
+        "left_out": left_out,
+        "texts": texts,
+        "seed": config.generation.seed,
+        "settings": finite(changed_settings(config)),
+        "router": await _router(service, config),
+        "vocab_size": size,
+        "context": context,
+    }
+    return NativeReply(request, begin)
+
+
+# --- what can be asked for
+
+
+def _about(service: Service) -> dict[str, Any]:
+    orders = {name: step_order(name, None) for name in (*PRESETS, *KOBOLD_ORDERS)}
+    return {
+        "model": service.engine.name,
+        "context": service.context,
+        "vocab_size": service.tokenizer.vocab_size,
+        "chat": service.options.template is not None,
+        "alternatives": ALTERNATIVES,
+        "changed": finite(changed_settings(service.engine.settings({}))),
+        "steps": [{"name": name, "group": step.group, "on": [*step.on]} for name, step in STEPS.items()],
+        "orders": orders,
+    }
+
+
+def _settings(config: Config) -> list[dict[str, Any]]:
+    """Every setting that a request may give: its section, steps, type with its range, default, value here, and help."""
+    values = settings_of(config)
+    return [
+        {
+            "name": name,
+            "section": section,
+            "steps": [step for step, row in STEPS.items() if name in (*row.on, *row.settings)],
+            **_typed(schema),
+            "default": finite(schema.get("default")),
+            "value": finite(values[name]),
+            "help": schema["description"],
+        }
+        for section, kind in (("generation", GenerationSection), ("router", RouterSection))
+        for name, schema in kind.model_json_schema()["properties"].items()
+        if name not in FIXED
+    ]
+
+
+def _typed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a JSON Schema the type, `number`, `integer`, `boolean`, `choice`, `text`, `list` or `map`, and the range."""
+    options = [option for option in schema.get("anyOf", (schema,)) if option.get("type") != "null"]
+    one = options[0]
+    kind = {"string": "text", "array": "list", "object": "map"}.get(one["type"], one["type"])
+    if "enum" in one:
+        return {"type": "choice", "choices": one["enum"]}
+    if len(options) > 1:  # a token: its id or its text
+        return {"type": "text"}
+    names = {"minimum": "low", "exclusiveMinimum": "above", "maximum": "high", "exclusiveMaximum": "below"}
+    return {"type": kind, **{short: one[long] for long, short in names.items() if long in one}}
+
+
+# --- the prompt
+
+
+async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list[list[int]]]:
+    """The ids of the prompt, and of each text in it.
+
+    Raises:
+      RequestError: 400, an id that is not in the vocabulary, or a text that it cannot spell.
+    """
+    prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+    model, tokenizer = service.model, service.tokenizer
+
+    def encoded() -> tuple[list[int], list[list[int]]]:
+        check_ids(tokenizer, [part for part in prompt if isinstance(part, int)], "prompt")
+        ids: list[int] = []
+        texts: list[list[int]] = []
+        for number, part in enumerate(prompt):
+            if isinstance(part, str):
+                # What begins the text comes after the begin token, where the model wants one.
+                begins = number == 0 and body.messages is None
+                texts.append(model.prompt_ids(part) if begins else tokenizer.encode(part))
+            ids += texts[-1] if isinstance(part, str) else [part]
+        return ids or ([] if body.messages is not None else model.prompt_ids("")), texts
+
+    try:
+        return await run_sized(sum(len(part) if isinstance(part, str) else 1 for part in prompt), encoded)
+    except UserError as error:
+        raise RequestError(400, str(error), param="prompt") from None
+
+
+async def _router(service: Service, config: Config) -> dict[str, float | None] | None:
+    if config.generation.strategy != "entropy":
+        return None
+    return await run_in_thread(lambda: router_numbers(service.model.params([config]), 0))
+
+
+# --- events
+
+
+class NativeReply(Reply):
+    """The events of a text: `begin` at once, `token`, and `end` or `error`."""
+
+    def __init__(self, request: GenerationRequest, begin: Mapping[str, Any]):
+        super().__init__([request], True)
+        self._begin, self._reasons = begin, dict[int, str]()
+
+    def accepted(self, number: int) -> bytes:
+        return _event("begin", self._begin)
+
+    def format_delta(self, number: int, delta: Delta) -> bytes:
+        content = {"sample": delta.sample, "text": delta.text, "tokens": delta.tokens}
+        if delta.finish_reason is not None:
+            content["finish_reason"] = self._reasons[delta.sample] = delta.finish_reason
+        return _event("token", content)
+
+    def format_end(self) -> bytes:
+        stats = self.streams[0].stats
+        later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
+        known = {name: value for name, value in vars(stats).items() if math.isfinite(value)}
+        known["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
+        return _event("end", {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": known})
+
+    def format_error(self, error: RequestError) -> bytes:
+        return _event("error", {"message": error.message, "param": error.param})
+
+
+def _event(name: str, content: Mapping[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(finite(content), allow_nan=False)}\n\n".encode()

@@ -1,0 +1,234 @@
+"""OpenAI's protocol: `/v1/models`, `/v1/completions` and `/v1/chat/completions`, whole and streamed.
+
+Source: OpenAI's API reference, and the extras that clients of vLLM send.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
+from dantinox.serve.errors import JSON, RequestError, context_exceeded, error_object
+from dantinox.serve.protocols.bodies import parse_body
+from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, MakeLogprobs
+from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
+from dantinox.serve.protocols.token_text import prompt_ids
+from dantinox.serve.service import Reply, Service
+
+DONE = b"data: [DONE]\n\n"
+
+
+def routes(service: Service) -> list[Route]:
+    """The routes of this protocol."""
+    created = int(time.time())
+
+    def model() -> dict[str, JSON]:
+        known: dict[str, JSON] = {"id": service.engine.name, "object": "model", "created": created, "owned_by": "dantinox"}
+        return known | {"max_model_len": service.context}
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model()]})
+
+    async def one_model(request: Request) -> Response:
+        service.check_model(request.path_params["id"])
+        return JSONResponse(model())
+
+    async def completions(request: Request) -> Reply:
+        return await parse_completion(service, await parse_body(request, CompletionBody))
+
+    async def chat(request: Request) -> Reply:
+        return await parse_chat(service, await parse_body(request, ChatBody))
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{id:path}", one_model),
+        Route("/v1/completions", service.endpoint(completions), methods=["POST"]),
+        Route("/v1/chat/completions", service.endpoint(chat), methods=["POST"]),
+    ]
+
+
+async def parse_completion(service: Service, body: CompletionBody) -> Reply:
+    """What a body of `/v1/completions` asks for: a request for each prompt.
+
+    Raises:
+      RequestError, UserError: it cannot be.
+    """
+    check_combination(body)
+    service.check_model(body.model)
+    config = await service.settings(body.given(body.max_tokens))
+    tokenizer = service.tokenizer
+    # Token ids that do not fit are refused before anything looks at them.
+    _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
+    prompts = await prompt_ids(service.model, body.prompt)
+    logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
+    echo, constraint = bool(body.echo), body.constraint()
+    requests = [GenerationRequest(tuple(ids), config, logprobs, echo and logprobs is not None, constraint) for ids in prompts]
+    _check_lengths(service, prompts, "prompt")
+    heads = [""] * len(requests)
+    if echo:
+        heads = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
+    return OpenAIReply(service, requests, COMPLETION, body, heads)
+
+
+async def parse_chat(service: Service, body: ChatBody) -> Reply:
+    """What a body of `/v1/chat/completions` asks for.
+
+    Raises:
+      RequestError, UserError: it cannot be.
+    """
+    check_combination(body)
+    service.check_model(body.model)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    config = await service.settings(body.given(limit))
+    ids, ends = await service.render([message.model_dump() for message in body.messages])
+    config = service.with_stop_ids(config, ends)
+    logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
+    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
+    _check_lengths(service, [ids], "messages")
+    return OpenAIReply(service, [request], CHAT, body, [""])
+
+
+def _check_lengths(service: Service, prompts: Any, param: str) -> None:
+    """Raises RequestError for a prompt that fills the context."""
+    longest, context = max(map(len, prompts), default=0), service.context
+    if longest >= context:
+        raise context_exceeded(context, longest, param)
+
+
+# --- responses
+
+
+class Form(NamedTuple):
+    """How one kind of response is written."""
+
+    id: str
+    object: str
+    chunk_object: str
+    logprobs: MakeLogprobs
+    message: Callable[[str], dict[str, JSON]]
+    delta: Callable[[str], dict[str, JSON]]
+    opening: dict[str, JSON] | None  # the first delta of a choice, where it comes before all text
+
+
+COMPLETION = Form(
+    "cmpl",
+    "text_completion",
+    "text_completion",
+    CompletionLogprobs,
+    lambda text: {"text": text},
+    lambda text: {"text": text},
+    None,
+)
+CHAT = Form(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    ChatLogprobs,
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    lambda text: {"delta": {"content": text} if text else {}},
+    {"delta": {"role": "assistant", "content": ""}},
+)
+
+
+class ChoiceDelta(NamedTuple):
+    """What a choice has gained: its index, text, log-probabilities where they were asked for, and why it has ended."""
+
+    choice: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: str | None
+
+
+class OpenAIReply(Reply):
+    """A completion or a chat completion."""
+
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest], form: Form, body: Body, heads: Sequence[str]):
+        """Takes the text that the choices of each request begin with as `heads`."""
+        super().__init__(requests, bool(body.stream))
+        self._tokenizer, self._form, self._heads = service.tokenizer, form, heads
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._frame: dict[str, JSON] = {
+            "id": f"{form.id}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": service.engine.name,
+        }
+        samples = [request.config.generation.n for request in requests]
+        self._first_index = [sum(samples[:number]) for number in range(len(samples))]
+        self._choices, self._opened = sum(samples), form.opening is None
+        self._logprobs: dict[int, Callable[[Sequence[TokenRecord]], Logprobs]] = {}
+        self._parts: dict[int, list[ChoiceDelta]] = {}
+
+    def _choice_delta(self, number: int, delta: Delta) -> ChoiceDelta:
+        request, index = self.requests[number], self._first_index[number] + delta.sample
+        text, records = delta.text, delta.tokens
+        if index not in self._logprobs:
+            self._logprobs[index] = self._form.logprobs(self._tokenizer, request, self._heads[number])
+            text, records = self._heads[number] + text, [*self.streams[number].prompt, *records]
+        reason = "stop" if delta.finish_reason == "eos" else delta.finish_reason
+        return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
+
+    def add(self, number: int, delta: Delta) -> None:
+        choice = self._choice_delta(number, delta)
+        self._parts.setdefault(choice.choice, []).append(choice)
+
+    def body(self) -> JSON:
+        choices: list[JSON] = []
+        for index, parts in sorted(self._parts.items()):
+            logprobs = parts[0].logprobs
+            for part in parts[1:]:
+                for name, values in (part.logprobs or {}).items():
+                    if logprobs is not None:
+                        logprobs[name] += values
+            message = self._form.message("".join(part.text for part in parts))
+            choices.append({"index": index, **message, "logprobs": logprobs, "finish_reason": parts[-1].finish_reason})
+        return {**self._frame, "object": self._form.object, "choices": choices, "usage": self._usage()}
+
+    def format_delta(self, number: int, delta: Delta) -> bytes:
+        choice, data = self._choice_delta(number, delta), b""
+        if not self._opened and self._form.opening is not None:
+            data = b"".join(
+                self._chunk(ChoiceDelta(index, "", None, None), self._form.opening) for index in range(self._choices)
+            )
+            self._opened = True
+        if choice.text or choice.finish_reason or any((choice.logprobs or {}).values()):
+            data += self._chunk(choice, self._form.delta(choice.text))
+        return data
+
+    def _chunk(self, choice: ChoiceDelta, words: Mapping[str, JSON]) -> bytes:
+        content: dict[str, JSON] = {
+            "index": choice.choice,
+            **words,
+            "logprobs": choice.logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+        usage: dict[str, JSON] = {"usage": None} if self._with_usage else {}
+        return _event({**self._frame, "object": self._form.chunk_object, "choices": [content], **usage})
+
+    def format_end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return _event({**self._frame, "object": self._form.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+
+    def format_error(self, error: RequestError) -> bytes:
+        return _event(error_object(error)) + DONE
+
+    def _usage(self) -> dict[str, JSON]:
+        stats = [stream.stats for stream in self.streams.values()]
+        prompt, new = sum(len(request.ids) for request in self.requests), sum(one.new_tokens for one in stats)
+        cached = sum(one.reused_tokens for one in stats)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def _event(content: JSON) -> bytes:
+    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -1,0 +1,64 @@
+"""Tokens as clients see them: a name and bytes for each, and the ids of prompts."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from dantinox.config import UserError
+from dantinox.files import shown
+from dantinox.generation import LoadedModel
+from dantinox.serve.background import run_sized
+from dantinox.serve.errors import RequestError
+from dantinox.text import Tokenizer
+
+
+@lru_cache(maxsize=2)
+def _special_names(tokenizer: Tokenizer) -> dict[int, str]:
+    return {token: name for name, token in tokenizer.special_tokens.items()}
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token; the name of a special one; `bytes:\\xe2` of bytes that are no text by themselves."""
+    special = _special_names(tokenizer).get(token)
+    if special is not None:
+        return special
+    data = token_bytes(tokenizer, token)
+    if data is None:
+        return tokenizer.spelt(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """What a token adds inside a text; None for special tokens, and where that depends on its neighbours."""
+    if tokenizer.pieces is None or token in tokenizer.special_ids or not 0 <= token < tokenizer.vocab_size:
+        return None
+    return tokenizer.pieces.inner[token]
+
+
+def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
+    """Raises RequestError, 400, for an id that is not in the vocabulary."""
+    size = tokenizer.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        wrong = next(token for token in ids if not 0 <= token < size)
+        raise RequestError(400, f"{name} must hold token ids in [0, {size}), got {shown(wrong)}", param=name)
+
+
+async def prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Token ids of prompts, each of them a text or ids.
+
+    Raises:
+      RequestError: 400, a text that the vocabulary cannot spell, or an id that is not in it.
+    """
+
+    def encode() -> list[list[int]]:
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                check_ids(model.tokenizer, prompt, "prompt")
+        return [model.prompt_ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    try:
+        return await run_sized(sum(map(len, prompts)), encode)
+    except UserError as error:
+        raise RequestError(400, str(error), param="prompt") from None

@@ -1,0 +1,76 @@
+"""Text to token ids and back, as the clients of vLLM and lm-evaluation-harness ask for it."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.protocols.bodies import UNSUPPORTED, Message, StrictBody, parse_body
+from dantinox.serve.protocols.token_text import prompt_ids, token_name
+from dantinox.serve.service import Service
+
+
+class TokenizeBody(StrictBody):
+    """Of `/tokenize`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(StrictBody):
+    """Of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def routes(service: Service) -> list[Route]:
+    """`/tokenize`, `/detokenize` and `/tokenizer_info`."""
+    tokenizer = service.tokenizer
+
+    async def tokenize(request: Request) -> Response:
+        body = await parse_body(request, TokenizeBody)
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError(400, "give prompt, a text, or messages", param="prompt")
+        if body.messages is not None:
+            ids, _ = await service.render([message.model_dump() for message in body.messages])
+        elif body.prompt in tokenizer.special_tokens:  # its own name and nothing else: how a client finds the end token
+            ids = [tokenizer.special_tokens[body.prompt]]
+        elif not body.prompt:
+            ids = []
+        else:
+            (ids,) = await prompt_ids(service.model, [body.prompt])
+            if body.add_special_tokens is False and tokenizer.add_bos:
+                ids = ids[1:]
+        names = [token_name(tokenizer, token) for token in ids] if body.return_token_strs else None
+        return JSONResponse({"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names})
+
+    async def detokenize(request: Request) -> Response:
+        body = await parse_body(request, DetokenizeBody)
+        service.check_model(body.model)
+        (ids,) = await prompt_ids(service.model, [body.tokens])
+        return JSONResponse({"prompt": tokenizer.decode(ids)})
+
+    async def info(request: Request) -> Response:
+        template = service.options.template
+        known: dict[str, JSON] = {"tokenizer_class": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
+        known |= {"model_max_length": service.context, "add_bos_token": tokenizer.add_bos}
+        known |= {"chat_template": None if template is None else template.source}
+        for role in ("bos_token", "eos_token", "pad_token"):
+            known[role] = tokenizer.template_variables.get(role)
+        return JSONResponse(known)
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", info),
+    ]
