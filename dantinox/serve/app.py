@@ -14,8 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dantinox.config import UserError
-from dantinox.serve import errors, pages
-from dantinox.serve.errors import JSON, RequestError, error_object, to_request_error
+from dantinox.serve import pages
+from dantinox.serve.errors import JSON, RequestError, error_object, refuse, to_request_error
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.middleware import Guard
 from dantinox.serve.options import Options
@@ -104,13 +104,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        problem = errors.wrong_method(request.method, (error.headers or {}).get("Allow", ""))
+        allowed = (error.headers or {}).get("Allow", "")
+        problem = refuse("method", allowed, request.method, headers={"allow": allowed})
     else:
-        problem = errors.no_route(error.detail, error.status_code)
+        problem = refuse("path", error.detail.lower())
     return _error_response(request.scope["path"], problem)
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    problem = errors.internal()
+    problem = refuse("internal")
     problem.headers["connection"] = "close"  # which it is; a client that would use it again has to know
     return _error_response(request.scope["path"], problem)

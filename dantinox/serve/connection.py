@@ -9,7 +9,7 @@ from typing import cast
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from dantinox.serve.errors import error_object, malformed
+from dantinox.serve.errors import error_object, refuse
 from dantinox.serve.limits import CONNECTIONS, Limits
 
 
@@ -41,11 +41,12 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Answers what h11 could not read, with the status that it suggests."""
-            status = malformed(getattr(sys.exc_info()[1], "error_status_hint", 400)).status
-            data = json.dumps(error_object(malformed(status))).encode()
+            hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
+            error = refuse("head_too_large" if hint == 431 else "malformed")
+            data = json.dumps(error_object(error)).encode()
             headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
             events = (
-                h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
+                h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status]),
                 h11.Data(data=data),
                 h11.EndOfMessage(),
             )

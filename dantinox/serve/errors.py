@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from dantinox.config import UserError
 from dantinox.config.files import flat_name
-from dantinox.files import on_one_line
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
@@ -61,84 +60,44 @@ class Unavailable(RequestError):
         super().__init__(503, message, code="unavailable", headers={"retry-after": "5"})
 
 
-def overloaded() -> RequestError:
-    return Unavailable("the server has too many connections: try again later")
+# Name → status, code, sentence with what varies.
+SENTENCES: dict[str, tuple[int, str | None, str]] = {
+    "internal": (500, "internal_error", "the server failed; its log says how"),
+    "overloaded": (503, "unavailable", "the server has too many connections: try again later"),
+    "cancelled": (503, "unavailable", "the answer was cut short: the server is stopping"),
+    "malformed": (400, "malformed", "the request is not valid HTTP/1.1"),
+    "head_too_large": (431, "head_too_large", "the head of the request is larger than this server takes"),
+    "two_lengths": (400, "malformed", "a request has either Content-Length or Transfer-Encoding, not both"),
+    "encoding": (415, "unsupported_media_type", "the header Content-Encoding is {}: send the body without compression"),
+    "media_type": (415, "unsupported_media_type", "the header Content-Type must be application/json, in UTF-8"),
+    "body_too_large": (413, "body_too_large", "the body is larger than {:,} bytes"),
+    "body_too_slow": (408, "timeout", "the body did not come within {:g} seconds"),
+    "host": (400, "host", "the host {} is none of this server's names: start it with --allow_host"),
+    "origin": (403, "origin", "pages of other servers may not ask this one: start it with --cors"),
+    "key": (401, "invalid_api_key", "this server wants its API key, as the header Authorization: Bearer KEY"),
+    "path": (404, None, "there is nothing at this path: {}"),
+    "method": (405, None, "this path takes {}, not {}"),
+    "model": (404, "model_not_found", "there is no model {!r} here: this server has {!r}"),
+    "template": (
+        400,
+        "no_chat_template",
+        "this model has no chat template: use /v1/completions, or start the server with --chat_template plain, chatml or a "
+        "file of Jinja",
+    ),
+    # Clients recognize this one by its first words.
+    "context": (
+        400,
+        "context_length_exceeded",
+        "this model's maximum context length is {} tokens, and the prompt has {}: shorten it",
+    ),
+}
 
 
-def cancelled() -> RequestError:
-    return Unavailable("the answer was cut short: the server is stopping")
-
-
-def internal() -> RequestError:
-    return RequestError(500, "the server failed; its log says how", code="internal_error")
-
-
-def malformed(status: int) -> RequestError:
-    if status == 431:
-        return head_too_large()
-    return RequestError(status, "the request is not valid HTTP/1.1", code="malformed")
-
-
-def head_too_large() -> RequestError:
-    return RequestError(431, "the head of the request is larger than this server takes", code="head_too_large")
-
-
-def two_lengths() -> RequestError:
-    return RequestError(400, "a request has either Content-Length or Transfer-Encoding, not both", code="malformed")
-
-
-def encoded_body(encoding: str) -> RequestError:
-    message = f"the header Content-Encoding is {on_one_line(encoding)}: send the body without compression"
-    return RequestError(415, message, code="unsupported_media_type")
-
-
-def body_too_large(limit: int) -> RequestError:
-    return RequestError(413, f"the body is larger than {limit:,} bytes", code="body_too_large")
-
-
-def body_too_slow(seconds: float) -> RequestError:
-    return RequestError(408, f"the body did not come within {seconds:g} seconds", code="timeout")
-
-
-def wrong_host(host: str) -> RequestError:
-    message = f"the host {on_one_line(host)} is none of this server's names: start it with --allow_host"
-    return RequestError(400, message, code="host")
-
-
-def foreign_origin() -> RequestError:
-    return RequestError(403, "pages of other servers may not ask this one: start it with --cors", code="origin")
-
-
-def wrong_key() -> RequestError:
-    message = "this server wants its API key, as the header Authorization: Bearer KEY"
-    return RequestError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-
-
-def no_route(detail: str, status: int = 404) -> RequestError:
-    return RequestError(status, f"there is nothing at this path: {detail.lower()}")
-
-
-def wrong_method(method: str, allowed: str) -> RequestError:
-    return RequestError(405, f"this path takes {allowed}, not {method}", headers={"allow": allowed})
-
-
-def wrong_model(name: str, own: str) -> RequestError:
-    message = f"there is no model {name[:60]!r} here: this server has {own!r}"
-    return RequestError(404, message, param="model", code="model_not_found")
-
-
-def no_chat_template() -> RequestError:
-    message = (
-        "this model has no chat template: use /v1/completions, or start the server with --chat_template plain, chatml "
-        "or a file of Jinja"
-    )
-    return RequestError(400, message, param="messages", code="no_chat_template")
-
-
-def context_exceeded(context: int, length: int, param: str) -> RequestError:
-    # Clients recognize this error by its first words.
-    message = f"this model's maximum context length is {context} tokens, and the prompt has {length}: shorten it"
-    return RequestError(400, message, param=param, code="context_length_exceeded")
+def refuse(name: str, *values: object, param: str | None = None, headers: Mapping[str, str] | None = None) -> RequestError:
+    """The error of this name."""
+    status, code, sentence = SENTENCES[name]
+    own = {"unavailable": {"retry-after": "5"}, "invalid_api_key": {"www-authenticate": "Bearer"}}.get(code or "", {})
+    return RequestError(status, sentence.format(*values), param=param, code=code, headers=headers or own)
 
 
 def to_request_error(error: Exception) -> RequestError:
@@ -148,7 +107,7 @@ def to_request_error(error: Exception) -> RequestError:
     if isinstance(error, UserError):
         return RequestError(400, str(error), param=flat_name(error.key) if error.key else None)
     log.error("a request failed", exc_info=error)
-    return internal()
+    return refuse("internal")
 
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dantinox.serve import errors
-from dantinox.serve.errors import RequestError
+from dantinox.files import on_one_line
+from dantinox.serve.errors import RequestError, refuse
 from dantinox.serve.limits import DRAINED
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.options import Options
@@ -86,33 +86,33 @@ class Guard:
             return [value.decode("latin-1") for name, value in head if name == wanted]
 
         if scope.get("state", {}).get("overloaded"):
-            raise errors.overloaded()
+            raise refuse("overloaded")
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in head)
         if size > self._options.limits.head:
-            raise errors.head_too_large()
+            raise refuse("head_too_large")
         hosts, hosts_allowed = values(b"host"), self._options.hosts
         host = hosts[0].lower() if len(hosts) == 1 else ""
         found = HOST.fullmatch(host)
         if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
-            raise errors.wrong_host(host)
+            raise refuse("host", on_one_line(host))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             # A page of another server reaches this one by letting its own name point here (DNS rebinding), or by a request
             # whose effect is enough; browsers name the page in the header Origin.
             allowed = self._options.origins
             for origin in map(str.lower, values(b"origin")):
                 if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != host:
-                    raise errors.foreign_origin()
+                    raise refuse("origin")
         if self._key is not None and scope["path"] not in self._public:
             given = [value for name, value in head if name == b"authorization"]
             scheme, _, secret = (given[0] if len(given) == 1 else b"").partition(b" ")
             digest = hashlib.sha256(scheme.title() + b" " + secret.strip()).digest()
             if not hmac.compare_digest(digest, self._key):  # the time it takes says nothing about the key
-                raise errors.wrong_key()
+                raise refuse("key")
         if values(b"content-length") and values(b"transfer-encoding"):
-            raise errors.two_lengths()
+            raise refuse("two_lengths")
         encoding = ", ".join(values(b"content-encoding"))
         if encoding.lower() not in ("", "identity"):
-            raise errors.encoded_body(encoding)
+            raise refuse("encoding", on_one_line(encoding))
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None where the connection was lost.
@@ -121,7 +121,7 @@ class Guard:
           RequestError: 408, 413.
         """
         limits, headers = self._options.limits, dict(scope["headers"])
-        too_large = errors.body_too_large(limits.body)
+        too_large = refuse("body_too_large", limits.body)
         declared = int(headers.get(b"content-length", 0))  # the digits were checked
         if declared > (limits.body if b"expect" in headers else limits.body * DRAINED):
             raise too_large
@@ -140,7 +140,7 @@ class Guard:
                     if size > limits.body * DRAINED:
                         raise too_large
         except TimeoutError:
-            raise errors.body_too_slow(limits.seconds) from None
+            raise refuse("body_too_slow", limits.seconds) from None
         if size > limits.body:
             raise too_large
         return bytes(body)

@@ -16,7 +16,7 @@ from dantinox.files import shown
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.generation.token_settings import containing
 from dantinox.serve.background import run_in_thread
-from dantinox.serve.errors import JSON, Busy, RequestError, cancelled, no_chat_template, to_request_error, wrong_model
+from dantinox.serve.errors import JSON, Busy, RequestError, refuse, to_request_error
 from dantinox.serve.limits import CHARACTERS, ENTRIES, ENTRIES_OF, LARGEST, SAMPLES, STOP_LENGTH, STOPS
 from dantinox.serve.metrics import Metrics
 from dantinox.serve.options import Options
@@ -94,7 +94,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises RequestError, 404, for the name of another model."""
         if name is not None and name != self.engine.name:
-            raise wrong_model(name, self.engine.name)
+            raise refuse("model", name[:60], self.engine.name, param="model")
 
     async def settings(self, given: Mapping[str, Any]) -> Config:
         """The settings of a request, whose sizes are checked before any work.
@@ -129,7 +129,7 @@ class Service:
         """
         template = self.options.template
         if template is None:
-            raise no_chat_template()
+            raise refuse("template", param="messages")
 
         def encode() -> tuple[list[int], frozenset[int]]:
             return template.encode(messages, generation_prompt=True), template.end_ids
@@ -225,7 +225,7 @@ class Service:
                         self._metrics.observe(live.pop(number).stats, reply.requests[number].config.generation.n)
                         is_room = True
                     elif delta.finish_reason == "cancelled" and not reply.aborted:
-                        raise cancelled()
+                        raise refuse("cancelled")
                     else:
                         yield number, delta
         finally:

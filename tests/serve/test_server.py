@@ -91,6 +91,7 @@ def test_a_second_signal_aborts(interruptible):
         wait_for(lambda: httpx.get(f"{server.url}/health").json()["status"] == "draining")
         server.send_signal(signal.SIGTERM)
         assert server.wait(6) == 1 and time.monotonic() - before < 5
+        assert "Traceback" not in server.stderr.read()
         reader.join(5)
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from dantinox.files import on_one_line, shown
 from dantinox.serve.background import run_sized
-from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.errors import JSON, RequestError, refuse
 from dantinox.serve.limits import DEPTH, DIGITS
 
 ALTERNATIVES = 20  # reported with a token
@@ -78,8 +78,7 @@ async def parse_body(request: Request, kind: type[Kind], *, may_be_empty: bool =
     charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", parameters)
     is_json = re.fullmatch(r"application/([\w.-]+\+)?json", media_type.strip())
     if not is_json or (charset and charset[1] not in ("utf-8", "utf8")):
-        message = "the header Content-Type must be application/json, in UTF-8"
-        raise RequestError(415, message, code="unsupported_media_type")
+        raise refuse("media_type")
     return await run_sized(len(data), lambda: validated(kind, parse_json(data)))
 
 

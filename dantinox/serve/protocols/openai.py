@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.serve.errors import JSON, RequestError, context_exceeded, error_object
+from dantinox.serve.errors import JSON, RequestError, error_object, refuse
 from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, MakeLogprobs
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
@@ -98,7 +98,7 @@ def _check_lengths(service: Service, prompts: Any, param: str) -> None:
     """Raises RequestError for a prompt that fills the context."""
     longest, context = max(map(len, prompts), default=0), service.context
     if longest >= context:
-        raise context_exceeded(context, longest, param)
+        raise refuse("context", context, longest, param=param)
 
 
 # --- responses
