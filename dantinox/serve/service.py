@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dantinox.config import Config
 from dantinox.files import shown
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.generation.token_settings import containing
-from dantinox.serve.background import run_in_thread
 from dantinox.serve.errors import JSON, Busy, RequestError, refuse, to_request_error
 from dantinox.serve.limits import CHARACTERS, ENTRIES, ENTRIES_OF, LARGEST, SAMPLES, STOP_LENGTH, STOPS
 from dantinox.serve.metrics import Metrics
@@ -42,9 +40,8 @@ class Reply:
         self.streams: dict[int, ResponseStream] = {}
         self.aborted = self.failed = False
 
-    def accepted(self, number: int) -> bytes:
-        """The engine has taken a request: what is sent at once."""
-        return b""
+    def accepted(self) -> None:
+        """The engine has taken a request."""
 
     def add(self, number: int, delta: Delta) -> None:
         """Takes a delta of a response that is not streamed."""
@@ -96,7 +93,7 @@ class Service:
         if name is not None and name != self.engine.name:
             raise refuse("model", name[:60], self.engine.name, param="model")
 
-    async def settings(self, given: Mapping[str, Any]) -> Config:
+    def settings(self, given: Mapping[str, Any]) -> Config:
         """The settings of a request, whose sizes are checked before any work.
 
         Raises:
@@ -116,8 +113,6 @@ class Service:
         if "stop" in given and (len(stops) > STOPS or any(len(stop) > STOP_LENGTH for stop in stops)):
             message = f"stop must be at most {STOPS} texts of at most {STOP_LENGTH} characters"
             raise RequestError(400, message, param="stop")
-        if "dry_breakers" in given:  # compared with every token: the engine then finds it remembered
-            await run_in_thread(containing, self.tokenizer, generation.dry_breakers)
         return config
 
     async def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], frozenset[int]]:
@@ -154,10 +149,7 @@ class Service:
             try:
                 async with contextlib.aclosing(self._deltas(reply)) as deltas:
                     async for number, delta in deltas:
-                        if delta is None:
-                            reply.accepted(number)
-                        else:
-                            reply.add(number, delta)
+                        reply.add(number, delta)
             finally:
                 reply.close()
             return JSONResponse(reply.body())
@@ -170,7 +162,7 @@ class Service:
         try:
             async with contextlib.aclosing(self._deltas(reply)) as deltas:
                 async for number, delta in deltas:
-                    if data := reply.accepted(number) if delta is None else reply.format_delta(number, delta):
+                    if data := reply.format_delta(number, delta):
                         begun = True
                         yield data
             if data := reply.format_end():
@@ -183,8 +175,8 @@ class Service:
         finally:
             reply.close()
 
-    async def _deltas(self, reply: Reply) -> AsyncGenerator[tuple[int, Delta | None], None]:
-        """The deltas of all requests of a reply as they arrive, each with its request's number; None when one was taken.
+    async def _deltas(self, reply: Reply) -> AsyncGenerator[tuple[int, Delta], None]:
+        """The deltas of all requests of a reply as they arrive, each with its request's number.
 
         Requests for which the queue has no place wait here until another one has ended. What has not ended is cancelled when
         the generator is closed.
@@ -208,7 +200,7 @@ class Service:
                         is_room = False
                     else:
                         waiting.popleft()
-                        yield number, None
+                        reply.accepted()
                 if len(live) > 1:
                     for number, stream in live.items():
                         if number not in tasks:

@@ -84,7 +84,7 @@ async def parse(service: Service, tags: Tags, generations: "Generations", body: 
         given["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
     if body.trim_stop is not None and (given.get("stop", base.stop) or ids or base.stop_token_ids):
         given["keep_stop"] = not body.trim_stop
-    config = await service.settings(given)
+    config = service.settings(given)
     context = min(service.context, max(body.max_context_length or service.context, LEAST))
     wanted = config.generation.max_new_tokens
     try:
@@ -151,9 +151,8 @@ class Generation(Reply):
         self.records: list[TokenRecord] = []
         self.ended: float | None = None
 
-    def accepted(self, number: int) -> bytes:
+    def accepted(self) -> None:
         self._generations.add(self)
-        return b""
 
     def abort(self) -> None:
         self.aborted = True
@@ -338,7 +337,7 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
     status, now, last = service.engine.status(), time.monotonic(), generations.last
     found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
     if last is not None:
-        stats, seed = last.streams[0].stats, last.streams[0].ask.config.generation.seed
+        stats, seed = last.streams[0].stats, last.request.config.generation.seed
         found["last_process"] = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
         found["last_eval"] = max(stats.seconds - stats.first_token_seconds, 0.0)
         found |= {"last_token_count": sum(last.tokens), "last_seed": -1 if seed is None else seed}

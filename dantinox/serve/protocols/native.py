@@ -80,9 +80,9 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     """
     if body.prompt is None and body.messages is None:
         raise RequestError(400, "prompt or messages is missing", param="prompt")
-    config = await service.settings(body.settings)
+    config = service.settings(body.settings)
     if config.generation.seed is None:
-        config = await service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
+        config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
     ids, texts = await _encode(service, body)
     if body.messages is not None:
         head, ends = await service.render([message.model_dump() for message in body.messages])
@@ -195,20 +195,20 @@ async def _router(service: Service, config: Config) -> dict[str, float | None] |
 
 
 class NativeReply(Reply):
-    """The events of a text: `begin` at once, `token`, and `end` or `error`."""
+    """The events of a text: `begin` with the first `token`, and `end` or `error`."""
 
     def __init__(self, request: GenerationRequest, begin: Mapping[str, Any]):
         super().__init__([request], True)
-        self._begin, self._reasons = begin, dict[int, str]()
-
-    def accepted(self, number: int) -> bytes:
-        return _event("begin", self._begin)
+        self._begin: Mapping[str, Any] | None = begin
+        self._reasons: dict[int, str] = {}
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
+        begin = b"" if self._begin is None else _event("begin", self._begin)
+        self._begin = None
         content = {"sample": delta.sample, "text": delta.text, "tokens": delta.tokens}
         if delta.finish_reason is not None:
             content["finish_reason"] = self._reasons[delta.sample] = delta.finish_reason
-        return _event("token", content)
+        return begin + _event("token", content)
 
     def format_end(self) -> bytes:
         stats = self.streams[0].stats

@@ -61,7 +61,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     """
     check_combination(body)
     service.check_model(body.model)
-    config = await service.settings(body.given(body.max_tokens))
+    config = service.settings(body.given(body.max_tokens))
     tokenizer = service.tokenizer
     # Token ids that do not fit are refused before anything looks at them.
     _check_lengths(service, (prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
@@ -85,7 +85,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     check_combination(body)
     service.check_model(body.model)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    config = await service.settings(body.given(limit))
+    config = service.settings(body.given(limit))
     ids, ends = await service.render([message.model_dump() for message in body.messages])
     config = service.with_stop_ids(config, ends)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
