@@ -21,7 +21,7 @@ PROMPTS = 64
 SAMPLES = 16  # `n`
 STOPS, STOP_LENGTH = 32, 512  # stop strings, and characters of one
 LARGEST = 2**32  # number in a setting: products of two are finite in float32
-# Entries of a setting that is a list or a map. The engine has the same limits (`generation.slot_batch`) for what it makes of them.
+# Entries of a setting that is a list or a map; `generation.slot_batch` has the same limits for what it makes of them.
 ENTRIES = 1024
 ENTRIES_OF = {"bad_words": 256, "sequence_bias": 256, "stop_token_ids": 32, "dry_breakers": 8192}
 CHARACTERS = 1 << 16  # of all texts in one setting
