@@ -59,7 +59,6 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.app import make_app
         from dantinox.serve.async_engine import AsyncEngine
         from dantinox.serve.options import Options
-        from dantinox.serve.protocols.kobold_bodies import usual
         from dantinox.serve.server import serve as run_server
         from dantinox.text import ChatTemplate
 
