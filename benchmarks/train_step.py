@@ -65,7 +65,7 @@ def main() -> None:
         ids = random.integers(0, o.vocab, (o.batch, o.block + 1)).astype(np.int32)
         batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
         start = time.perf_counter()
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, {})
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - start)
     ms = statistics.median(times[10:]) * 1e3
