@@ -2,15 +2,28 @@
 
     import dantinox
 
-    run = dantinox.load("runs/dante")
-    print(run.generate("Nel mezzo del cammin", top_p=0.9).text)
+    model = dantinox.load("runs/quickstart")
+    print(model.generate("def ", top_p=0.9).text)
 
 The names below are the public API; they are imported when first used, so that `import dantinox` costs nothing.
 """
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time names are imported when first used
+    from dantinox.config import Config as Config
+    from dantinox.config import UserError as UserError
+    from dantinox.config import load_config as load_config
+    from dantinox.generation import generate as generate
+    from dantinox.generation import load as load
+    from dantinox.generation import prepare as prepare
+    from dantinox.interop.checkpoints import export_checkpoint as export_checkpoint
+    from dantinox.interop.checkpoints import import_checkpoint as import_checkpoint
+    from dantinox.model import Transformer as Transformer
+    from dantinox.text import Tokenizer as Tokenizer
+    from dantinox.training import launch as launch
 
 PUBLIC = {
     "Config": "dantinox.config",

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from dantinox.files import atomic_write
 
@@ -83,6 +84,23 @@ def platform_of(name: str = "auto") -> Platform:
 def cache_folder() -> Path:
     """Where this user's caches are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dantinox"
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, so that the second start is fast.
+
+    A directory that was configured through jax stays, as do thresholds other than jax's defaults;
+    `DANTINOX_COMPILATION_CACHE=off` in the environment switches it off.
+    """
+    if os.environ.get("DANTINOX_COMPILATION_CACHE") == "off":
+        return
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+        compilation_cache.reset_cache()  # jax decides at its first compilation whether there is one
+    # By default jax keeps only programs that took over a second to compile.
+    for name, default, ours in (("min_compile_time_secs", 1.0, 0), ("min_entry_size_bytes", 0, -1)):
+        if jax.config.values[f"jax_persistent_cache_{name}"] == default:
+            jax.config.update(f"jax_persistent_cache_{name}", ours)
 
 
 @lru_cache(maxsize=1)

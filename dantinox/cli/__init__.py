@@ -1,15 +1,14 @@
 """The command line, `dantinox train | find-lr | sweep | init | merge-lora | generate | chat | serve | import | export |
 explain | calibrate | eval | info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
 
-import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 from dantinox import __version__
-from dantinox.cli import chat, generate, interop, lora, measure, serve, sweep, train, verify, watch
-from dantinox.cli.common import plain_warnings
+from dantinox.cli.common import backend_problem, choose_run, plain_warnings
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
 
@@ -36,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
         plain_warnings()
     try:
         try:
-            options = _parser().parse(argv)
+            options = _parser(next((word for word in argv if not word.startswith("-")), "")).parse(argv)
+            choose_run(options)
             code: int = options.run(options)
         finally:
             sys.stdout.flush()  # here, where a failure can be reported
@@ -52,6 +52,12 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         _discard_output()  # the reader of a pipe has gone
         return 0
+    except (AssertionError, RuntimeError):
+        problem = None if debug else backend_problem()
+        if problem is None:
+            raise
+        print(f"error: {problem}", file=sys.stderr)
+        return USER_ERROR
     except OSError as error:
         if debug:
             raise
@@ -66,53 +72,42 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> Parser:
+def _parser(chosen: str = "") -> Parser:
+    """The parser of all commands, with the flags of `chosen` alone: those of the others are not looked at."""
     parser = Parser(prog="dantinox", description="Train transformers, or import them, fine-tune them and generate text.")
     parser.add_argument("--version", action="version", version=f"dantinox {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for name, (run, add_flags, text) in COMMANDS.items():
+    for name, (module, function, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
+        if name != chosen:
+            continue
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(run=run)
-        add_flags(command)
+        home = import_module(f"dantinox.cli.{module}")
+        command.set_defaults(run=getattr(home, function))
+        if name != "doctor":
+            getattr(home, f"{function.rstrip('_')}_flags")(command)
     return parser
 
 
-# Name → what it runs, what adds its flags, and what it is for.
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
-    "train": (train.train, train.train_flags, "Train a model, or fine-tune one, from a YAML file into a run directory."),
-    "find-lr": (train.find_lr, train.find_lr_flags, "Let the learning rate climb in a short training, and say which to try."),
-    "sweep": (
-        sweep.sweep,
-        sweep.sweep_flags,
-        "Train with several settings, one after the other, into one table and one plot.",
-    ),
-    "init": (train.init, train.init_flags, "Write a commented YAML file to start from."),
-    "merge-lora": (lora.merge, lora.merge_flags, "Make an ordinary run of low-rank adapters and the weights they are for."),
-    "generate": (generate.generate, generate.generate_flags, "Continue a prompt with the model of a run."),
-    "chat": (chat.chat, chat.chat_flags, "Hold a conversation with a model at the terminal."),
-    "serve": (serve.serve, serve.serve_flags, "Serve a model over HTTP: OpenAI's and KoboldAI's dialects, and a page."),
-    "import": (interop.import_, interop.import_flags, "Make a run of a checkpoint of another program: Hugging Face, GGUF."),
-    "export": (interop.export, interop.export_flags, "Write a run as a folder of transformers or a GGUF file."),
-    "explain": (measure.explain, measure.explain_flags, "Show what each sampling step makes of the token behind a prompt."),
-    "calibrate": (
-        measure.calibrate,
-        measure.calibrate_flags,
-        "Measure what a model's presets need, and save it in its run.",
-    ),
-    "eval": (measure.evaluate, measure.evaluate_flags, "Measure perplexity or tasks; compare samplers, or compressed caches."),
-    "info": (measure.info, measure.info_flags, "Describe a run: settings, size, training, and what narrow weights cost."),
-    "verify": (verify.verify, verify.verify_flags, "Compare every file of a run with what was written."),
-    "plan": (
-        measure.plan,
-        measure.plan_flags,
-        "Compile a run's programs for a machine one need not have, and say what they take.",
-    ),
-    "plot": (watch.plot, watch.plot_flags, "Draw the losses of runs over each other, by step, tokens or time."),
-    "profile": (
-        watch.profile,
-        watch.profile_flags,
-        "Trace some steps of a training, or a generation, and name the dearest operations.",
-    ),
-    "doctor": (measure.doctor, lambda _: None, "Show versions, devices and speed of this machine."),
+# Name → the module of `dantinox.cli` and its function, whose flags `…_flags` adds, and what the command does.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "train": ("train", "train", "Train a model, or fine-tune one, from a YAML file into a run directory."),
+    "find-lr": ("train", "find_lr", "Run a learning-rate range test and suggest a value."),
+    "sweep": ("sweep", "sweep", "Train with several settings, one after the other, into one table and one plot."),
+    "init": ("train", "init", "Write a commented YAML file to start from."),
+    "merge-lora": ("lora", "merge", "Merge LoRA adapters into their base weights, as an ordinary run."),
+    "generate": ("generate", "generate", "Continue a prompt with the model of a run."),
+    "chat": ("chat", "chat", "Hold a conversation with a model at the terminal."),
+    "serve": ("serve", "serve", "Serve a model over HTTP: the OpenAI and KoboldAI protocols, and a web page."),
+    "import": ("interop", "import_", "Make a run of a pretrained checkpoint: Hugging Face, GGUF."),
+    "export": ("interop", "export", "Write a run as a folder of transformers or a GGUF file."),
+    "explain": ("measure", "explain", "Show how each sampling step changes the next-token distribution."),
+    "calibrate": ("measure", "calibrate", "Measure what a model's presets need, and save it in its run."),
+    "eval": ("measure", "evaluate", "Measure perplexity or tasks; compare samplers, or compressed caches."),
+    "info": ("measure", "info", "Describe a run: settings, size, training, and the error of quantized weights."),
+    "verify": ("verify", "verify", "Compare every file of a run with what was written."),
+    "plan": ("measure", "plan", "Compile for a target device you need not own; report memory and FLOPs."),
+    "plot": ("watch", "plot", "Draw the losses of runs over each other, by step, tokens or time."),
+    "profile": ("watch", "profile", "Trace steps of a training, or a generation, and list the most expensive operations."),
+    "doctor": ("measure", "doctor", "Show versions, devices and speed of this machine."),
 }

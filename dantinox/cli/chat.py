@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dantinox.cli.common import given_settings, use_compilation_cache
+from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config import UserError, overlay, settings_of
 from dantinox.config.flags import add_config_flags, value_of
 from dantinox.config.overlay import KEYS
@@ -30,9 +30,8 @@ BELOW = "below each token stands its entropy in bits, rounded, once the answer i
 
 
 def chat_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
-    template = "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, where it has one)"
-    command.add_argument("--chat_template", metavar="NAME", help=template)
+    add_run(command)
+    add_chat_template(command)
     command.add_argument("--system", default="", metavar="TEXT", help="the message that stands before the conversation")
     command.add_argument("--show_entropy", action="store_true", help="begin with /entropy on")
     add_config_flags(command, ("generation", "router", "kv"))
@@ -48,14 +47,9 @@ def chat(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.chat_session import Chat
-    from dantinox.text import ChatTemplate
 
     run = load(options.run_dir, config.generation.tensor_parallel)
-    template = None
-    if options.chat_template is not None:
-        template = ChatTemplate.named(options.chat_template, run.tokenizer)
-    elif own is not None:
-        template = ChatTemplate.load(own, run.tokenizer)
+    template = chosen_template(options, own, run.tokenizer)
     talk = Chat(run, template, settings)
     talk.set_system(options.system)
     talk.entropy = options.show_entropy

@@ -1,15 +1,23 @@
 """What several commands do: read flags and standard input, keep compiled programs."""
 
 import argparse
+import logging
+import os
 import re
+import shutil
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dantinox.config import Config, UserError
 from dantinox.config.files import flat_name
 from dantinox.config.flags import overrides
 from dantinox.files import check_writable
+
+if TYPE_CHECKING:
+    from dantinox.text import ChatTemplate, Tokenizer
 
 PROMPT_HELP = "- reads stdin but for its last line break (default: the run's training.sample_prompt)"
 
@@ -38,22 +46,85 @@ def given_prompt(options: argparse.Namespace, base: Config) -> str:
         raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
 
 
+def add_run(command: argparse.ArgumentParser, text: str = "the run directory of the model") -> None:
+    """Adds RUN, which may also be given as --run_dir; `choose_run` reads both."""
+    command.add_argument("run_path", nargs="?", type=Path, metavar="RUN", help=text)
+    command.add_argument("--run_dir", type=Path, metavar="RUN", help="another way to give RUN")
+
+
+def choose_run(options: argparse.Namespace) -> None:
+    """Puts the run of a command that has one into `run_dir`.
+
+    Raises:
+      UserError: there is none, or there are two.
+    """
+    if not hasattr(options, "run_path"):
+        return
+    if options.run_path is not None and options.run_dir is not None:
+        raise UserError(f"RUN and --run_dir name a run each: {options.run_path} and {options.run_dir}")
+    options.run_dir = options.run_path or options.run_dir
+    if options.run_dir is None:
+        raise UserError("a run directory is missing: give RUN, or --run_dir RUN")
+
+
+def add_chat_template(command: argparse.ArgumentParser) -> None:
+    template = "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, where it has one)"
+    command.add_argument("--chat_template", metavar="NAME", help=template)
+
+
+def chosen_template(options: argparse.Namespace, own: Path | None, tokenizer: "Tokenizer") -> "ChatTemplate | None":
+    """The template of --chat_template, or the run's `own`."""
+    from dantinox.text import ChatTemplate
+
+    if options.chat_template is not None:
+        return ChatTemplate.named(options.chat_template, tokenizer)
+    return None if own is None else ChatTemplate.load(own, tokenizer)
+
+
+class _OneLine(logging.Filter):
+    """A jax plugin that cannot start, as one without its driver, is a line and not a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            record.msg, record.args = f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}".splitlines()[0], ()
+            record.exc_info = None
+        return True
+
+
 def plain_warnings() -> None:
-    """Shows warnings as one line."""
+    """Shows warnings, and what jax logs of a plugin, as one line."""
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    log = logging.getLogger("jax._src.xla_bridge")
+    if not log.filters:
+        log.addFilter(_OneLine())
+
+
+def backend_problem() -> str | None:
+    """What is wrong with JAX_PLATFORMS, where jax finds no such device."""
+    wanted = os.environ.get("JAX_PLATFORMS")
+    if not wanted or "jax" not in sys.modules:
+        return None
+    import jax
+
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError):
+        return f"JAX_PLATFORMS={wanted}: jax finds no such device here; leave it out, or install the plugin and its driver"
+    return None
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, so that the second start is fast."""
-    import jax
+    """`dantinox.platform.use_compilation_cache`, imported when it is needed: it imports jax."""
+    from dantinox.platform import use_compilation_cache
 
-    from dantinox.platform import cache_folder
+    use_compilation_cache()
 
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
-    # By default jax keeps only programs that took over a second to compile.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+def print_lines(lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
+    """Prints what `lines` makes for the width of the terminal, `width` where there is none."""
+    for line in lines(shutil.get_terminal_size((width, 24)).columns):
+        print(line, flush=True)
+    return 0
 
 
 def whole_number(text: str) -> int:

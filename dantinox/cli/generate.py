@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import PROMPT_HELP, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.cli.common import PROMPT_HELP, add_run, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import Config, UserError, overlay
 from dantinox.config.flags import add_config_flags
 from dantinox.files import atomic_write, check_writable
@@ -17,7 +17,7 @@ ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
 
 
 def generate_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    add_run(command)
     command.add_argument(
         "--prompt",
         help=f"text to continue; {PROMPT_HELP}",

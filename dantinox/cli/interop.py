@@ -25,19 +25,23 @@ def import_(options: argparse.Namespace) -> int:
 
 
 def export_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dir", type=Path, help="the run directory")
-    command.add_argument("dest", metavar="DEST", type=Path, help="the folder, or the .gguf file, to make")
+    command.add_argument("places", metavar="PLACE", nargs="+", type=Path, help="RUN and DEST: the folder or .gguf file to make")
+    command.add_argument("--run_dir", type=Path, metavar="RUN", help="another way to give RUN")
     command.add_argument("--format", choices=["hf", "gguf"], help="a folder of transformers, or a GGUF file (default: by DEST)")
     kind = "type of the numbers; q8_0 is GGUF's (default: hf: as they are; gguf: f32)"
     command.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0"], help=kind)
 
 
 def export(options: argparse.Namespace) -> int:
-    named = "gguf" if options.dest.suffix == ".gguf" else "hf"
+    places = [*options.places] if options.run_dir is None else [options.run_dir, *options.places]
+    if len(places) != 2:
+        raise UserError(f"export needs a run directory and a destination, got {' and '.join(map(str, places))}")
+    run_dir, dest = places
+    named = "gguf" if dest.suffix == ".gguf" else "hf"
     if options.format not in (None, named):
         what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
-        raise UserError(f"--format {options.format} makes {what}: DEST cannot be {options.dest}")
+        raise UserError(f"--format {options.format} makes {what}: DEST cannot be {dest}")
     from dantinox.interop.checkpoints import export_checkpoint
 
-    print(f"{options.dest}: {export_checkpoint(options.run_dir, options.dest, named, options.type)}")
+    print(f"{dest}: {export_checkpoint(run_dir, dest, named, options.type)}")
     return 0

@@ -3,13 +3,21 @@
 import argparse
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import PROMPT_HELP, check_plot, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.cli.common import (
+    PROMPT_HELP,
+    add_run,
+    check_plot,
+    given_prompt,
+    given_settings,
+    print_lines,
+    use_compilation_cache,
+    whole_number,
+)
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
@@ -17,7 +25,6 @@ from dantinox.config.start import DEFAULT, load_training
 from dantinox.files import atomic_write, check_folder
 from dantinox.report.console import show_progress
 
-RUN_DIR: dict[str, Any] = {"type": Path, "required": True, "help": "the run directory of the model"}
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
 # Flag → what it belongs to, of router and kv or of the kinds of `eval` ("": all), and how it is read.
 Flags = dict[str, tuple[str, dict[str, Any]]]
@@ -89,7 +96,7 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
 
 
 def explain_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run_dir", **RUN_DIR)
+    add_run(command)
     command.add_argument(
         "--prompt",
         help=f"the text before the token; {PROMPT_HELP}",
@@ -118,7 +125,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def calibrate_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run_dir", **RUN_DIR)
+    add_run(command)
     what = "router: the thresholds of --router_preset calibrated; kv: what a head's share of --kv_budget goes by"
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
     _add(command, CALIBRATE)
@@ -163,7 +170,7 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
     if options.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
-        _print(lines)
+        print_lines(lines)
     if options.plot is not None:
         atomic_write(options.plot, draw())
     return 0
@@ -175,7 +182,7 @@ def evaluate_flags(command: argparse.ArgumentParser) -> None:
         "ppl: the perplexity of a text, in windows that slide over it; tasks: those of lm-evaluation-harness"
     )
     command.add_argument("what", choices=list(KINDS), help=what)
-    command.add_argument("--run_dir", **RUN_DIR)
+    add_run(command)
     _add(command, EVALUATE)
 
 
@@ -189,7 +196,7 @@ def _sampling(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.studies.sampling_view import sampling_files, sampling_lines
 
     sampling = evaluate_sampling(options.run_dir, progress=show_progress, **flags)
-    _print(lambda width: sampling_lines(sampling, width))
+    print_lines(lambda width: sampling_lines(sampling, width))
     return _save(out, sampling_files(sampling))
 
 
@@ -199,7 +206,7 @@ def _kv(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.studies.kv_view import kv_files, kv_lines
 
     kv = evaluate_kv(options.run_dir, progress=show_progress, **flags)
-    _print(lambda width: kv_lines(kv, width))
+    print_lines(lambda width: kv_lines(kv, width))
     return _save(out, kv_files(kv))
 
 
@@ -229,7 +236,7 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     flags.pop("json", None)
     found = measure_perplexity(options.run_dir, progress=show_progress, **flags)
-    return _print(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
+    return print_lines(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
 
 
 def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
@@ -240,7 +247,9 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     flags.pop("json", None)
     found = evaluate_tasks(options.run_dir, progress=show_progress, **flags)
-    return _print(lambda width: [json.dumps(asdict(found), ensure_ascii=False)] if options.json else task_lines(found, width))
+    return print_lines(
+        lambda width: [json.dumps(asdict(found), ensure_ascii=False)] if options.json else task_lines(found, width)
+    )
 
 
 KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
@@ -249,14 +258,14 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 
 
 def info_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dir", type=Path, help="the run directory")
+    add_run(command, "the run directory")
 
 
 def info(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.measure.info import describe
 
-    return _print(lambda _: describe(options.run_dir))
+    return print_lines(lambda _: describe(options.run_dir))
 
 
 def plan_flags(command: argparse.ArgumentParser) -> None:
@@ -304,16 +313,10 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
         return 0
-    return _print(lambda width: plan_lines(found, width))
+    return print_lines(lambda width: plan_lines(found, width))
 
 
 def doctor(options: argparse.Namespace) -> int:
     from dantinox.measure.doctor import examine
 
-    return _print(lambda _: examine())
-
-
-def _print(lines: Callable[[int], Iterable[str]]) -> int:
-    for line in lines(shutil.get_terminal_size((100, 24)).columns):
-        print(line, flush=True)
-    return 0
+    return print_lines(lambda _: examine())

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import given_settings, use_compilation_cache
+from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import add_config_flags
 from dantinox.files import shown
@@ -21,7 +21,7 @@ LONGEST_KEY = 1024
 
 
 def serve_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--run_dir", type=Path, required=True, help="the run directory of the model")
+    add_run(command)
     command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1; others need a key)")
     command.add_argument("--port", type=_number(0, 65535), default=8000, help="0: a free one, which is printed (default: 8000)")
     command.add_argument("--slots", type=_number(1, 1024), help="texts that are decoded together (default: as memory allows)")
@@ -31,8 +31,7 @@ def serve_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no_auth", action="store_true", help="let anybody who reaches the server use it")
     command.add_argument("--allow_host", nargs="+", default=[], metavar="NAME", help="names it has besides its own; *: any")
     command.add_argument("--cors", nargs="+", default=[], metavar="ORIGIN", help="pages of others that may ask; *: any")
-    template = "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, where it has one)"
-    command.add_argument("--chat_template", metavar="NAME", help=template)
+    add_chat_template(command)
     command.add_argument("--name", help="what clients call the model (default: the name of the run directory)")
     command.add_argument("--lite", type=Path, metavar="PATH", help="a copy of Kobold Lite, to be served at /lite")
     add_config_flags(command, ("generation", "router", "kv"))
@@ -60,14 +59,9 @@ def serve(options: argparse.Namespace) -> int:
         from dantinox.serve.async_engine import AsyncEngine
         from dantinox.serve.options import Options
         from dantinox.serve.server import serve as run_server
-        from dantinox.text import ChatTemplate
 
         run = load(options.run_dir, config.generation.tensor_parallel)
-        template = None
-        if options.chat_template is not None:
-            template = ChatTemplate.named(options.chat_template, run.tokenizer)
-        elif own is not None:
-            template = ChatTemplate.load(own, run.tokenizer)
+        template = chosen_template(options, own, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, given=settings)
         told = Options(template, key, hosts, origins, options.lite)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -81,5 +82,8 @@ def init_flags(command: argparse.ArgumentParser) -> None:
 def init(options: argparse.Namespace) -> int:
     if options.file.exists():
         raise UserError(f"{options.file} is there already: choose another name")
-    atomic_write(options.file, starting_config(options.file))
+    from dantinox.platform import platform_of
+
+    cpus = os.cpu_count() if platform_of().name == "cpu" else None
+    atomic_write(options.file, starting_config(options.file, cpus))
     return 0

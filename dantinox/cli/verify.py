@@ -1,13 +1,14 @@
 """`dantinox verify`: its flags, what it calls, what it prints."""
 
 import argparse
-from pathlib import Path
+
+from dantinox.cli.common import add_run
 
 DAMAGED = 1
 
 
 def verify_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dir", type=Path, help="the run directory")
+    add_run(command, "the run directory")
     accept = "take settings, tokenizer, weights and tokens as they are now for what was written; checkpoints stay as they are"
     command.add_argument("--accept", action="store_true", help=accept)
 

@@ -3,13 +3,12 @@
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import whole_number
+from dantinox.cli.common import add_run, whole_number
 from dantinox.config import UserError
 from dantinox.config.start import load_training
 from dantinox.files import check_folder, check_writable
@@ -17,7 +16,9 @@ from dantinox.report.plots import BY, plot_runs
 
 
 def plot_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="run directories, also of runs that still train")
+    text = "run directories, also of runs that still train"
+    command.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=text)
+    command.add_argument("--run_dir", type=Path, nargs="+", default=[], metavar="RUN", help="another way to give RUN")
     command.add_argument("--by", choices=list(BY), default="step", help="what the losses are drawn over (default: step)")
     command.add_argument("--out", type=Path, metavar="FILE.png", help="default, for a single run: RUN/plots/loss_by_STEP.png")
 
@@ -25,7 +26,9 @@ def plot_flags(command: argparse.ArgumentParser) -> None:
 def plot(options: argparse.Namespace) -> int:
     from dantinox.run import RunDirectory, load_run_config
 
-    runs = [RunDirectory(path) for path in options.run_dirs]
+    runs = [RunDirectory(path) for path in (*options.run_dirs, *options.run_dir)]
+    if not runs:
+        raise UserError("a run directory is missing: give RUN, or --run_dir RUN")
     for run in runs:
         if not run.config.is_file():
             raise UserError(f"{run.path} is not a run directory: it has no {run.config.name}")
@@ -47,9 +50,7 @@ def plot(options: argparse.Namespace) -> int:
 
 
 def profile_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "subject", type=Path, metavar="RUN|CONFIG", help="a run directory, a YAML file or a config of the package"
-    )
+    add_run(command, "a run directory, a YAML file or a config of the package")
     count = "steps to trace, or tokens (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)
     command.add_argument("--generate", action="store_true", help="trace the generation of a text by a run, not its training")
@@ -58,10 +59,10 @@ def profile_flags(command: argparse.ArgumentParser) -> None:
 
 
 def profile(options: argparse.Namespace) -> int:
-    is_run = options.subject.is_dir()
+    is_run = options.run_dir.is_dir()
     if options.generate and not is_run:
-        raise UserError(f"--generate needs a run directory, got {options.subject}")
-    out = options.out or (options.subject / "profile" if is_run else Path("profile"))
+        raise UserError(f"--generate needs a run directory, got {options.run_dir}")
+    out = options.out or (options.run_dir / "profile" if is_run else Path("profile"))
     check_folder(out, "--out")
     if options.steps == 0:
         raise UserError("--steps must be at least 1, got 0")
@@ -72,7 +73,7 @@ def profile(options: argparse.Namespace) -> int:
     from dantinox.measure.profile import profile
     from dantinox.measure.profile_view import profile_lines
 
-    work, count = (_generation if options.generate else _training)(options.subject, options.steps)
+    work, count = (_generation if options.generate else _training)(options.run_dir, options.steps)
     found = profile(work, count, out)
     if options.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
@@ -97,7 +98,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     else:
         config = load_training(subject)
         symbols = vocabulary_size_of(config)
-    step = benchmark_step(config, symbols, _note)
+    step = benchmark_step(config, symbols, progress)
     step()
     step().loss.block_until_ready()
     steps = given or 5
@@ -119,7 +120,3 @@ def _generation(subject: Path, given: int | None) -> tuple[Callable[[], Any], in
 
     generate()
     return generate, tokens
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

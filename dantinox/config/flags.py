@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import json
 import types
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dantinox.config.files import ALIASES, allowed, did_you_mean, flat_name, nearest_key, parse_value
@@ -26,6 +27,9 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parses all of `argv`; an unknown flag is named together with the nearest known one."""
         namespace, unknown = self.parse_known_args(argv)
+        # argparse takes an optional positional argument behind the first flag for absent.
+        if unknown and not unknown[0].startswith("-") and getattr(namespace, "run_path", "") is None:
+            namespace.run_path = Path(unknown.pop(0))
         if unknown:
             flag = unknown[0].split("=")[0]
             if not flag.startswith("-"):

@@ -19,18 +19,30 @@ ESSENTIAL = {
     "generation": ("max_new_tokens", "temperature", "top_p"),
 }
 INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
-NOT_DEFAULT = {"data.path": "builtin:python", "training.sample_every": 250}
+SMALL = {
+    "model.dim": 128, "model.n_heads": 4, "model.kv_heads": 2, "model.num_blocks": 4, "model.max_context": 128,
+    "tokenizer.vocab_size": 1024, "training.batch_size": 16,
+}  # fmt: skip
+NOT_DEFAULT: dict[str, Any] = {"data.path": "builtin:python", "training.sample_every": 250}
 
 
-def starting_config(path: str | Path) -> str:
-    """The text of a config to be put at `path` that trains as it is: what most runs set, with its default and what it means."""
-    config = build_config({}, NOT_DEFAULT).model_dump(mode="json")
+def starting_config(path: str | Path, cpus: int | None = None) -> str:
+    """The text of a config to be put at `path` that trains as it is: what most runs set, with its default and what it means.
+
+    Args:
+      cpus: cores of a machine without an accelerator: the model has the size of `quickstart`, which they train in minutes.
+    """
+    small = cpus is not None
+    config = build_config({}, NOT_DEFAULT | (SMALL if small else {})).model_dump(mode="json")
     lines = [
         "# What most runs set. Every other setting has a default: dantinox train --help",
         "#",
         f"#   dantinox train --config {path} --run_dir runs/first",
         '#   dantinox generate --run_dir runs/first --prompt "def "',
     ]
+    if small:
+        why = f"# The model is small because this machine has {cpus} CPU cores and no accelerator. Leave out dim, n_heads,"
+        lines += ["#", why, "# kv_heads, num_blocks, max_context and batch_size for larger defaults."]
     for section, names in ESSENTIAL.items():
         lines += ["", f"{section}:"]
         for name in names:

@@ -14,6 +14,7 @@ from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.weights import HeadOrder, with_head_order
 from dantinox.model import Transformer
+from dantinox.platform import use_compilation_cache
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.params import ScoreFn
@@ -62,6 +63,7 @@ def generate(
     Raises:
       UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
     """
+    use_compilation_cache()
     max_new_tokens = settings.pop("max_generations", max_new_tokens)
     prompts, T = _prompts(input_ids, prompt_lengths)
     for name in REFUSED:

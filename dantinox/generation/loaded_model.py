@@ -21,6 +21,7 @@ from dantinox.generation.static_batch import bucket
 from dantinox.generation.token_settings import seeded
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
+from dantinox.platform import use_compilation_cache
 from dantinox.run import (
     KVCalibration,
     RunDirectory,
@@ -196,6 +197,7 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
     """
     run = open_run(run_dir)
     config = load_run_config(run)
+    use_compilation_cache()
     tokenizer = Tokenizer.load(run.tokenizer)
     model = load_model(config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel)
 

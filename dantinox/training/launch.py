@@ -12,6 +12,7 @@ from dantinox.config import Config
 from dantinox.config.sections import idle, without
 from dantinox.distributed import Silent, broadcast_from_rank0, is_rank0, join, make_layout
 from dantinox.files import UserError
+from dantinox.platform import use_compilation_cache
 from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
     COMPANIONS,
@@ -53,6 +54,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
         raise UserError("resuming needs the run directory to go on with")
     trackers(config, Path())  # a library that is missing is said before the corpus is read
     join(config)
+    use_compilation_cache()
     config = without(config, [*START_UP, *idle(config)])  # what is of this launch, and what has no effect, is not kept
     with contextlib.ExitStack() as held:
         console: Any = held.enter_context(open_console() if is_rank0() else Silent())

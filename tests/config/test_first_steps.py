@@ -1,6 +1,8 @@
 """What a newcomer types first: names of configs, few steps, JSON for lists, a version, a prompt from a pipe."""
 
 import io
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from dantinox.cli.common import given_prompt
 from dantinox.config import UserError, build_config, dump_config, load_config
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import FIELDS
-from dantinox.config.start import load_training
+from dantinox.config.start import load_training, starting_config
 from dantinox.training.resume import total_steps
 
 
@@ -81,3 +83,89 @@ def test_without_a_prompt_it_is_that_of_the_runs_samples():
 def test_a_format_that_the_name_contradicts_is_refused(dest, format, words, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path), str(tmp_path / dest), "--format", format]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / dest).exists()
+
+
+@pytest.mark.parametrize(
+    "argv", [["R"], ["--run_dir", "R"], ["--seed", "1", "R"], ["R", "--seed", "1"], ["--stop", "a", "--run_dir", "R"]]
+)
+def test_a_run_is_given_by_place_or_by_flag(argv, capsys):
+    for command in ("generate", "chat", "explain"):
+        argv = [word for word in argv if command != "explain" or word not in ("--stop", "a")]
+        assert cli.main([command, *argv]) == 2 and "no run directory at R" in capsys.readouterr().err
+    for command in (["info"], ["verify"], ["plot"], ["eval", "ppl", "--data_path", "x"], ["calibrate", "--what", "kv"]):
+        words = argv if argv[0] in ("R", "--run_dir") and len(argv) < 3 else ["R"]
+        assert cli.main([*command, *words]) == 2 and "R" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"), [([], "a run directory is missing"), (["A", "--run_dir", "B"], "name a run each: A and B")]
+)
+def test_a_run_that_is_missing_or_given_twice(argv, words, capsys):
+    for command in ("generate", "chat", "serve", "info", "verify", "explain"):
+        assert cli.main([command, *argv]) == 2 and words in capsys.readouterr().err
+
+
+def test_only_the_flags_of_the_chosen_command_are_built(monkeypatch, capsys):
+    monkeypatch.setattr("dantinox.config.flags.allowed", lambda key: pytest.fail("no command has settings here"))
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"    {name}" in out for name in cli.COMMANDS)
+    with pytest.raises(SystemExit):
+        cli.main(["verify", "--help"])
+    assert "--accept" in capsys.readouterr().out
+
+
+def test_init_fits_the_machine(tmp_path):
+    (tmp_path / "small.yaml").write_text(starting_config(tmp_path / "small.yaml", cpus=2))
+    (tmp_path / "large.yaml").write_text(starting_config(tmp_path / "large.yaml"))
+    small, large = load_training(tmp_path / "small.yaml"), load_training(tmp_path / "large.yaml")
+    assert (small.model.dim, large.model.dim) == (128, 256) and small.training.batch_size == 16
+    assert "2 CPU cores and no accelerator" in (tmp_path / "small.yaml").read_text()
+
+
+BACKENDS = """
+import sys
+from dantinox import cli
+sys.exit(cli.main(["doctor"]))
+"""
+PLUGIN = "def initialize():\n    raise RuntimeError('no driver')\n"
+
+
+@pytest.mark.slow
+def test_hardware_that_is_not_there_is_one_line(tmp_path):
+    def run(**environment):
+        return subprocess.run([sys.executable, "-c", BACKENDS], env=os.environ | environment, capture_output=True, text=True)
+
+    missing = run(JAX_PLATFORMS="cuda")
+    assert missing.returncode == 2 and missing.stderr.startswith("error: JAX_PLATFORMS=cuda: jax finds no such device here")
+    assert missing.stderr.count("\n") == 1
+    (tmp_path / "jax_plugins" / "broken").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "broken" / "__init__.py").write_text(PLUGIN)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    broken = run(PYTHONPATH=paths)
+    assert broken.returncode == 0 and "Traceback" not in broken.stderr and broken.stderr.count("\n") == 1, broken.stderr
+
+
+CACHE = """
+import jax
+from dantinox.platform import use_compilation_cache
+use_compilation_cache()
+values = jax.config.values
+print(values["jax_compilation_cache_dir"], values["jax_persistent_cache_min_compile_time_secs"])
+"""
+
+
+def test_the_compilation_cache_of_the_python_api(tmp_path):
+    def found(**environment):
+        names = ("JAX_COMPILATION_CACHE_DIR", "DANTINOX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        clean = {name: value for name, value in os.environ.items() if name not in names}
+        clean |= {"XDG_CACHE_HOME": str(tmp_path)} | environment
+        return subprocess.run(
+            [sys.executable, "-c", CACHE], env=clean, capture_output=True, text=True, check=True
+        ).stdout.split()
+
+    assert found() == [str(tmp_path / "dantinox" / "jax"), "0"]
+    assert found(JAX_COMPILATION_CACHE_DIR="/elsewhere") == ["/elsewhere", "0"]
+    assert found(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="3") == [str(tmp_path / "dantinox" / "jax"), "3.0"]
+    assert found(DANTINOX_COMPILATION_CACHE="off") == ["None", "1.0"]
