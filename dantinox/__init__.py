@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are import
     from dantinox.config import Config as Config
     from dantinox.config import UserError as UserError
     from dantinox.config import load_config as load_config
-    from dantinox.generation import generate as generate
     from dantinox.generation import load as load
     from dantinox.generation import prepare as prepare
+    from dantinox.generation.generate import generate as generate
     from dantinox.interop.checkpoints import export_checkpoint as export_checkpoint
     from dantinox.interop.checkpoints import import_checkpoint as import_checkpoint
     from dantinox.model import Transformer as Transformer
     from dantinox.text import Tokenizer as Tokenizer
-    from dantinox.training import launch as launch
+    from dantinox.training.launch import launch as launch
 
 PUBLIC = {
     "Config": "dantinox.config",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config import UserError, overlay, settings_of
-from dantinox.config.flags import add_config_flags, value_of
+from dantinox.config.flags import Parser, add_config_flags, value_of
 from dantinox.config.overlay import KEYS
 from dantinox.config.sections import FIELDS
 from dantinox.files import on_one_line, shown
@@ -29,7 +29,7 @@ SHADED = "each token is shaded by the entropy of its distribution, dark (0 bits)
 BELOW = "below each token stands its entropy in bits, rounded, once the answer is complete: this output has no colours"
 
 
-def chat_flags(command: argparse.ArgumentParser) -> None:
+def chat_flags(command: Parser) -> None:
     add_run(command)
     add_chat_template(command)
     command.add_argument("--system", default="", metavar="TEXT", help="the message that stands before the conversation")

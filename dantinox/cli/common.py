@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dantinox.config import Config, UserError
 from dantinox.config.files import flat_name
-from dantinox.config.flags import overrides
+from dantinox.config.flags import Parser, overrides
 from dantinox.files import check_writable
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def given_prompt(options: argparse.Namespace, base: Config) -> str:
         raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
 
 
-def add_run(command: argparse.ArgumentParser, text: str = "the run directory of the model") -> None:
+def add_run(command: Parser, text: str = "the run directory of the model") -> None:
     """Adds RUN, which may also be given as --run_dir; `choose_run` reads both."""
     command.add_argument("run_path", nargs="?", type=Path, metavar="RUN", help=text)
     command.add_argument("--run_dir", type=Path, metavar="RUN", help="another way to give RUN")
@@ -67,7 +67,7 @@ def choose_run(options: argparse.Namespace) -> None:
         raise UserError("a run directory is missing: give RUN, or --run_dir RUN")
 
 
-def add_chat_template(command: argparse.ArgumentParser) -> None:
+def add_chat_template(command: Parser) -> None:
     template = "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, where it has one)"
     command.add_argument("--chat_template", metavar="NAME", help=template)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from dantinox.cli.common import PROMPT_HELP, add_run, given_prompt, given_settings, use_compilation_cache, whole_number
 from dantinox.config import Config, UserError, overlay
-from dantinox.config.flags import add_config_flags
+from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import atomic_write, check_writable
 
 ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
 
 
-def generate_flags(command: argparse.ArgumentParser) -> None:
+def generate_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument(
         "--prompt",

@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 from dantinox.config import UserError
+from dantinox.config.flags import Parser
 
 
-def import_flags(command: argparse.ArgumentParser) -> None:
+def import_flags(command: Parser) -> None:
     source = "a folder of transformers, a .gguf file, a run directory of DantinoX 0, or owner/model of Hugging Face's hub"
     command.add_argument("source", metavar="SRC", help=source)
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory to make")
@@ -24,7 +25,7 @@ def import_(options: argparse.Namespace) -> int:
     return 0
 
 
-def export_flags(command: argparse.ArgumentParser) -> None:
+def export_flags(command: Parser) -> None:
     command.add_argument("places", metavar="PLACE", nargs="+", type=Path, help="RUN and DEST: the folder or .gguf file to make")
     command.add_argument("--run_dir", type=Path, metavar="RUN", help="another way to give RUN")
     command.add_argument("--format", choices=["hf", "gguf"], help="a folder of transformers, or a GGUF file (default: by DEST)")

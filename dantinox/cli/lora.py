@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 from dantinox.config import UserError
+from dantinox.config.flags import Parser
 
 
-def merge_flags(command: argparse.ArgumentParser) -> None:
+def merge_flags(command: Parser) -> None:
     command.add_argument("source", type=Path, nargs="?", metavar="RUN", help="the run that adapters were trained in")
     command.add_argument("--adapter", type=Path, metavar="DIR", help="or a folder of PEFT's, with adapter_config.json in it")
     command.add_argument("--base", type=Path, metavar="RUN", help="the run that those are for")

@@ -19,7 +19,7 @@ from dantinox.cli.common import (
     whole_number,
 )
 from dantinox.config import UserError, overlay
-from dantinox.config.flags import add_config_flags, overrides
+from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
 from dantinox.config.start import DEFAULT, load_training
 from dantinox.files import atomic_write, check_folder
@@ -71,7 +71,7 @@ EVALUATE: Flags = {
 }  # fmt: skip
 
 
-def _add(command: argparse.ArgumentParser, flags: Flags) -> None:
+def _add(command: Parser, flags: Flags) -> None:
     for name, (of, reading) in flags.items():
         one = of and " " not in of
         command.add_argument(f"--{name}", **reading | {"help": (f"{of}: " if one else "") + reading["help"]})
@@ -95,7 +95,7 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
     return found
 
 
-def explain_flags(command: argparse.ArgumentParser) -> None:
+def explain_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument(
         "--prompt",
@@ -124,7 +124,7 @@ def explain(options: argparse.Namespace) -> int:
     return _show(options, asdict(found), lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 
-def calibrate_flags(command: argparse.ArgumentParser) -> None:
+def calibrate_flags(command: Parser) -> None:
     add_run(command)
     what = "router: the thresholds of --router_preset calibrated; kv: what a head's share of --kv_budget goes by"
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
@@ -176,7 +176,7 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
     return 0
 
 
-def evaluate_flags(command: argparse.ArgumentParser) -> None:
+def evaluate_flags(command: Parser) -> None:
     what = (
         "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size; "
         "ppl: the perplexity of a text, in windows that slide over it; tasks: those of lm-evaluation-harness"
@@ -257,7 +257,7 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 }  # fmt: skip
 
 
-def info_flags(command: argparse.ArgumentParser) -> None:
+def info_flags(command: Parser) -> None:
     add_run(command, "the run directory")
 
 
@@ -268,7 +268,7 @@ def info(options: argparse.Namespace) -> int:
     return print_lines(lambda _: describe(options.run_dir))
 
 
-def plan_flags(command: argparse.ArgumentParser) -> None:
+def plan_flags(command: Parser) -> None:
     command.add_argument(
         "--config", type=Path, default=DEFAULT, help=f"a YAML file, or a config of the package (default: {DEFAULT})"
     )

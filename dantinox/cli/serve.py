@@ -12,7 +12,7 @@ from typing import Any
 
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config import UserError, overlay
-from dantinox.config.flags import add_config_flags
+from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import shown
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
@@ -20,7 +20,7 @@ KEY = "DANTINOX_API_KEY"
 LONGEST_KEY = 1024
 
 
-def serve_flags(command: argparse.ArgumentParser) -> None:
+def serve_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1; others need a key)")
     command.add_argument("--port", type=_number(0, 65535), default=8000, help="0: a free one, which is printed (default: 8000)")

@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 
 from dantinox.cli.common import plain_warnings, use_compilation_cache
+from dantinox.config.flags import Parser
 from dantinox.config.sweep import load_sweep
 from dantinox.files import atomic_write, shown
 
 
-def sweep_flags(command: argparse.ArgumentParser) -> None:
+def sweep_flags(command: Parser) -> None:
     what = "a YAML file with base, grid or random with trials and seed, and runs_dir; the same command goes on with it"
     command.add_argument("file", type=Path, metavar="SWEEP.yaml", help=what)
     command.add_argument("--dry_run", action="store_true", help="check and print the trials, then stop")

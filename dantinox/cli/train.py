@@ -9,12 +9,12 @@ from pathlib import Path
 
 from dantinox.cli.common import check_plot, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
-from dantinox.config.flags import add_config_flags, overrides
+from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.start import DEFAULT, build_training, load_training, starting_config
 from dantinox.files import atomic_write
 
 
-def train_flags(command: argparse.ArgumentParser) -> None:
+def train_flags(command: Parser) -> None:
     command.add_argument("--config", type=Path, help=f"a YAML file, or a config of the package (default: {DEFAULT})")
     command.add_argument("--run_dir", type=Path, help="where to write (default: runs/run_YYYYMMDD_HHMMSS)")
     command.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
@@ -51,7 +51,7 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def find_lr_flags(command: argparse.ArgumentParser) -> None:
+def find_lr_flags(command: Parser) -> None:
     command.add_argument("--config", type=Path, default=DEFAULT, help=f"as of train (default: {DEFAULT})")
     command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="steps at most (default: 100)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss over the learning rate")
@@ -75,7 +75,7 @@ def find_lr(options: argparse.Namespace) -> int:
     return 0
 
 
-def init_flags(command: argparse.ArgumentParser) -> None:
+def init_flags(command: Parser) -> None:
     command.add_argument("file", type=Path, help="the YAML file to write")
 
 

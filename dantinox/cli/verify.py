@@ -3,11 +3,12 @@
 import argparse
 
 from dantinox.cli.common import add_run
+from dantinox.config.flags import Parser
 
 DAMAGED = 1
 
 
-def verify_flags(command: argparse.ArgumentParser) -> None:
+def verify_flags(command: Parser) -> None:
     add_run(command, "the run directory")
     accept = "take settings, tokenizer, weights and tokens as they are now for what was written; checkpoints stay as they are"
     command.add_argument("--accept", action="store_true", help=accept)

@@ -10,12 +10,14 @@ from typing import Any
 
 from dantinox.cli.common import add_run, whole_number
 from dantinox.config import UserError
+from dantinox.config.flags import Parser
 from dantinox.config.start import load_training
 from dantinox.files import check_folder, check_writable
+from dantinox.report.console import show_progress
 from dantinox.report.plots import BY, plot_runs
 
 
-def plot_flags(command: argparse.ArgumentParser) -> None:
+def plot_flags(command: Parser) -> None:
     text = "run directories, also of runs that still train"
     command.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=text)
     command.add_argument("--run_dir", type=Path, nargs="+", default=[], metavar="RUN", help="another way to give RUN")
@@ -49,7 +51,7 @@ def plot(options: argparse.Namespace) -> int:
     return 0
 
 
-def profile_flags(command: argparse.ArgumentParser) -> None:
+def profile_flags(command: Parser) -> None:
     add_run(command, "a run directory, a YAML file or a config of the package")
     count = "steps to trace, or tokens (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)
@@ -98,7 +100,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     else:
         config = load_training(subject)
         symbols = vocabulary_size_of(config)
-    step = benchmark_step(config, symbols, progress)
+    step = benchmark_step(config, symbols, show_progress)
     step()
     step().loss.block_until_ready()
     steps = given or 5

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dantinox.config.needs import Needs
+from dantinox.config.prerequisites import Needs
 
 
 def as_tuple(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -123,12 +124,12 @@ def find_config(name: str | Path) -> Path:
     """The file at a path or, where there is none, the package's own config of that name.
 
     Raises:
-      UserError: there is neither.
+      UserError: a name without a suffix, and there is neither.
     """
     path, own = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
     if not path.is_file() and str(path) in own:
         return own[str(path)]
-    if not path.exists():
+    if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
         raise UserError(f"no config file at {on_one_line(str(path))}: give a file, or one of the package's ({', '.join(own)})")
     return path
 
@@ -375,8 +376,7 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
     """
     text = _read_text(path)
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        tree = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        tree, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
         raise UserError(_yaml_sentence(error, path)) from None
     except yaml.reader.ReaderError as error:
@@ -388,14 +388,24 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
         raise UserError(f"not a config file: lists inside lists, too deep to read ({path})") from None
     if tree is None:
         raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(needs)})")
-    if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
+    if not isinstance(tree, dict):
         raise UserError(f"{path} must hold sections ({', '.join(needs)}), got {shown(tree)}")
-    lines: dict[str, int] = {}
-    for section, content in node.value:
-        lines[section.value] = section.start_mark.line + 1
-        if isinstance(content, yaml.MappingNode):
-            lines |= {f"{section.value}.{key.value}": key.start_mark.line + 1 for key, _ in content.value}
     return tree, lines
+
+
+def _parse(text: str) -> tuple[Any, dict[str, int]]:
+    """The value of a YAML text, and the lines of its keys and of those of its sections."""
+    loader = _Loader(text)  # a SafeLoader
+    try:
+        node = loader.get_single_node()
+        lines: dict[str, int] = {}
+        for section, content in node.value if isinstance(node, yaml.MappingNode) else ():
+            lines[str(section.value)] = section.start_mark.line + 1
+            if isinstance(content, yaml.MappingNode):
+                lines |= {f"{section.value}.{key.value}": key.start_mark.line + 1 for key, _ in content.value}
+        return (None if node is None else loader.construct_document(node)), lines
+    finally:
+        loader.dispose()
 
 
 def _read_text(path: Path) -> str:

@@ -19,7 +19,12 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are `UserError` sentences and that abbreviates nothing."""
 
     def __init__(self, **kwargs: Any):
+        self.flags: list[str] = []  # those added so far, without the groups'
         super().__init__(allow_abbrev=False, **kwargs)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
+        self.flags += names
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> Any:
         raise UserError(message)
@@ -38,14 +43,14 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
-def add_config_flags(parser: argparse.ArgumentParser, sections: tuple[str, ...] | None = None) -> None:
+def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None) -> None:
     """Adds a flag for every setting of `sections` (default: all); `overrides` reads them back."""
     keys = {key: key for key in FIELDS} | ALIASES
     keys = {name: key for name, key in keys.items() if sections is None or key.partition(".")[0] in sections}
     owners: dict[str, list[str]] = {}
     for name in keys:
         owners.setdefault(flat_name(name), []).append(name)
-    taken = set(parser._option_string_actions)
+    taken = set(parser.flags)
     group = parser.add_argument_group("settings (each also as --section.key)")
     for name, key in keys.items():
         flat = flat_name(name)
@@ -54,11 +59,12 @@ def add_config_flags(parser: argparse.ArgumentParser, sections: tuple[str, ...] 
             names.insert(0, f"--{flat}")
         names += [f"--{short}" for short, target in SHORT_NAMES.items() if target == name]
         help_text = (f"{FIELDS[key].description}: {allowed(key)}").replace("%", "%%")
+        parser.flags += names
         group.add_argument(*names, dest=f"config:{name}", default=None, help=help_text, metavar="V", **_arity(key))
     for flat, paths in owners.items():
         if len(paths) > 1 and f"--{flat}" not in taken:
             group.add_argument(f"--{flat}", dest=f"ambiguous:{flat}", nargs="?", const="", default=None, help=argparse.SUPPRESS)
-    parser.set_defaults(flags=sorted(parser._option_string_actions))
+    parser.set_defaults(flags=sorted(parser.flags))
 
 
 def _nearest_flag(flag: str, known: list[str]) -> str:

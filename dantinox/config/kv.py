@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, field
-from dantinox.config.needs import Needs, given
+from dantinox.config.prerequisites import Needs, given
 
 Policy = Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
 Signal = Literal["uniform", "entropy", "coverage", "loss"]

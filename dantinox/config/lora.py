@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
 from dantinox.config.model import AttentionSection, LoraConfig, ModelSection, MoESection, Projection
-from dantinox.config.needs import Needs, given
+from dantinox.config.prerequisites import Needs, given
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 LORA = Needs(("lora.rank", given))

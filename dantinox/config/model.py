@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
-from dantinox.config.needs import Needs, given
+from dantinox.config.prerequisites import Needs, given
 from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]

@@ -16,7 +16,7 @@ PAIRS = [
     *((key, f"base_{key}") for key in ROUTED),
     *((flat_name(old), flat_name(new)) for old, new in ALIASES.items()),
 ]
-MAKES_ROOM = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIRS}}
+SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIRS}}
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -42,10 +42,10 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "", under: Map
         _check_name(name, origin)
     own = {name: value for name, value in settings_of(base).items() if value != FIELDS[KEYS[name]].default}
     if under:
-        own = _with_room(own, under) | _with_bases(under, own)
+        own = _without_superseded(own, under) | _with_bases(under, own)
     strict = _with_bases(given, own)
     tree: dict[str, dict[str, Any]] = {}
-    for name, value in _with_room(own, given).items():
+    for name, value in _without_superseded(own, given).items():
         section, _, key = KEYS.get(name, f"generation.{name}").partition(".")
         tree.setdefault(section, {})[key] = value
     changed = {KEYS.get(name, f"generation.{name}"): value for name, value in strict.items()}
@@ -57,10 +57,10 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "", under: Map
     return base.model_copy(update={name: getattr(merged, name) for name in REQUEST})
 
 
-def _with_room(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _without_superseded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings below a request, without those whose place it takes."""
     order = given.get("sampler_order")
-    gone = {MAKES_ROOM.get(name) for name in given}
+    gone = {SUPERSEDES.get(name) for name in given}
     if isinstance(order, list | tuple) and any(isinstance(name, str) for name in order):
         gone.add("preset")
     if given.get("strategy") == "entropy":

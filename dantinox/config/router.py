@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, NonNegative, Section, field
-from dantinox.config.needs import Needs, given
+from dantinox.config.prerequisites import Needs, given
 from dantinox.files import UserError
 
 Threshold = NonNegative | None

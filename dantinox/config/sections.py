@@ -29,7 +29,7 @@ from dantinox.config.generation import GenerationSection, generation_conflicts
 from dantinox.config.kv import KVSection, kv_conflicts
 from dantinox.config.lora import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
-from dantinox.config.needs import Needs, given, idle_among
+from dantinox.config.prerequisites import Needs, given, inactive_settings
 from dantinox.config.router import RouterSection, router_conflicts
 from dantinox.config.steps import needs_of
 from dantinox.files import UserError
@@ -328,7 +328,7 @@ def flat(config: Config, changed: bool = False) -> dict[str, Any]:
 
 def idle(config: Config) -> dict[str, str]:
     """The settings that were set and have no effect: dotted path → while what is so."""
-    return idle_among(flat(config), DEFAULTS, NEEDS)
+    return inactive_settings(flat(config), DEFAULTS, NEEDS)
 
 
 def without(config: Config, keys: Iterable[str]) -> Config:

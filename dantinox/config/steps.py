@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, Section, as_tuple, field
-from dantinox.config.needs import Needs
+from dantinox.config.prerequisites import Needs
 
 TINY = 1.1754943508222875e-38  # the smallest normal float32
 

@@ -1,6 +1,6 @@
-"""What a setting needs of the others, and which settings are idle: set, and without effect beside the others.
+"""What a setting needs of the others, and which settings are inactive: set, and without effect beside the others.
 
-The marks stand on the types of the settings. An idle flag or argument is refused, one in a file is named in a line.
+The marks stand on the types of the settings. An inactive flag or argument is refused, one in a file is reported in a line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,9 @@ def given(value: Any) -> bool:
     return value is not None
 
 
-def idle_among(values: Mapping[str, Any], defaults: Mapping[str, Any], needs: Mapping[str, Sequence[Needs]]) -> dict[str, str]:
+def inactive_settings(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], needs: Mapping[str, Sequence[Needs]]
+) -> dict[str, str]:
     """The settings, other than their default, that change nothing beside the others: dotted path → while what is so.
 
     What has no effect itself counts as its default for those that need it.
