@@ -19,30 +19,30 @@ from dantinox.distributed.layout import placed
 from dantinox.distributed.rules import AXES, RULES, in_layer, split_of
 from dantinox.model import Transformer
 from dantinox.model.cache import KVCache
-from dantinox.model.sharing import Sharing
+from dantinox.model.parallelism import Parallelism
 
 
 @dataclass(frozen=True)
-class TensorSharing(Sharing):
+class TensorParallelism(Parallelism):
     """What a model is given whose weights stand on the axis `tensor` of a mesh, its rows on `rows`."""
 
     mesh: Mesh | None = None
     rows: tuple[str, ...] = ()
 
-    def leave(self, x: jax.Array) -> jax.Array:
-        return self.together(x)
+    def reduce_from_tp(self, x: jax.Array) -> jax.Array:
+        return self.all_gather(x)
 
-    def together(self, x: jax.Array) -> jax.Array:
+    def all_gather(self, x: jax.Array) -> jax.Array:
         assert self.mesh is not None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows or None)))
 
-    def apart(self, x: jax.Array) -> jax.Array:
+    def shard_features(self, x: jax.Array) -> jax.Array:
         """Else narrow weights, gate above up in one array, leave their parts where `down` is gathered for them."""
         assert self.mesh is not None
         at = PartitionSpec(self.rows or None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, at))
 
-    def by_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def shard_map_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         by_row, by_head = PartitionSpec(self.rows or None), PartitionSpec(self.rows or None, None, "tensor")
 
         def shared(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
@@ -140,7 +140,7 @@ def shared_over(model: Transformer, mesh: Mesh, rows: tuple[str, ...] = ()) -> T
     """The same model with its weights on a mesh."""
     graph, state = nnx.split(model)
     shared = nnx.merge(graph, jax.device_put(state, shardings_of(model, mesh)))
-    shared.sharing = TensorSharing(mesh=mesh, rows=rows)
+    shared.parallelism = TensorParallelism(mesh=mesh, rows=rows)
     return shared
 
 
@@ -148,7 +148,7 @@ def shapes_over(model: Transformer, mesh: Mesh) -> Transformer:
     """`shared_over` of a model of shapes."""
     graph, state = nnx.split(model)
     shared = nnx.merge(graph, placed(state, shardings_of(model, mesh)))
-    shared.sharing = TensorSharing(mesh=mesh)
+    shared.parallelism = TensorParallelism(mesh=mesh)
     return shared
 
 

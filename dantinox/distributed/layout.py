@@ -21,8 +21,8 @@ from dantinox.config import Config, ModelConfig, UserError
 from dantinox.distributed.rules import AXES, BATCH, TABLES, Split, in_layer, split_of
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
+from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.parameters import Parameters, blueprint
-from dantinox.model.sharing import ALONE, GATHERED, Sharing
 
 ONE_DEVICE = "one device"
 
@@ -107,9 +107,9 @@ class Layout:
         return found
 
     @property
-    def sharing(self) -> Sharing:
+    def parallelism(self) -> Parallelism:
         """What a model is given in a program that devices share."""
-        return ALONE if self.mesh is None else MeshSharing(gathers=True, groups=self.sizes["expert"], layout=self)
+        return SINGLE_DEVICE if self.mesh is None else MeshParallelism(gathers=True, groups=self.sizes["expert"], layout=self)
 
     def built(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
         """The model of a device's parts of the parameters."""
@@ -117,7 +117,7 @@ class Layout:
             return build(parameters)
         whole = {name: p if "/" in name and name not in TABLES else self.whole(name, p) for name, p in parameters.items()}
         model = build(whole)
-        model.sharing = self.sharing
+        model.parallelism = self.parallelism
         return model
 
     def whole(self, name: str, w: jax.Array) -> jax.Array:
@@ -288,7 +288,7 @@ _divided.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / copies,))
 
 
 @dataclass(frozen=True)
-class MeshSharing(Sharing):
+class MeshParallelism(Parallelism):
     """What passes between the devices of a mesh, inside a program that every one of them runs."""
 
     layout: Layout | None = None
@@ -298,42 +298,42 @@ class MeshSharing(Sharing):
         assert self.layout is not None
         return self.layout.sizes["tensor"]
 
-    def whole(self, block: Any) -> Any:
+    def gather_weights(self, block: Any) -> Any:
         assert self.layout is not None
         graph, state = nnx.split(block)
         flat = nnx.to_flat_state(state)
         made = [(path, leaf.replace(self.layout.whole("/".join(map(str, path)), leaf[...]))) for path, leaf in flat]
         return nnx.merge(graph, nnx.from_flat_state(made))
 
-    def enter(self, x: Any) -> Any:
+    def copy_to_tp(self, x: Any) -> Any:
         return _enter(x) if self.tensor > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def leave(self, x: jax.Array) -> jax.Array:
+    def reduce_from_tp(self, x: jax.Array) -> jax.Array:
         return _leave(x) if self.tensor > 1 else x
 
-    def once(self, x: jax.Array) -> jax.Array:
+    def scale_replicated(self, x: jax.Array) -> jax.Array:
         return _divided(x, self.tensor) if self.tensor > 1 else x
 
-    def own(self, x_N: jax.Array) -> jax.Array:
+    def local_shard(self, x_N: jax.Array) -> jax.Array:
         if self.tensor == 1:
             return x_N
-        padded = jnp.pad(self.enter(x_N), [(0, -len(x_N) % self.tensor)] + [(0, 0)] * (x_N.ndim - 1))
+        padded = jnp.pad(self.copy_to_tp(x_N), [(0, -len(x_N) % self.tensor)] + [(0, 0)] * (x_N.ndim - 1))
         size = len(padded) // self.tensor
         return lax.dynamic_slice_in_dim(padded, lax.axis_index("tensor") * size, size)
 
-    def mean(self, x: jax.Array) -> jax.Array:
+    def pmean_batch(self, x: jax.Array) -> jax.Array:
         return lax.pmean(x, BATCH)
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def psum_batch(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, BATCH)
 
-    def over_heads(self, x: jax.Array) -> jax.Array:
+    def pmean_heads(self, x: jax.Array) -> jax.Array:
         return lax.pmean(x, "tensor") if self.tensor > 1 else x
 
-    def tokens_of_group(self, x_N: jax.Array) -> jax.Array:
+    def all_gather_tokens(self, x_N: jax.Array) -> jax.Array:
         return lax.all_gather(x_N, "expert", axis=0, tiled=True) if self.groups > 1 else x_N
 
-    def tokens_back(self, y_N: jax.Array) -> jax.Array:
+    def reduce_scatter_tokens(self, y_N: jax.Array) -> jax.Array:
         return lax.psum_scatter(y_N, "expert", scatter_dimension=0, tiled=True) if self.groups > 1 else y_N
 
     def first_expert(self, experts: int) -> Any:

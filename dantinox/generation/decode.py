@@ -189,7 +189,7 @@ def _read(model, params, tokens_PT, positions_PT, cache):
     P, T = tokens_PT.shape
     parts = -(-T // PART) if cache is not None and cache.compressed else 1
     if parts == 1:
-        begun = None if cache is None else cache.begun(model.config, model.sharing)
+        begun = None if cache is None else cache.for_prefill(model.config, model.parallelism)
         x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=begun, probe=probe_of(params))
         return x_PTD, cache, attention_of(params, aux)
     size = -(-T // parts)

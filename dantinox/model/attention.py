@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.chunked import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
+from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import rotate
-from dantinox.model.sharing import Sharing
-from dantinox.model.store import AnyStore, Front, OneStore, Parted
+from dantinox.model.store import AnyStore, OneStore, SegmentedStore, StorePrefix
 
 Angles = tuple[jax.Array, jax.Array] | None
 Probe = Callable[[jax.Array, jax.Array], Any]
@@ -44,13 +44,19 @@ class Attention(nnx.Module):
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None, sharing: Sharing
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        angles: Angles,
+        memory: Any,
+        probe: Probe | None,
+        parallelism: Parallelism,
     ):
-        x_BTD = sharing.enter(x_BTD)
+        x_BTD = parallelism.copy_to_tp(x_BTD)
         qkv = self.qkv(x_BTD)
         q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
         if self.q_norm is not None and self.k_norm is not None:
-            averaged = (sharing.over_heads,) if self.over_heads else ()
+            averaged = (parallelism.pmean_heads,) if self.over_heads else ()
             q_BTKGH, k_BTKH = self.q_norm(q_BTKGH, *averaged), self.k_norm(k_BTKH, *averaged)
         if angles is not None:
             q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
@@ -60,7 +66,7 @@ class Attention(nnx.Module):
         a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
-        return self.out(a_BTKGH, sharing.leave), memory, probed
+        return self.out(a_BTKGH, parallelism.reduce_from_tp), memory, probed
 
 
 class Attended(NamedTuple):
@@ -78,10 +84,10 @@ def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softma
       valid_BKTS: which keys each query may see (the K axis may be 1). A query that may see none gets an average of all, to be
         ignored, or with sinks nothing.
     """
-    if not isinstance(store, Parted):
+    if not isinstance(store, SegmentedStore):
         return _attention(q_BTKGH, store, valid_BKTS, softmax)
 
-    def front(used: Front) -> Attended:
+    def front(used: StorePrefix) -> Attended:
         seen, slots = _attention(q_BTKGH, used, valid_BKTS[..., : used.ends[-1]], softmax), used.ends[-1]
         rest = [(0, 0)] * 4 + [(0, store.slots - slots)]
         return Attended(seen.out_BTKGH, jnp.pad(seen.scores_BKGTS, rest), jnp.pad(seen.weights_BKGTS, rest))
@@ -97,7 +103,7 @@ def _attention(q_BTKGH: jax.Array, store: OneStore, valid_BKTS: jax.Array, softm
     scores = scores_BKMS.reshape(B, K, G, T, -1)
     scores = scores if softmax.cap is None else capped(scores, softmax.cap)
     masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = _weights(masked, softmax.sinks_KG, store.ends if isinstance(store, Front) else None)
+    weights = _weights(masked, softmax.sinks_KG, store.ends if isinstance(store, StorePrefix) else None)
     weights_BKMS = weights.reshape(scores_BKMS.shape)
     out_BKMV = store.average(weights_BKMS, q_BTKGH.dtype)
     return Attended(out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights)

@@ -21,8 +21,8 @@ from dantinox.model.attention import attend, attention, probed, probed_alone, vi
 from dantinox.model.compressed import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
-from dantinox.model.sharing import ALONE, Sharing
-from dantinox.model.store import BITS, AnyStore, LatentStore, Parted, Store
+from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
+from dantinox.model.store import BITS, AnyStore, LatentStore, SegmentedStore, Store
 from dantinox.platform import platform_of
 
 
@@ -34,17 +34,17 @@ class Full:
     store: AnyStore
 
     @property
-    def begins(self) -> bool:
+    def is_prefill(self) -> bool:
         """Whether what it sees is all of this call."""
         return False
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
-        after = self.with_(k_BTKH, v_BTKH, positions_BT)
+        after = self.append(k_BTKH, v_BTKH, positions_BT)
         held_11S = jnp.arange(self.store.slots)[None, None]
         out_BTKGH, _, told = attend(q_BTKGH, after.store, positions_BT, held_11S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
 
-    def with_(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Full":
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Full":
         """The same with new keys and values in it."""
         slots_BT = jnp.where(positions_BT < 0, self.store.slots, positions_BT)
         return Full(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None]))
@@ -58,13 +58,13 @@ class Ring:
     store: Store | LatentStore
 
     @property
-    def begins(self) -> bool:
+    def is_prefill(self) -> bool:
         """Whether what it sees is all of this call."""
         return False
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         """Several queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
-        after = self.with_(k_BTKH, v_BTKH, positions_BT)
+        after = self.append(k_BTKH, v_BTKH, positions_BT)
         if positions_BT.shape[1] == 1:
             store, held_B1S = after.store, self._held(positions_BT[:, 0])
         else:
@@ -73,7 +73,7 @@ class Ring:
         out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
 
-    def with_(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Ring":
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Ring":
         """The same with the newest of these keys and values in it."""
         if positions_BT.shape[1] == 1:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
@@ -88,14 +88,16 @@ class Ring:
         return (last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W)[:, None]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segments_BT", "kept"], meta_fields=["kernel", "platform", "sharing"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["segments_BT", "kept"], meta_fields=["kernel", "platform", "parallelism"]
+)
 @dataclass(frozen=True)
-class Fresh:
+class NoCache:
     """Nothing before this call: the keys are those of this call. With `segments_BT`, attention stays inside a document.
 
     Attributes:
       kernel, platform: the `ModelConfig`'s.
-      sharing: the model's.
+      parallelism: the model's.
       kept: the empty memory that is to keep the keys and values, which are seen as it rounds them; None: nothing keeps them.
     """
 
@@ -103,10 +105,10 @@ class Fresh:
     kernel: str = "xla"
     platform: str = "auto"
     kept: Full | Ring | None = None
-    sharing: Sharing = ALONE
+    parallelism: Parallelism = SINGLE_DEVICE
 
     @property
-    def begins(self) -> bool:
+    def is_prefill(self) -> bool:
         """Whether what it sees is all of this call."""
         return True
 
@@ -123,11 +125,11 @@ class Fresh:
         dtype = k_BTKH.dtype if self.kept is None or instead is not None else self.kept.store.dtype
         store, held_B1T = Store.of(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
         kept_k, kept_v = instead or (k_BTKH, v_BTKH)
-        after = self if self.kept is None else self.kept.with_(kept_k, kept_v, positions_BT)
+        after = self if self.kept is None else self.kept.append(kept_k, kept_v, positions_BT)
         kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
         if kernel is not None and (probe is None or self.segments_BT is None):
             k_BTKH, v_BTKH = store.wide(k_BTKH.dtype)
-            out_BTKGH = self.sharing.by_heads(kernel)(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window, softmax)
+            out_BTKGH = self.parallelism.shard_map_heads(kernel)(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window, softmax)
             return out_BTKGH, after, probed_alone(probe, q_BTKGH, store, positions_BT, held_B1T, window, softmax)
         valid_BKTS = visible(positions_BT, held_B1T, window)
         if self.segments_BT is not None:
@@ -150,9 +152,9 @@ class KVCache:
     spans: tuple[int, ...]
     requested: float = 1.0
 
-    def begun(self, config: ModelConfig, sharing: Sharing = ALONE) -> "KVCache":
+    def for_prefill(self, config: ModelConfig, parallelism: Parallelism = SINGLE_DEVICE) -> "KVCache":
         """This empty cache for one call, which reads texts from their beginning with the model's attention kernel."""
-        fresh = partial(Fresh, None, config.kernel, config.platform, sharing=sharing)
+        fresh = partial(NoCache, None, config.kernel, config.platform, parallelism=parallelism)
         layers = tuple(layer if isinstance(layer, Compressed) else fresh(kept=layer) for layer in self.layers)
         return replace(self, layers=layers)  # type: ignore[arg-type]
 
@@ -211,7 +213,7 @@ def make_cache(
     Args:
       dtype: of keys and values, or latents: float32, bfloat16 or int8.
       compression: the slots of every head, and what stays in them; None: all of every text.
-      parted: where all of a text stays, its slots are `Parted`.
+      parted: where all of a text stays, its slots are `SegmentedStore`.
     """
     B, K, H = batch, config.kv_heads, config.head_size
     all_spans = spans(config, slots)
@@ -228,7 +230,7 @@ def make_cache(
             return Compressed.empty(B, H, compression, index, kept)
         if span < slots:
             return Ring(empty(span))
-        return Full(Parted.empty(B, span, empty) if parted else empty(span))
+        return Full(SegmentedStore.empty(B, span, empty) if parted else empty(span))
 
     return KVCache(
         tuple(layer(index) for index in range(config.num_blocks)), all_spans, 1.0 if compression is None else compression.ratio

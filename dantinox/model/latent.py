@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Probe
 from dantinox.model.layers import Linear, Softmax, product, rms_norm
+from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import rotate
-from dantinox.model.sharing import Sharing
 
 
 class UpProjection(nnx.Module):
@@ -67,20 +67,26 @@ class LatentAttention(nnx.Module):
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros(N, jnp.float32)) if config.sink_logits else None
 
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, angles: Angles, memory: Any, probe: Probe | None, sharing: Sharing
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        angles: Angles,
+        memory: Any,
+        probe: Probe | None,
+        parallelism: Parallelism,
     ):
         assert angles is not None
         queried = x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD))
-        q_BTNQ = self.q(sharing.enter(queried))
+        q_BTNQ = self.q(parallelism.copy_to_tp(queried))
         parts = q_BTNQ[..., : self.head_size], rotate(q_BTNQ[..., self.head_size :], angles)
         kv_BTC = self.kv_a(x_BTD)
-        latent_BT1R = sharing.enter(self.kv_norm(kv_BTC[..., : self.rank])[:, :, None])
-        shared_BT1P = sharing.enter(rotate(kv_BTC[:, :, None, self.rank :], angles))
-        attend = self._plain if memory.begins else self._absorbed
+        latent_BT1R = parallelism.copy_to_tp(self.kv_norm(kv_BTC[..., : self.rank])[:, :, None])
+        shared_BT1P = parallelism.copy_to_tp(rotate(kv_BTC[:, :, None, self.rank :], angles))
+        attend = self._plain if memory.is_prefill else self._absorbed
         a_BTNV, memory, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, memory, probe)
         if self.gate is not None:
-            a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(sharing.enter(x_BTD)))
-        return self.out(a_BTNV, sharing.leave), memory, probed
+            a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(parallelism.copy_to_tp(x_BTD)))
+        return self.out(a_BTNV, parallelism.reduce_from_tp), memory, probed
 
     def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, memory, probe):
         """Every head with keys and values of its own."""

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.sharing import Sharing
+from dantinox.model.parallelism import Parallelism
 
 PRODUCT = "product"  # the name of what a `Linear` gives, for those who keep it for the backward pass
 
@@ -186,9 +186,11 @@ class GatedFeedForward(nnx.Module):
         self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
-    def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
-        gate_up = self.gate_up(sharing.enter(x_BTD))
-        return self.down(sharing.apart(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :]), sharing.leave)
+    def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
+        gate_up = self.gate_up(parallelism.copy_to_tp(x_BTD))
+        return self.down(
+            parallelism.shard_features(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :]), parallelism.reduce_from_tp
+        )
 
 
 class PlainFeedForward(nnx.Module):
@@ -200,8 +202,8 @@ class PlainFeedForward(nnx.Module):
         self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
-    def __call__(self, x_BTD: jax.Array, sharing: Sharing) -> jax.Array:
-        return self.down(self.function(self.up(sharing.enter(x_BTD))), sharing.leave)
+    def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
+        return self.down(self.function(self.up(parallelism.copy_to_tp(x_BTD))), parallelism.reduce_from_tp)
 
 
 def feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:

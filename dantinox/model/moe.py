@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.layers import GATED, PLAIN, feed_forward
-from dantinox.model.sharing import GATHERED, Sharing
+from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import platform_of
 
 TILE = 64  # rows that a CPU multiplies at once, or all where there are fewer
@@ -60,7 +60,7 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (D, E), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.bias else None
 
-    def __call__(self, x_ND: Array, sharing: Sharing) -> tuple[Array, Array, Routing]:
+    def __call__(self, x_ND: Array, parallelism: Parallelism) -> tuple[Array, Array, Routing]:
         """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread, on all devices that share it."""
         K, E = self.rule.top_k, self.rule.count
         logits_NE = jnp.matmul(x_ND.astype(jnp.float32), self.kernel[...], precision="highest")
@@ -70,10 +70,10 @@ class Router(nnx.Module):
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalise:
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
-        counts_E = sharing.total(counts(experts_NK, E))
+        counts_E = parallelism.psum_batch(counts(experts_NK, E))
         share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
-        balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * sharing.mean(jnp.mean(share_NE, axis=0)))
-        z = sharing.mean(jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
+        balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * parallelism.pmean_batch(jnp.mean(share_NE, axis=0)))
+        z = parallelism.pmean_batch(jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
 
 
@@ -134,33 +134,33 @@ class MixtureOfExperts(nnx.Module):
             shared = feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.shared = nnx.data(shared)
 
-    def __call__(self, x_BTD: Array, sharing: Sharing) -> tuple[Array, Routing]:
+    def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        *chosen, routing = self.router(x_ND, sharing)
-        x_ND, experts_NK, weights_NK = (sharing.tokens_of_group(sharing.enter(a)) for a in (x_ND, *chosen))
-        y_ND = self._of_own_experts(x_ND, experts_NK, weights_NK, sharing)
-        y_BTD = sharing.leave(sharing.tokens_back(y_ND)).astype(x_BTD.dtype).reshape(x_BTD.shape)
-        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD, sharing)), routing
+        *chosen, routing = self.router(x_ND, parallelism)
+        x_ND, experts_NK, weights_NK = (parallelism.all_gather_tokens(parallelism.copy_to_tp(a)) for a in (x_ND, *chosen))
+        y_ND = self._of_own_experts(x_ND, experts_NK, weights_NK, parallelism)
+        y_BTD = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND)).astype(x_BTD.dtype).reshape(x_BTD.shape)
+        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD, parallelism)), routing
 
-    def _of_own_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, sharing: Sharing) -> Array:
+    def _of_own_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
         """What tokens get of the experts that stand on this device: float32 `[N, D]`."""
-        here = self.router.rule.count // sharing.groups
+        here = self.router.rule.count // parallelism.groups
         expert_M = experts_NK.reshape(-1)
-        if sharing.groups > 1:  # the rows of others come last, behind all sizes
-            own = expert_M - sharing.first_expert(here)
+        if parallelism.groups > 1:  # the rows of others come last, behind all sizes
+            own = expert_M - parallelism.first_expert(here)
             expert_M = jnp.where((own >= 0) & (own < here), own, here)
         order_M = jnp.argsort(expert_M)
         place_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(len(order_M), dtype=order_M.dtype))
         rows = Rows(expert_M[order_M], counts(expert_M, here))
-        y_MD = self.experts(sent(experts_NK.shape[1], x_ND, order_M, place_M), rows)
-        if sharing.groups > 1:
+        y_MD = self.experts(dispatch(experts_NK.shape[1], x_ND, order_M, place_M), rows)
+        if parallelism.groups > 1:
             y_MD = jnp.where((rows.expert_M < here)[:, None], y_MD, 0)
-        y_NKD = returned(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
+        y_NKD = combine(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
         return jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sent(K: int, x_ND: Array, order_M: Array, place_M: Array) -> Array:
+def dispatch(K: int, x_ND: Array, order_M: Array, place_M: Array) -> Array:
     """A copy of each token for each of its experts, in their order: row m is token `order_M[m] // K`.
 
     Its derivative gathers as well: that of a plain gather would be a scatter, a slow loop on a CPU.
@@ -168,24 +168,24 @@ def sent(K: int, x_ND: Array, order_M: Array, place_M: Array) -> Array:
     return x_ND[order_M // K]
 
 
-def _sent_forward(K: int, x_ND: Array, order_M: Array, place_M: Array):
+def _dispatch_forward(K: int, x_ND: Array, order_M: Array, place_M: Array):
     return x_ND[order_M // K], place_M
 
 
-def _sent_backward(K: int, place_M: Array, d_MD: Array):
+def _dispatch_backward(K: int, place_M: Array, d_MD: Array):
     return jnp.sum(d_MD[place_M].reshape(-1, K, d_MD.shape[-1]), axis=1), None, None
 
 
-sent.defvjp(_sent_forward, _sent_backward)
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
-def returned(y_MD: Array, order_M: Array, place_M: Array) -> Array:
+def combine(y_MD: Array, order_M: Array, place_M: Array) -> Array:
     """Rows in the order of their tokens again, the inverse of that permutation."""
     return y_MD[place_M]
 
 
-returned.defvjp(lambda y_MD, order_M, place_M: (y_MD[place_M], order_M), lambda order_M, d_MD: (d_MD[order_M], None, None))
+combine.defvjp(lambda y_MD, order_M, place_M: (y_MD[place_M], order_M), lambda order_M, d_MD: (d_MD[order_M], None, None))
 
 
 def grouped_product(x_MI: Array, w_EIO: Array, rows: Rows, platform: str) -> Array:

@@ -222,8 +222,8 @@ class LatentStore(Slots):
         return LatentStore(2, 3, *(() if self.latent_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
 
 
-class Front(NamedTuple):
-    """The first parts of a `Parted` store, as one."""
+class StorePrefix(NamedTuple):
+    """The first parts of a `SegmentedStore` store, as one."""
 
     parts: tuple[Store | LatentStore, ...]
 
@@ -246,7 +246,7 @@ class Front(NamedTuple):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parts", "used_B"], meta_fields=[])
 @dataclass(frozen=True)
-class Parted:
+class SegmentedStore:
     """A store in parts, of which a CPU reads those that any text has got to: slot s of them all holds position s.
 
     What is computed of a row is bit for bit the same however far the other rows have got: the parts are the same, sums are
@@ -260,7 +260,7 @@ class Parted:
     used_B: jax.Array
 
     @classmethod
-    def empty(cls, batch: int, slots: int, part: Callable[[int], Store | LatentStore]) -> "Parted":
+    def empty(cls, batch: int, slots: int, part: Callable[[int], Store | LatentStore]) -> "SegmentedStore":
         """Parts made by `part(slots)`: a half, a quarter and two eighths of all, none shorter than `LEAST_PART`."""
         ends = [slots]
         while len(ends) < MOST_PARTS and ends[0] // 2 >= LEAST_PART:
@@ -290,7 +290,7 @@ class Parted:
     def _firsts(self) -> list[int]:
         return [sum(part.slots for part in self.parts[:number]) for number in range(len(self.parts))]
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array) -> "Parted":
+    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array) -> "SegmentedStore":
         """Each new key and value in its slot; a slot outside the store is dropped."""
 
         def written(first: int, part: Store | LatentStore) -> Store | LatentStore:
@@ -298,17 +298,17 @@ class Parted:
             return part.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, part.slots))
 
         used_B = jnp.max(jnp.where(slots_BT1 < self.slots, slots_BT1 + 1, 0), axis=(1, 2))
-        return Parted(tuple(map(written, self._firsts, self.parts)), used_B)
+        return SegmentedStore(tuple(map(written, self._firsts, self.parts)), used_B)
 
-    def in_use(self, function: Callable[[Front], Any]) -> Any:
+    def in_use(self, function: Callable[[StorePrefix], Any]) -> Any:
         """The function of those parts that some row has got to; its outcome has the same shape for any of them."""
         number = jnp.sum(jnp.max(self.used_B) > jnp.asarray(self._firsts[1:], jnp.int32))
-        fronts = [Front(self.parts[: count + 1]) for count in range(len(self.parts))]
+        fronts = [StorePrefix(self.parts[: count + 1]) for count in range(len(self.parts))]
         return jax.lax.switch(number, [partial(function, front) for front in fronts])
 
 
-AnyStore = Store | LatentStore | Parted
-OneStore = Store | LatentStore | Front  # whose scores are those of all its slots
+AnyStore = Store | LatentStore | SegmentedStore
+OneStore = Store | LatentStore | StorePrefix  # whose scores are those of all its slots
 
 
 def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None, dtype: DTypeLike) -> jax.Array:

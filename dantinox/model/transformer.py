@@ -13,13 +13,13 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
-from dantinox.model.cache import Fresh, KVCache
+from dantinox.model.cache import KVCache, NoCache
 from dantinox.model.latent import LatentAttention
 from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.lora import adapt, hold
 from dantinox.model.moe import MixtureOfExperts
+from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.positions import rotary_angles, sinusoidal
-from dantinox.model.sharing import ALONE, GATHERED, Sharing
 from dantinox.platform import platform_of
 
 
@@ -74,12 +74,12 @@ class Block(nnx.Module):
         memory: Any,
         key: Any,
         probe: Probe | None,
-        sharing: Sharing,
+        parallelism: Parallelism,
     ):
         keys = (None, None) if key is None else jax.random.split(key)
-        a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, sharing)
+        a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, parallelism)
         x_BTD = x_BTD + dropout(self.post_norm1(a_BTD), self.dropout_rate, keys[0])
-        fed: Any = self.ffn(self.norm2(x_BTD), sharing)
+        fed: Any = self.ffn(self.norm2(x_BTD), parallelism)
         f_BTD, routing = fed if self.routes else (fed, None)
         x_BTD = x_BTD + dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1])
         return x_BTD, memory, (probed, routing)
@@ -103,10 +103,10 @@ class Transformer(nnx.Module):
     Weights are float32; activations have the compute dtype; logits are float32.
 
     Attributes:
-      sharing: how devices share the work, put there by who knows their mesh.
+      parallelism: the communication between devices, set by the code that knows their mesh.
     """
 
-    sharing: Sharing = ALONE
+    parallelism: Parallelism = SINGLE_DEVICE
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, V = config.dim, config.vocab_size
@@ -164,7 +164,9 @@ class Transformer(nnx.Module):
         fresh, L = self._fresh(segments_BT), self.config.num_blocks
         layers: tuple[Any, ...] = cache.layers if cache is not None else (fresh,) * L
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(L + 1)]
-        x_BTD = self.sharing.once(dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1]))
+        x_BTD = self.parallelism.scale_replicated(
+            dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1])
+        )
         angles = self._angles(positions_BT)
         if self.config.scan_layers:
             x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L])
@@ -186,11 +188,11 @@ class Transformer(nnx.Module):
 
     @property
     def _recomputes(self) -> bool:
-        return self.config.remat != "none" or self.sharing.gathers
+        return self.config.remat != "none" or self.parallelism.gathers
 
     def _through(self, block: Block, probe: Probe | None, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
         """A layer's answer, with its weights made whole for it."""
-        return self.sharing.whole(block)(*args, probe, self.sharing)
+        return self.parallelism.gather_weights(block)(*args, probe, self.parallelism)
 
     def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any]) -> tuple[jax.Array, Any]:
         """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.
@@ -226,15 +228,15 @@ class Transformer(nnx.Module):
             logits = self.head(x_BTD)
         else:
             logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
-        logits = biased(self.sharing.together(logits), self.head_bias)
+        logits = biased(self.parallelism.all_gather(logits), self.head_bias)
         return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
         """The weights `[D, V]` that logits are made with."""
         return self.embed[...].T if self.head is None else self.head.kernel[...]
 
-    def _fresh(self, segments_BT: jax.Array | None) -> Fresh:
-        return Fresh(segments_BT, self.config.kernel, self.config.platform, sharing=self.sharing)
+    def _fresh(self, segments_BT: jax.Array | None) -> NoCache:
+        return NoCache(segments_BT, self.config.kernel, self.config.platform, parallelism=self.parallelism)
 
     def _angles(self, positions_BT: jax.Array) -> list[Angles]:
         """Those of each layer, the same arrays where layers rotate alike."""
@@ -250,4 +252,4 @@ class Transformer(nnx.Module):
             x_BTD = x_BTD + self.position_embed[...][jnp.clip(positions_BT, 0)]
         elif self.config.position == "sinusoidal":
             x_BTD = x_BTD + sinusoidal(positions_BT, self.config.dim)
-        return self.sharing.together(x_BTD.astype(self.dtype))
+        return self.parallelism.all_gather(x_BTD.astype(self.dtype))

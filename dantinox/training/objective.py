@@ -99,7 +99,7 @@ def _losses(
     # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
-    own = model.sharing.own  # of the tokens that several devices have
+    own = model.parallelism.local_shard  # of the tokens that several devices have
     x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
     size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
     in_parts = _token_losses if size >= len(x_ND) else partial(_in_chunks, size=size)
@@ -111,7 +111,7 @@ def _routing(model: Transformer, aux: dict, targets: jax.Array) -> Routing | Non
     routing: Routing | None = aux.get("routing")
     if routing is None:
         return None
-    balance, z = (targets * model.sharing.enter(jnp.mean(part)) for part in (routing.balance, routing.z))
+    balance, z = (targets * model.parallelism.copy_to_tp(jnp.mean(part)) for part in (routing.balance, routing.z))
     return Routing(balance, z, routing.counts_E)
 
 

@@ -158,7 +158,7 @@ class TrainStep:
         """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = blueprint(model)
-        count = jnp.maximum(layout.sharing.total(counted(batch)), 1.0)
+        count = jnp.maximum(layout.parallelism.psum_batch(counted(batch)), 1.0)
 
         def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.built(build, parameters | base)

@@ -282,4 +282,4 @@ def test_bytes_of_latents(dtype):
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03), (jnp.int8, 0.05)])
 def test_a_prompt_is_read_with_keys_of_all_heads_and_the_rest_by_its_latents(dtype, tolerance):
     built = build(LATENT)
-    follow(built, [(6, 6, 6)] + [ONE] * 12, empty(built, dtype).begun(LATENT), tolerance)
+    follow(built, [(6, 6, 6)] + [ONE] * 12, empty(built, dtype).for_prefill(LATENT), tolerance)

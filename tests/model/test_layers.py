@@ -11,10 +11,10 @@ from flax import nnx
 
 from dantinox.config import ModelConfig
 from dantinox.model import Transformer, compute_dtype
-from dantinox.model.cache import Fresh
+from dantinox.model.cache import NoCache
 from dantinox.model.layers import dropout
+from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
 from dantinox.model.positions import rotary_angles
-from dantinox.model.sharing import ALONE, Sharing
 from dantinox.platform import PLATFORMS
 
 from . import reference
@@ -41,16 +41,16 @@ def test_dropout_is_off_without_a_key_or_a_rate():
 
 
 @dataclass(frozen=True)
-class Watching(Sharing):
+class Watching(Parallelism):
     """Keeps the residual stream after the embedding and after each block."""
 
     seen: list = field(default_factory=list, compare=False)
 
-    def once(self, x):
+    def scale_replicated(self, x):
         self.seen.append(x)
         return x
 
-    def whole(self, block):
+    def gather_weights(self, block):
         def run(*args):
             x, *rest = block(*args)
             self.seen.append(x)
@@ -68,7 +68,7 @@ def streams(built: Built, with_dropout: bool):
         seen: list[jax.Array] = []
 
         rngs, model = nnx.Rngs(dropout=key) if with_dropout else None, built.model(state)
-        model.sharing = Watching(seen=seen)
+        model.parallelism = Watching(seen=seen)
         x_BTD, _, _ = model.hidden(tokens_BT, places(*tokens_BT.shape), rngs=rngs)
         return seen, x_BTD
 
@@ -113,10 +113,12 @@ def test_dropout_masks_of_every_site():
         table_VD = np.asarray(built.state["embed"][...])
         np.testing.assert_allclose(embedding, np.where(embedding != 0, table_VD[tokens] / (1 - rate), 0), rtol=1e-6)
         if silent == "attention":
-            branch = np.asarray(jax.jit(lambda block, x: block.ffn(block.norm2(x), ALONE))(block, embedding))
+            branch = np.asarray(jax.jit(lambda block, x: block.ffn(block.norm2(x), SINGLE_DEVICE))(block, embedding))
         else:
             angles = rotary_angles(places(8, 32), 4, 1e4)
-            attend = jax.jit(lambda block, x, *where: block.attention(block.norm1(x), *where, Fresh(), None, ALONE)[0])
+            attend = jax.jit(
+                lambda block, x, *where: block.attention(block.norm1(x), *where, NoCache(), None, SINGLE_DEVICE)[0]
+            )
             branch = np.asarray(attend(block, embedding, places(8, 32), angles))
         np.testing.assert_allclose(first, np.where(first != 0, branch / (1 - rate), 0), rtol=1e-3, atol=1e-4)
         sites += [first != 0, second != 0]

@@ -10,7 +10,7 @@ from dantinox.config import ExpertsConfig
 from dantinox.generation.weights import NarrowExperts
 from dantinox.model import moe
 from dantinox.model.moe import ExpertLinear, MixtureOfExperts, Rows, grouped_product, tiled_product
-from dantinox.model.sharing import ALONE
+from dantinox.model.parallelism import SINGLE_DEVICE
 
 from .builder import config
 
@@ -76,7 +76,7 @@ def test_the_router_and_what_is_said_of_it():
     layer = MixtureOfExperts(model_config, dtype=jnp.float32, rngs=nnx.Rngs(0), out_gain=1.0)
     x_ND = np.random.default_rng(0).standard_normal((30, 12)).astype(np.float32)
     layer.router.bias[...] = jnp.asarray([0.0, 0.3, -0.3, 0.0, 0.1])
-    experts_NK, weights_NK, routing = jax.jit(lambda router, x_ND: router(x_ND, ALONE))(layer.router, x_ND)
+    experts_NK, weights_NK, routing = jax.jit(lambda router, x_ND: router(x_ND, SINGLE_DEVICE))(layer.router, x_ND)
     logits_NE = x_ND.astype(np.float64) @ np.asarray(layer.router.kernel[...], np.float64)
     scores_NE = np.exp(logits_NE) / np.exp(logits_NE).sum(axis=1, keepdims=True)
     order_NE = np.argsort(-(scores_NE + np.asarray(layer.router.bias[...])), axis=1)
@@ -97,7 +97,7 @@ def test_derivatives_are_those_of_all_experts_at_once():
     graph, state = nnx.split(layer)
 
     def loss(state):
-        return jnp.sum(jnp.sin(nnx.merge(graph, state)(x_BTD, ALONE)[0]))
+        return jnp.sum(jnp.sin(nnx.merge(graph, state)(x_BTD, SINGLE_DEVICE)[0]))
 
     def dense(state):
         router, experts = state["router"], state["experts"]
