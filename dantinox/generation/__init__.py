@@ -2,7 +2,7 @@
 
 from dantinox.generation.generate import generate
 from dantinox.generation.loaded_model import LoadedModel, load
+from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.result import Result
-from dantinox.generation.weights import prepare
 
 __all__ = ["Result", "LoadedModel", "generate", "load", "prepare"]

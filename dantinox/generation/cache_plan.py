@@ -9,8 +9,8 @@ import numpy as np
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv import KVSection
-from dantinox.generation.budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
-from dantinox.generation.weights import HeadOrder
+from dantinox.generation.cache_budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
+from dantinox.generation.quantized_weights import HeadOrder
 from dantinox.model import Compression, compute_dtype
 from dantinox.model.cache import spans
 from dantinox.run import KVCalibration

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.weights import NARROW_ROWS, Split, widen
+from dantinox.generation.quantized_weights import NARROW_ROWS, Split, widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.router import AttentionMetrics, combine, layer_attention

@@ -12,7 +12,7 @@ from dantinox.config import Config, KVSection, UserError, overlay
 from dantinox.files import shown
 from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.loaded_model import LoadedModel
-from dantinox.generation.weights import HeadOrder, with_head_order
+from dantinox.generation.quantized_weights import HeadOrder, with_head_order
 from dantinox.model import Transformer
 from dantinox.platform import use_compilation_cache
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration

@@ -9,8 +9,8 @@ from dantinox.distributed import shared_over, tensor_mesh
 from dantinox.files import shown
 from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.constraints import Constraint, Grammars, Matcher
+from dantinox.generation.quantized_weights import HeadOrder, prepare, with_head_order
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
-from dantinox.generation.weights import HeadOrder, prepare, with_head_order
 from dantinox.model import Transformer
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams

@@ -24,9 +24,9 @@ from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import ECHOED, PART, DecodeState, Emitted, _generate_toks
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
+from dantinox.generation.quantized_weights import Split, split, widen
 from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
 from dantinox.generation.token_settings import seeded, stop_token_ids
-from dantinox.generation.weights import Split, split, widen
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import platform_of
 from dantinox.programs import available_bytes, size

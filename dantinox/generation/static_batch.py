@@ -14,8 +14,8 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import CHUNK, DecodeState, Emitted, _generate_toks
+from dantinox.generation.quantized_weights import split
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RunningBatch
-from dantinox.generation.weights import split
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL

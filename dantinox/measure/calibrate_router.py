@@ -13,7 +13,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.config.router import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
-from dantinox.generation.weights import widen
+from dantinox.generation.quantized_weights import widen
 from dantinox.measure.reading import in_batches, read_text, stored
 from dantinox.model import Transformer
 from dantinox.model.scoring import by_position

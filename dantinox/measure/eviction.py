@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig
-from dantinox.generation.budgets import UNIT
-from dantinox.generation.weights import widen
+from dantinox.generation.cache_budgets import UNIT
+from dantinox.generation.quantized_weights import widen
 from dantinox.measure.reading import batches, positions_of
 from dantinox.model import KVCache, Transformer
 from dantinox.model.attention import attention, visible

@@ -16,9 +16,9 @@ from dantinox.config.router import EVERY, STRATEGIES
 from dantinox.config.steps import NUMBERS, STEPS
 from dantinox.generation import LoadedModel
 from dantinox.generation.decode import attention_of, probe_of
+from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket, clamp_to_context
 from dantinox.generation.token_settings import seeded
-from dantinox.generation.weights import widen
 from dantinox.measure.reading import positions_of
 from dantinox.model import Transformer
 from dantinox.report.trace import finite

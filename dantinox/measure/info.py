@@ -13,7 +13,7 @@ from flax import nnx
 
 from dantinox.config import Config, ModelConfig
 from dantinox.generation import LoadedModel, load, prepare
-from dantinox.generation.weights import WEIGHTS, weight_bytes, widen
+from dantinox.generation.quantized_weights import WEIGHTS, weight_bytes, widen
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.report import human_bytes, human_count, table

@@ -20,8 +20,8 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.generation.decode import PREFILL
+from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket
-from dantinox.generation.weights import widen
 from dantinox.measure.reading import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
 from dantinox.model import Transformer
 from dantinox.model.scoring import by_position

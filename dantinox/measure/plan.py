@@ -16,8 +16,8 @@ from dantinox.config import Config, ModelConfig, UserError
 from dantinox.distributed import ONE_DEVICE, Layout, bytes_on_one, make_layout, place_shared, shapes_over, tensor_mesh
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
+from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch, slots_needed
-from dantinox.generation.weights import prepare
 from dantinox.measure.topology import Topology
 from dantinox.measure.work import SENT, work_of
 from dantinox.model import Transformer, compute_dtype

@@ -14,8 +14,8 @@ from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK
+from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.generation.weights import widen
 from dantinox.measure.eviction import divergence, read_limited, rows_at_once
 from dantinox.measure.reading import batches, in_batches, positions_of
 from dantinox.model import KVCache, Transformer, make_cache

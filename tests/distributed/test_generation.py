@@ -8,8 +8,8 @@ from flax import nnx
 from dantinox.config import UserError, build_config
 from dantinox.distributed import shared_over, tensor_mesh, weight_places, widest
 from dantinox.generation.cache_plan import plan_cache
+from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.generation.weights import prepare
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.sampling import SamplingParams

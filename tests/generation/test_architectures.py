@@ -5,7 +5,7 @@ import pytest
 
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.generation import generate, prepare
-from dantinox.generation.weights import weight_bytes, widen
+from dantinox.generation.quantized_weights import weight_bytes, widen
 
 from . import builder
 

@@ -15,8 +15,8 @@ from dantinox.config.kv import KVSection
 from dantinox.generation import decode, generate, prepare
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
+from dantinox.generation.quantized_weights import with_head_order
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.generation.weights import with_head_order
 from dantinox.model import attention, kernels, make_cache
 from dantinox.model.compressed import Compressed
 from dantinox.run import KVCalibration

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import ExpertsConfig
-from dantinox.generation.weights import NarrowExperts
+from dantinox.generation.quantized_weights import NarrowExperts
 from dantinox.model import moe
 from dantinox.model.moe import ExpertLinear, MixtureOfExperts, Rows, grouped_product, tiled_product
 from dantinox.model.parallelism import SINGLE_DEVICE

@@ -15,7 +15,7 @@ from generation import builder
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
-from dantinox.generation.weights import prepare, with_head_order
+from dantinox.generation.quantized_weights import prepare, with_head_order
 from dantinox.measure import eviction
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint

@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from dantinox.generation import budgets
-from dantinox.generation.budgets import PARTS, PRIOR, SHARES, UNIT, allocate, by_key_head, divided, head_weights, least_total
+from dantinox.generation import cache_budgets as budgets
+from dantinox.generation.cache_budgets import (
+    PARTS,
+    PRIOR,
+    SHARES,
+    UNIT,
+    allocate,
+    by_key_head,
+    divided,
+    head_weights,
+    least_total,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from flax import nnx
 from dantinox import platform
 from dantinox.config import UserError
 from dantinox.generation import generate, prepare
-from dantinox.generation import weights as weights_module
+from dantinox.generation import quantized_weights as weights_module
 from dantinox.generation.decode import _generate_toks
+from dantinox.generation.quantized_weights import NarrowLinear, weight_bytes, widen
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.generation.weights import NarrowLinear, weight_bytes, widen
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
 from dantinox.sampling import SamplingParams

@@ -27,7 +27,7 @@ LONG_ROW = 4096  # inputs: of 16 KiB on XLA fuses no conversion into a product a
 NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over weights widened to float32
 
 
-def _weighed(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
+def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
     """weights · row in float32, of weights that are widened as they are read."""
     wide_OI = weights_OI.astype(jnp.float32)
     return row_I @ wide_OI.T if len(row_I) < LONG_ROW else jnp.sum(row_I * wide_OI, axis=1)
@@ -59,17 +59,17 @@ class NarrowLinear(nnx.Module):
     def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         lead = x.shape[: x.ndim - len(self.shape_in)]
         rows_RI = x.reshape(math.prod(lead), -1)
-        together = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
-        y_RO = (self._together if together else self._row_by_row)(rows_RI)
+        one_product = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
+        y_RO = (self._matmul if one_product else self._matvec_rows)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
         return biased(summed(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
 
-    def _row_by_row(self, rows_RI: jax.Array) -> jax.Array:
+    def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]
         weights_OI, rows_RI = jax.lax.optimization_barrier((self.kernel[...], rows_RI))
-        return jnp.stack([_weighed(row_I, weights_OI) for row_I in rows_RI])
+        return jnp.stack([_matvec(row_I, weights_OI) for row_I in rows_RI])
 
-    def _together(self, rows_RI: jax.Array) -> jax.Array:
+    def _matmul(self, rows_RI: jax.Array) -> jax.Array:
         weights_OI = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16)
         return jnp.einsum("RI,OI->RO", rows_RI.astype(jnp.bfloat16), weights_OI, preferred_element_type=jnp.float32)
 
@@ -95,17 +95,17 @@ class NarrowExperts(nnx.Module):
         self.kernel = nnx.Param(weights_EOI.astype(dtype))
 
     def __call__(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
-        together = self.bfloat16_from is not None and len(x_MI) >= self.bfloat16_from
-        y_MO = (self._together if together else self._row_by_row)(x_MI, rows)
+        one_product = self.bfloat16_from is not None and len(x_MI) >= self.bfloat16_from
+        y_MO = (self._matmul if one_product else self._matvec_rows)(x_MI, rows)
         y_MO = y_MO if self.scale is None else y_MO * self.scale[...][rows.expert_M]
         return y_MO.astype(self.dtype).reshape(-1, *self.shape_out)
 
-    def _row_by_row(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+    def _matvec_rows(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
         x_MI = jax.lax.optimization_barrier(x_MI.astype(jnp.float32)) / self.one[...]
         weights_EOI, x_MI = jax.lax.optimization_barrier((self.kernel[...], x_MI))
-        return jnp.stack([_weighed(x_I, weights_EOI[e]) for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
+        return jnp.stack([_matvec(x_I, weights_EOI[e]) for x_I, e in zip(x_MI, rows.expert_M, strict=True)])
 
-    def _together(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
+    def _matmul(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
         weights_EIO = jax.lax.optimization_barrier(self.kernel[...]).astype(jnp.bfloat16).swapaxes(1, 2)
         return grouped_product(x_MI.astype(jnp.bfloat16), weights_EIO, rows, self.platform)
 
