@@ -55,7 +55,7 @@ class Full:
 class Ring:
     """The last W positions of a sliding-window layer: slot p mod W holds the newest position p written there."""
 
-    store: Store | LatentStore
+    store: Store
 
     @property
     def is_prefill(self) -> bool:
@@ -219,10 +219,10 @@ def make_cache(
     all_spans = spans(config, slots)
     kept = BITS if jnp.dtype(dtype) == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits else jnp.dtype(dtype)
 
-    def empty(span: int) -> Store | LatentStore:
+    def empty(span: int) -> Store:
         if config.latent is not None:
-            return LatentStore.empty(B, config.latent.rank, config.latent.rotated_size, span, kept)
-        return Store.empty(B, K, H, span, kept)
+            return LatentStore.empty(B, 1, (config.latent.rotated_size, config.latent.rank), span, kept)
+        return Store.empty(B, K, (H, H), span, kept)
 
     def layer(index: int) -> Full | Ring | Compressed:
         span = all_spans[index]

@@ -78,7 +78,7 @@ class Group:
     ) -> "Group":  # fmt: skip
         shape = batch, heads, slots
         importance = None if rule.fixed else jnp.zeros(shape, jnp.float32)
-        store = Store.empty(batch, heads, head_size, slots, dtype)
+        store = Store.empty(batch, heads, (head_size, head_size), slots, dtype)
         return cls(store, jnp.full(shape, -1, jnp.int32), importance, rule, first, decays)
 
     @property

@@ -14,43 +14,9 @@ BITS = jnp.dtype(jnp.uint16)  # of bfloat16, where a platform likes it so
 LEAST_PART, MOST_PARTS = 128, 4
 
 
-class Slots:
-    """What a store does slot by slot, whatever it keeps in one. A leaf has its slots on `_axes`, behind the head's axis."""
-
-    def join(self, other: Self) -> Self:
-        """The slots of both, these first."""
-        return self._by_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
-
-    def take(self, index_BKS: jax.Array) -> Self:
-        """The slots named by `index_BKS` (the K axis may be 1), in that order."""
-
-        def taken(axis: int, leaf: jax.Array) -> jax.Array:
-            index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
-            return jnp.take_along_axis(leaf, index, axis=axis)
-
-        return self._by_slots(taken)
-
-    def where(self, chosen_BKS: jax.Array, other: Self) -> Self:
-        """These slots where `chosen_BKS` (the K axis may be 1), else the other's."""
-
-        def picked(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
-
-        return self._by_slots(picked, other)
-
-    def _by_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
-        """`function(slot axis, leaf, …)` of every leaf."""
-        return jax.tree.map(function, self._axes, self, *others)
-
-    @property
-    def _axes(self) -> Self:
-        """The axis of the slots in every leaf, in the form of the store."""
-        raise NotImplementedError
-
-
 @partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
 @dataclass(frozen=True)
-class Store(Slots):
+class Store:
     """Keys and values of S slots.
 
     Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than
@@ -64,19 +30,25 @@ class Store(Slots):
     v_scale_BKS: jax.Array | None = None
 
     @classmethod
-    def empty(cls, batch: int, heads: int, head_size: int, slots: int, dtype: DTypeLike) -> "Store":
-        k, v = jnp.zeros((batch, heads, head_size, slots), dtype), jnp.zeros((batch, heads, slots, head_size), dtype)
+    def empty(cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike) -> Self:
+        """Zeros; `sizes`: numbers in the key and in the value of a slot."""
+        k, v = jnp.zeros((batch, heads, sizes[0], slots), dtype), jnp.zeros((batch, heads, slots, sizes[1]), dtype)
         if dtype != jnp.int8:
             return cls(k, v)
         return cls(k, v, jnp.zeros((batch, heads, slots), jnp.float32), jnp.zeros((batch, heads, slots), jnp.float32))
 
     @classmethod
-    def of(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, dtype: DTypeLike) -> "Store":
+    def of(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, dtype: DTypeLike) -> Self:
         """New keys and values, token t in slot t."""
-        k, k_scale_BTK = stored(k_BTKH, dtype)
+        k, k_scale_BTK = stored(cls._key(k_BTKH, v_BTKH), dtype)
         v, v_scale_BTK = stored(v_BTKH, dtype)
         scales = [None if scale_BTK is None else scale_BTK.transpose(0, 2, 1) for scale_BTK in (k_scale_BTK, v_scale_BTK)]
         return cls(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), *scales)
+
+    @staticmethod
+    def _key(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        """The part of a key that is stored besides the value."""
+        return k_BTKH
 
     @property
     def slots(self) -> int:
@@ -112,120 +84,82 @@ class Store(Slots):
             weights_BKMS = weights_BKMS * self.v_scale_BKS[:, :, None]
         return _product(weights_BKMS.astype(dtype), self.v_BKSH, dtype)
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array) -> "Store":
+    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array) -> Self:
         """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped."""
         B, K = self.v_BKSH.shape[:2]
         rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None, :]
-        k, k_scale_BTK = stored(k_BTKH, self.dtype)
+        k, k_scale_BTK = stored(self._key(k_BTKH, v_BTKH), self.dtype)
         v, v_scale_BTK = stored(v_BTKH, self.dtype)
         keys = self.k_BKHS.at[rows, heads, :, slots_BTK].set(k, mode="drop")
         values = self.v_BKSH.at[rows, heads, slots_BTK].set(v, mode="drop")
         if self.k_scale_BKS is None or self.v_scale_BKS is None:
-            return Store(keys, values)
-        return Store(
+            return type(self)(keys, values)
+        return type(self)(
             keys,
             values,
             self.k_scale_BKS.at[rows, heads, slots_BTK].set(k_scale_BTK, mode="drop"),
             self.v_scale_BKS.at[rows, heads, slots_BTK].set(v_scale_BTK, mode="drop"),
         )
 
-    @property
-    def _axes(self) -> "Store":
-        return Store(3, 2, *(() if self.k_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
+    def join(self, other: Self) -> Self:
+        """The slots of both, these first."""
+        return self._by_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
+
+    def take(self, index_BKS: jax.Array) -> Self:
+        """The slots named by `index_BKS` (the K axis may be 1), in that order."""
+
+        def taken(axis: int, leaf: jax.Array) -> jax.Array:
+            index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
+            return jnp.take_along_axis(leaf, index, axis=axis)
+
+        return self._by_slots(taken)
+
+    def where(self, chosen_BKS: jax.Array, other: Self) -> Self:
+        """These slots where `chosen_BKS` (the K axis may be 1), else the other's."""
+
+        def picked(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
+
+        return self._by_slots(picked, other)
+
+    def _by_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
+        """`function(slot axis, leaf, …)` of every leaf."""
+        axes = type(self)(3, 2, *(() if self.k_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
+        return jax.tree.map(function, axes, self, *others)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["latent_BKSR", "rotated_BKPS", "latent_scale_BKS", "rotated_scale_BKS"],
-    meta_fields=[],
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
 @dataclass(frozen=True)
-class LatentStore(Slots):
-    """Latents of S slots, with a part that is rotated: together the one key of all query heads, and alone their value.
+class LatentStore(Store):
+    """Latents of S slots as the values, and as the keys the rotated part that follows the latent in every key.
 
-    The key head's axis K is 1. In int8 the latent and the rotated part have a scale of their own.
+    A latent and its rotated part are the one key of all query heads, and the latent alone is their value: the axis K is 1. In
+    int8 the latent and the rotated part have a scale of their own.
     """
 
-    latent_BKSR: jax.Array
-    rotated_BKPS: jax.Array
-    latent_scale_BKS: jax.Array | None = None
-    rotated_scale_BKS: jax.Array | None = None
-
-    @classmethod
-    def empty(cls, batch: int, rank: int, rotated_size: int, slots: int, dtype: DTypeLike) -> "LatentStore":
-        latent, rotated = jnp.zeros((batch, 1, slots, rank), dtype), jnp.zeros((batch, 1, rotated_size, slots), dtype)
-        if dtype != jnp.int8:
-            return cls(latent, rotated)
-        return cls(latent, rotated, jnp.zeros((batch, 1, slots), jnp.float32), jnp.zeros((batch, 1, slots), jnp.float32))
-
-    @classmethod
-    def of(cls, k_BT1C: jax.Array, v_BT1R: jax.Array, dtype: DTypeLike) -> "LatentStore":
-        """New latents, that of token t in slot t; the key begins with the value."""
-        latent, scale_BT1 = stored(v_BT1R, dtype)
-        rotated, rotated_scale_BT1 = stored(k_BT1C[..., v_BT1R.shape[-1] :], dtype)
-        scales = [None if scale is None else scale.transpose(0, 2, 1) for scale in (scale_BT1, rotated_scale_BT1)]
-        return cls(latent.transpose(0, 2, 1, 3), rotated.transpose(0, 2, 3, 1), *scales)
-
-    @property
-    def slots(self) -> int:
-        return self.latent_BKSR.shape[2]
-
-    @property
-    def heads(self) -> int:
-        return 1
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Of the two vectors in a slot."""
-        return self.latent_BKSR.shape[3], self.rotated_BKPS.shape[2]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8 or `BITS`."""
-        return self.latent_BKSR.dtype
+    @staticmethod
+    def _key(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        return k_BTKH[..., v_BTKH.shape[-1] :]
 
     def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Keys `[B, S, 1, R + P]` and values `[B, S, 1, R]` as numbers of a dtype."""
-        latent = numbers(self.latent_BKSR.swapaxes(1, 2), self.latent_scale_BKS, dtype)
-        rotated = numbers(self.rotated_BKPS.transpose(0, 3, 1, 2), self.rotated_scale_BKS, dtype)
+        rotated, latent = super().wide(dtype)
         return jnp.concatenate([latent, rotated], axis=-1), latent
 
     def scores(self, q_BKMC: jax.Array) -> jax.Array:
         """Scaled scores `[B, 1, M, S]`, float32."""
-        rank = self.latent_BKSR.shape[3]
-        latent = _product(q_BKMC[..., :rank], self.latent_BKSR, jnp.float32, transposed=True)
-        rotated = _product(q_BKMC[..., rank:], self.rotated_BKPS, jnp.float32)
-        if self.latent_scale_BKS is not None and self.rotated_scale_BKS is not None:
-            latent, rotated = latent * self.latent_scale_BKS[:, :, None], rotated * self.rotated_scale_BKS[:, :, None]
+        rank = self.v_BKSH.shape[3]
+        latent = _product(q_BKMC[..., :rank], self.v_BKSH, jnp.float32, transposed=True)
+        rotated = _product(q_BKMC[..., rank:], self.k_BKHS, jnp.float32)
+        if self.k_scale_BKS is not None and self.v_scale_BKS is not None:
+            latent, rotated = latent * self.v_scale_BKS[:, :, None], rotated * self.k_scale_BKS[:, :, None]
         return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
-
-    def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Latents `[B, 1, M, R]` by their weights."""
-        if self.latent_scale_BKS is not None:
-            weights_BKMS = weights_BKMS * self.latent_scale_BKS[:, :, None]
-        return _product(weights_BKMS.astype(dtype), self.latent_BKSR, dtype)
-
-    def write(self, k_BT1C: jax.Array, v_BT1R: jax.Array, slots_BT1: jax.Array) -> "LatentStore":
-        """Each new latent in its slot; a slot outside the store is dropped."""
-        new, rows = LatentStore.of(k_BT1C, v_BT1R, self.dtype), jnp.arange(len(slots_BT1))[:, None]
-        slots_BT = slots_BT1[:, :, 0]
-
-        def written(axis: int, leaf: jax.Array, new: jax.Array) -> jax.Array:
-            if axis == 3:
-                return leaf.at[rows, 0, :, slots_BT].set(new[:, 0].swapaxes(1, 2), mode="drop")
-            return leaf.at[rows, 0, slots_BT].set(new[:, 0], mode="drop")
-
-        return self._by_slots(written, new)
-
-    @property
-    def _axes(self) -> "LatentStore":
-        return LatentStore(2, 3, *(() if self.latent_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
 
 
 class StorePrefix(NamedTuple):
     """The first parts of a `SegmentedStore` store, as one."""
 
-    parts: tuple[Store | LatentStore, ...]
+    parts: tuple[Store, ...]
 
     @property
     def ends(self) -> list[int]:
@@ -256,11 +190,11 @@ class SegmentedStore:
       used_B: the slots of each row up to the newest one that was written with the last `write`; 0 for a row that wrote nothing.
     """
 
-    parts: tuple[Store | LatentStore, ...]
+    parts: tuple[Store, ...]
     used_B: jax.Array
 
     @classmethod
-    def empty(cls, batch: int, slots: int, part: Callable[[int], Store | LatentStore]) -> "SegmentedStore":
+    def empty(cls, batch: int, slots: int, part: Callable[[int], Store]) -> "SegmentedStore":
         """Parts made by `part(slots)`: a half, a quarter and two eighths of all, none shorter than `LEAST_PART`."""
         ends = [slots]
         while len(ends) < MOST_PARTS and ends[0] // 2 >= LEAST_PART:
@@ -293,7 +227,7 @@ class SegmentedStore:
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array) -> "SegmentedStore":
         """Each new key and value in its slot; a slot outside the store is dropped."""
 
-        def written(first: int, part: Store | LatentStore) -> Store | LatentStore:
+        def written(first: int, part: Store) -> Store:
             inside = (slots_BT1 >= first) & (slots_BT1 < first + part.slots)
             return part.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, part.slots))
 
@@ -307,8 +241,8 @@ class SegmentedStore:
         return jax.lax.switch(number, [partial(function, front) for front in fronts])
 
 
-AnyStore = Store | LatentStore | SegmentedStore
-OneStore = Store | LatentStore | StorePrefix  # whose scores are those of all its slots
+AnyStore = Store | SegmentedStore
+OneStore = Store | StorePrefix  # whose scores are those of all its slots
 
 
 def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None, dtype: DTypeLike) -> jax.Array:

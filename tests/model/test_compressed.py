@@ -353,7 +353,7 @@ def test_sinks_and_a_cap_of_scores_are_those_of_each_head():
     """Nothing is dropped here: every head must give what a cache of everything gives."""
     layout = Layout(2, ((1, 80), (2, 70)), None, sinks=2, recent=3, window=5, pool=3)
     softmax = Softmax(2.0, jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32))
-    text, held, whole = Text.of(layout, 0), layout.empty("snapkv+ema"), Full(Store.empty(ROWS, 3, SIZE, 80, "float32"))
+    text, held, whole = Text.of(layout, 0), layout.empty("snapkv+ema"), Full(Store.empty(ROWS, 3, (SIZE, SIZE), 80, "float32"))
     read = jax.jit(lambda memory, *x: memory.attend(*x, None, None, softmax)[:2])
     for counts in [(CHUNK, 3, 9), (1, 1, 1)]:
         inputs = text.next(counts)
