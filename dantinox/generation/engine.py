@@ -227,7 +227,7 @@ class Engine:
         generation, length, context = request.config.generation, len(request.ids), self._slots.context
         most = min(MOST_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= most:
-            raise UserError(f"generation.n must be in [1, {most}] in this server, got {generation.n}")
+            raise UserError(f"generation.n must be in [1, {most}] in this server, got {generation.n}", key="generation.n")
         if length < 1 or (length >= context and generation.max_new_tokens > 0) or length > context:
             raise UserError(f"the prompt has {length} tokens and must leave room in the context of {context}: shorten it")
         self.model.check_ids(request.ids)

@@ -161,7 +161,8 @@ class SlotBatch(RunningBatch):
             for name in names:
                 asked, own = (getattr(getattr(c, section), name) for c in (config, self._config))
                 if asked != own:
-                    raise UserError(f"{section}.{name} is {shown(own)} in this server, got {shown(asked)}")
+                    key = f"{section}.{name}"
+                    raise UserError(f"{key} is {shown(own)} in this server, got {shown(asked)}", key=key, value=asked)
         g = config.generation
         if g.strategy == "chain":
             return ProgramKey("chain")
@@ -239,7 +240,8 @@ class SlotBatch(RunningBatch):
         ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
         if len(ends) > END_IDS:
             raise UserError(
-                f"generation.stop_token_ids and the end tokens must be at most {END_IDS} in a server, got {len(ends)}"
+                f"generation.stop_token_ids and the end tokens must be at most {END_IDS} in a server, got {len(ends)}",
+                key="generation.stop_token_ids",
             )
         chain = section.strategy == "chain"
         also = {"dynamic_order": True} if chain else {"also": (*EDITS, *order_of(section))}
@@ -391,7 +393,7 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
     spare = [most - table.shape[1], *(LONGEST - size for size in table.shape[2:])]
     if min(spare) < 0:
         limit = f"{most} entries" + (f" of {LONGEST} tokens" if f"{key}_before" in tables else "")
-        raise UserError(f"generation.{key} must have at most {limit} in a server")
+        raise UserError(f"generation.{key} must have at most {limit} in a server", key=f"generation.{key}")
     padding = [(0, 0), (0, spare[0]), *((before, 0) for before in spare[1:])]  # what is before a word ends at the word
     # By NumPy: an operation of jax would be compiled for every length of a list.
     return np.pad(np.asarray(table), padding, constant_values=0 if name.endswith("_by") else NO_ID)
