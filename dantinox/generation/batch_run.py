@@ -78,7 +78,7 @@ class BatchRun:
             use_cache=section.use_cache,
             report=first.logprobs,
             echo=first.echo,
-            plan=plan_cache(model.model.config, kv, slots_needed(lengths_P, limits_P, pad), calibration),
+            plan=plan_cache(model.model.config, kv, slots_needed(lengths_P, limits_P, pad), calibration, True),
             pad=pad,
             constrained=first.constraint is not None,
         )

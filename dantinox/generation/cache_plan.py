@@ -26,11 +26,14 @@ class CachePlan(NamedTuple):
     compression: Compression | None = None
 
 
-def plan_cache(config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None = None) -> CachePlan:
+def plan_cache(
+    config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None = None, round_up: bool = False
+) -> CachePlan:
     """The plan for texts of up to `slots` tokens; the model must have its heads in the `head_order` of the same settings.
 
     Args:
       calibration: what was measured on the model, where a signal or the decay reads it.
+      round_up: use the least budget that is possible in the place of a `kv.budget` that is too small, with a warning.
 
     Raises:
       UserError: the budget is less than every head must have, or what it is divided by was not measured.
@@ -38,7 +41,7 @@ def plan_cache(config: ModelConfig, kv: KVSection, slots: int, calibration: KVCa
     if kv.compresses and config.latent is not None:
         raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone", key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
-    return CachePlan(slots, dtype, _compression(config, kv, slots, calibration) if kv.compresses else None)
+    return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
 
 
 def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None = None) -> HeadOrder | None:
@@ -81,12 +84,21 @@ def _floor(kv: KVSection) -> int:
     return -(-(kv.sinks + kv.recent) // UNIT) * UNIT
 
 
-def _compression(config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None) -> Compression:
+def _compression(
+    config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
+) -> Compression:
     K, caps_L, floor, tokens = config.kv_heads, spans(config, slots), _floor(kv), kv.budget_tokens
     whole, least = K * sum(caps_L), least_total(caps_L, K, floor)
     wanted = int((kv.budget or 1) * whole) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
     if least == whole:  # no text of this length has anything to give up
         wanted = whole
+    if wanted < least and round_up and tokens is None:
+        warnings.warn(
+            f"kv.budget {kv.budget:g} is too small for {slots} tokens, of which each head needs {floor} (kv.sinks + kv.recent, "
+            f"rounded up to {UNIT}): {least / whole:.3g} is used",
+            stacklevel=4,
+        )
+        wanted = least
     if wanted < least:
         key = f"kv.budget {kv.budget:g}" if tokens is None else f"kv.budget_tokens {tokens}"
         raise UserError(

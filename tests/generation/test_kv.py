@@ -365,10 +365,17 @@ def test_settings_of_generate(tmp_path):
     for kv, said in [
         ({"kv_budget": 0}, r"kv.budget must be a number in \(0, 1\]"),
         ({"kv_budget": 1.5}, "kv.budget must be"),
-        ({"kv_budget": 0.1}, "each needs 24"),
+        ({"kv_budget_tokens": 20}, "each needs 24"),
         ({"kv_budget": 0.5, "use_cache": False}, "use_cache"),
         ({"kv_budget": 0.5, "kv_signal": "entropy"}, "kv_calibration"),
         ({"kv_budgets": 0.5}, "kv_budget"),
     ]:
         with pytest.raises(UserError, match=said):
             generate(model, [prompt()], NEW, greedy=True, **kv)
+
+
+def test_a_share_that_is_too_small_for_a_short_text_is_rounded_up():
+    model = builder.model(CONFIG)
+    with pytest.warns(UserWarning, match=r"kv.budget 0.1 is too small for 128 tokens, .* 0.188 is used"):
+        out = generate(model, [prompt()], NEW, greedy=True, kv_budget=0.1, kv_signal="uniform")
+    assert out.tolist() == generate(model, [prompt()], NEW, greedy=True, kv_budget_tokens=24, kv_signal="uniform").tolist()
