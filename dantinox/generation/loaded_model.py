@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 
 from dantinox.config import Config, UserError
+from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_places
 from dantinox.files import shown
 from dantinox.generation.batch_run import BatchRun
@@ -41,6 +42,16 @@ from dantinox.text import Tokenizer
 SHARED = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.SHARED)
 
 
+class GenerateOptions(RequestSettings, total=False):
+    """The keyword arguments of `LoadedModel.generate` besides `n`."""
+
+    logprobs: int | None
+    echo: bool
+    score_fn: ScoreFn | None
+    show_candidates: bool
+    constraint: Constraint | None
+
+
 class LoadedModel(ModelBundle):
     """A trained model with its tokenizer and the defaults of its run, ready to generate text.
 
@@ -55,11 +66,13 @@ class LoadedModel(ModelBundle):
         )
 
     @overload
-    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Result: ...
+    def generate(self, prompt: str, *, n: None = None, **options: Unpack[GenerateOptions]) -> Result: ...
     @overload
-    def generate(self, prompt: str, *, n: int, **options: Any) -> Result | list[Result]: ...
+    def generate(self, prompt: str, *, n: int, **options: Unpack[GenerateOptions]) -> Result | list[Result]: ...
     @overload
-    def generate(self, prompt: Sequence[str], *, n: int | None = None, **options: Any) -> list[Result]: ...
+    def generate(
+        self, prompt: list[str] | tuple[str, ...], *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Result]: ...
     def generate(
         self,
         prompt: str | Sequence[str],
@@ -70,7 +83,7 @@ class LoadedModel(ModelBundle):
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
         constraint: Constraint | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Result | list[Result]:
         """Continues a prompt, or several in one batch.
 
@@ -104,7 +117,9 @@ class LoadedModel(ModelBundle):
         )
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
-    def stream(self, prompt: str, *, constraint: Constraint | None = None, **settings: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str, *, constraint: Constraint | None = None, **settings: Unpack[RequestSettings]
+    ) -> Iterator[str]:
         """The continuation of one prompt in pieces, which together are exactly the text of `generate`."""
         request = self.request(prompt, settings, constraint=constraint)
         if (n := request.config.generation.n) != 1:
@@ -112,13 +127,9 @@ class LoadedModel(ModelBundle):
         (run,) = self.start([request], stream=True)
         return (part.text for _, part in run.parts())
 
-    def complete(self, requests: Sequence[GenerationRequest], **options: Any) -> list[Result]:
-        """The results of requests in their order, the samples of each together.
-
-        Args:
-          options: as of `start`.
-        """
-        runs = self.start(requests, **options)
+    def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = bucket) -> list[Result]:
+        """The results of requests in their order, the samples of each together; `pad` is that of `start`."""
+        runs = self.start(requests, pad=pad)
         for run in runs:
             for _ in run.parts():
                 pass
@@ -127,7 +138,7 @@ class LoadedModel(ModelBundle):
     def request(
         self,
         prompt: str | Sequence[int],
-        settings: Mapping[str, Any] | Config,
+        settings: Mapping[str, object] | Config,
         *,
         logprobs: int | None = None,
         echo: bool = False,

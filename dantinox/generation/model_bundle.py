@@ -40,7 +40,7 @@ class ModelBundle:
         self.calibration, self.kv_calibration = calibration, kv_calibration
         self._prepared: dict[tuple[str, str, int, HeadOrder | None], Transformer] = {}
 
-    def settings(self, given: Mapping[str, Any] | Config) -> Config:
+    def settings(self, given: Mapping[str, object] | Config) -> Config:
         """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
         return given if isinstance(given, Config) else overlay(self.config, given)
 

@@ -1,5 +1,7 @@
 """The sampling settings: orders and presets, what excludes what, lists of tokens from YAML, flags and JSON."""
 
+from typing import Literal, get_type_hints
+
 import pytest
 
 from dantinox.config import (
@@ -347,3 +349,13 @@ def test_what_is_set_in_layers():
     with pytest.raises(UserError, match=r"^generation\.xtc_threshold has no effect .* \(line 3\)$"):
         overlay(run, {"xtc_threshold": 0.3, "preset": "default"}, "line 3")
     assert overlay(run, {"xtc_threshold": 0.1, "preset": "default"}).generation.dry_base == 2.0, "a default asks for nothing"
+
+
+def test_request_settings_has_every_setting_of_a_request():
+    """The typed keyword arguments are the settings that `overlay` takes; `n` decides on the type of what is returned."""
+    from dantinox.config.overlay import KEYS
+    from dantinox.config.request_settings import RequestSettings
+
+    assert [*RequestSettings.__annotations__] == [name for name in KEYS if name != "n"]
+    types = get_type_hints(RequestSettings)
+    assert types["top_k"] == int | None and types["ties"] == Literal["first", "all"] and types["min_p"] is float

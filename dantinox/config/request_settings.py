@@ -1,0 +1,133 @@
+"""The settings of one generation request as keyword arguments, for type checkers and editors.
+
+Ranges, defaults and help are those of the sections `generation`, `router` and `kv`; a test compares the names and types.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+
+class RequestSettings(TypedDict, total=False):
+    """Keys of the sections `generation`, `router` and (as `kv_…`) `kv`."""
+
+    max_new_tokens: int
+    seed: int | None
+    stop: Sequence[str]
+    keep_stop: bool
+    stop_token_ids: Sequence[int | str]
+    ignore_eos: bool
+    use_cache: bool
+    weights: Literal["auto", "float32", "bfloat16", "int8"]
+    products: Literal["auto", "float32", "bfloat16"]
+    tensor_parallel: int
+    greedy: bool
+    strategy: Literal["chain", "entropy"]
+    preset: Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
+    sampler_order: Sequence[int | str] | None
+    no_repeat_ngram: int
+    logit_bias: Mapping[str, float]
+    sequence_bias: Sequence[tuple[str | Sequence[int], float]]
+    allowed_tokens: Sequence[int | str]
+    banned_tokens: Sequence[int | str]
+    bad_words: Sequence[str | Sequence[int]]
+    min_tokens: int
+    repetition_penalty: float
+    repetition_range: int
+    repetition_slope: float
+    repetition_scope: Literal["all", "output"]
+    presence_penalty: float
+    frequency_penalty: float
+    presence_scope: Literal["all", "output"]
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_range: int
+    dry_breakers: Sequence[str | int]
+    dynatemp_low: float
+    dynatemp_high: float
+    dynatemp_exponent: float
+    temperature: float
+    smoothing_factor: float
+    smoothing_curve: float
+    top_k: int | None
+    top_p: float | None
+    top_p_rule: Literal["inclusive", "exclusive"]
+    min_p: float
+    top_a: float
+    tail_free: float
+    typical: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    ties: Literal["first", "all"]
+    mirostat: Literal[0, 1, 2]
+    mirostat_tau: float
+    mirostat_eta: float
+    router_preset: Literal["guide", "calibrated"]
+    use_attention: bool
+    low_entropy: float | None
+    low_varentropy: float | None
+    clarify_entropy: float | None
+    high_entropy: float | None
+    high_varentropy: float | None
+    entropy_scale: float | None
+    varentropy_scale: float | None
+    temperature_min: float | None
+    temperature_max: float | None
+    base_temperature: float
+    base_top_p: float
+    base_top_k: int
+    base_min_p: float
+    candidates: int
+    clarify_token: int | str | None
+    clarify_cooldown: int
+    clarify_temperature_factor: float
+    clarify_temperature_attn_entropy: float
+    clarify_temperature_max: float
+    explore_temperature_factor: float
+    explore_temperature_interaction: float
+    explore_temperature_max: float
+    explore_top_k_disagreement: float
+    explore_top_k_min: int
+    resample_temperature_factor: float
+    resample_temperature_attn_varentropy: float
+    resample_temperature_min: float | None
+    resample_temperature_min_factor: float | None
+    resample_top_p_attn_entropy: float
+    resample_top_p_min: float
+    adaptive_temperature_uncertainty: float
+    adaptive_temperature_attn_uncertainty: float
+    adaptive_temperature_agreement: float
+    adaptive_top_p_attn_varentropy: float
+    adaptive_top_p_min: float
+    adaptive_top_p_max: float
+    adaptive_top_k_interaction: float
+    adaptive_top_k_agreement: float
+    adaptive_top_k_min: int
+    adaptive_top_k_max: int
+    adaptive_min_p_uncertainty: float
+    adaptive_min_p_min: float
+    adaptive_min_p_max: float
+    score_logprob: float
+    score_entropy: float
+    score_attn_entropy: float
+    score_varentropy: float
+    score_attn_varentropy: float
+    score_agreement: float
+    score_interaction: float
+    kv_budget: float | None
+    kv_budget_tokens: int | None
+    kv_policy: Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
+    kv_signal: Literal["uniform", "entropy", "coverage", "loss"]
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"]
+    kv_sinks: int
+    kv_recent: int
+    kv_window: int
+    kv_pool: int
+    kv_decay: float | Literal["entropy"]
+    kv_scale_min: float
+    kv_scale_max: float
+    kv_grouping: Literal["max", "mean", "min"]
+    kv_calibration: str | None
