@@ -127,7 +127,10 @@ def _value(key: str, given: str | list[str]) -> Any:
     if isinstance(given, list):
         if len(given) == 1 and given[0].lstrip()[:1] in ("{", "["):
             with contextlib.suppress(ValueError, RecursionError):  # JSON, as in a request's body
-                return json.loads(given[0])
+                found = json.loads(given[0])
+                strings = isinstance(found, list) and found and all(isinstance(item, str) for item in found)
+                if strings or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
+                    return found  # a list of strings may hold the text `[1]` or `[]` itself
         texts = [_unescape(text) for text in given] if key.startswith("generation.") else given
         if len(texts) > 1 or str not in kinds:
             return texts

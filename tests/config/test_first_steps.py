@@ -53,6 +53,8 @@ def test_print_config_prints_every_setting(capsys):
         (["--banned_tokens", "[1, 2]"], "banned_tokens", (1, 2)),
         (["--stop", "[a", "b"], "stop", ("[a", "b")),
         (["--stop", "[a"], "stop", ("[a",)),
+        (["--stop", "[]"], "stop", ("[]",)),
+        (["--stop", "[1]"], "stop", ("[1]",)),
     ],
 )
 def test_lists_and_mappings_are_json_too(argv, key, value):
