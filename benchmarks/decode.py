@@ -44,8 +44,8 @@ def main() -> None:
 
     from dantinox.config import ModelConfig
     from dantinox.generation import prepare
+    from dantinox.generation.quantized_weights import weight_bytes
     from dantinox.generation.static_batch import StaticBatch
-    from dantinox.generation.weights import weight_bytes
     from dantinox.model import Transformer
     from dantinox.sampling import SamplingParams
 
