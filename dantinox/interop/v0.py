@@ -6,8 +6,6 @@ are read; of everything else, and of whatever a file holds besides, it is said w
 """
 
 import json
-import mmap
-import struct
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,7 +18,7 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.files import first_line, read_json, read_text, shown
 from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
-from dantinox.run.packing import Leaf, Reader
+from dantinox.run.weights import Leaf, read_leaves
 
 # The weights of a run, the best first.
 WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weights.msgpack", "checkpoint_latest.msgpack")
@@ -182,13 +180,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _arrays(path: Path) -> dict[str, Leaf]:
-    try:
-        with open(path, "rb") as file:
-            found = Reader(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).leaves()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise UserError(f"{path} is damaged or no weights at all: {first_line(error)}") from None
+    found, _ = read_leaves(path)
     if any(name.startswith("opt/") for name in found):  # with the state of its optimizer
         found = {name.removeprefix("model/"): leaf for name, leaf in found.items() if name.startswith("model/")}
     return found

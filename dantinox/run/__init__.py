@@ -25,7 +25,7 @@ from dantinox.run.directory import (
     save_tokenizer,
     take_along,
 )
-from dantinox.run.manifest import Damage, answer_for, entry_while_unchanged, log_damage, put, step_damage, write_step_manifest
+from dantinox.run.manifest import Damage, entry_while_unchanged, log_damage, put, record_files, step_damage, write_step_manifest
 from dantinox.run.verify import ASIDE, SAVING, Verified, accept_run, own_damage, saved_steps, verify_run
 from dantinox.run.weights import load_weights, save_weights, weights_digest
 
@@ -40,7 +40,7 @@ __all__ = [
     "SAVING",
     "Verified",
     "accept_run",
-    "answer_for",
+    "record_files",
     "chat_template_of",
     "create_run",
     "entry_while_unchanged",

@@ -1,6 +1,6 @@
 """Manifests: what was written, so that what is read can be told from it. Nothing here imports jax.
 
-A manifest is a JSON object with SHA-256 and size of every file it answers for, and with what they were made by: settings,
+A manifest is a JSON object with SHA-256 and size of every file it records, and with what they were made by: settings,
 tokenizer, versions. Its last line is the SHA-256 of the lines above. There are two kinds: one of the run's own files, beside
 them, and one in every checkpoint. A file that was changed, cut, emptied, lost or exchanged is told by it; a manifest that was,
 by its last line.
@@ -148,8 +148,8 @@ def put(
         _replace(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
 
 
-def answer_for(folder: Path, names: Iterable[str], afresh: bool = False) -> None:
-    """Takes files as they lie there into the manifest of a run.
+def record_files(folder: Path, names: Iterable[str], afresh: bool = False) -> None:
+    """Records files of a run, as they are now, in its manifest.
 
     Args:
       afresh: forget what the manifest said before.
@@ -248,7 +248,7 @@ def _size_differs(path: Path, size: int, allowed: list[Any]) -> str:
 
 
 def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path, int]) -> None:
-    """Answers for all files of a checkpoint that is complete, and for the first bytes of the logs beside it.
+    """Records all files of a complete checkpoint, and the first bytes of the logs beside it.
 
     Args:
       step: the directory, whose name is the number of the step.
@@ -284,7 +284,7 @@ def log_damage(folder: Path, step: Path) -> Iterator[str]:
 
 
 def logs_of(step: Path) -> Iterator[tuple[str, int, Any]]:
-    """(name, bytes when the checkpoint was saved, entries) of the logs that a checkpoint answers for."""
+    """(name, bytes when the checkpoint was saved, entries) of the logs that a checkpoint records."""
     for name, entries in read_manifest(step / MANIFEST, int(step.name))["logs"].items():
         yield name, entries[0][1], entries
 

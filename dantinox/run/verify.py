@@ -12,12 +12,12 @@ from dantinox.run.manifest import (
     MANIFEST,
     Damage,
     Entry,
-    answer_for,
     damage,
     entry_of,
     log_damage,
     logs_of,
     read_manifest,
+    record_files,
     step_damage,
 )
 
@@ -166,5 +166,5 @@ def accept_run(run: RunDirectory) -> list[str]:
         own = run.config, run.tokenizer, run.tokenizer_config, run.chat_template, run.origin, run.weights, run.router, run.kv
         kept = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*"), run.data / "reference.json"]
         names = sorted(str(path.relative_to(run.path)) for path in kept if path.is_file())
-        answer_for(run.path, names, afresh=True)
+        record_files(run.path, names, afresh=True)
         return names

@@ -1,18 +1,35 @@
-"""The weights of a run in Flax's msgpack format, read without running or holding anything that does not belong there."""
+"""The weights of a run: Flax's msgpack format of a tree of arrays, written and read array by array without a copy of any.
 
+An array is the msgpack extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks. Nothing in a file
+is executed, and every size is compared with the bytes that are left before anything is made of it.
+"""
+
+import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import msgpack
 import numpy as np
 
 from dantinox.files import UserError, first_line, on_one_line
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import entry_while_unchanged, put
-from dantinox.run.packing import BFLOAT16, Leaf, Reader, packed
+
+ARRAY_EXTENSION = 1
+CHUNK_BYTES = 1 << 30
+CHUNKED = "__msgpack_chunked_array__"
+BFLOAT16 = "bfloat16"
+DEEPEST = 16  # levels of names that a file may have
+# The first byte of what a length of 1, 2 or 4 bytes follows (github.com/msgpack/msgpack/blob/master/spec.md).
+BINARY, EXTENSION, TEXT = (0xC4, 0xC5, 0xC6), (0xC7, 0xC8, 0xC9), (0xD9, 0xDA, 0xDB)
+FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
+PACKER = msgpack.Packer()
 
 
 def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
@@ -47,15 +64,7 @@ def load_weights(
     """
     path = Path(path)
     shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        found = Reader(content).leaves()
-    except OSError as error:
-        raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, struct.error) as error:  # what bytes from outside can cause
-        raise UserError(f"the weights {path} are damaged or no weights at all: {first_line(error)}") from None
+    found, size = read_leaves(path)
     _compare(path, found, shapes)
     total = sum(leaf.nbytes for leaf in found.values())
     overhead = 1024 + sum(256 + len(name) for name in shapes)
@@ -64,12 +73,122 @@ def load_weights(
     return {name: place(name, found.pop(name).array()) for name in shapes}
 
 
+def read_leaves(path: Path) -> tuple[dict[str, "Leaf"], int]:
+    """The arrays of a file by their paths, mapped into memory, and the bytes of the file.
+
+    Raises:
+      UserError: it cannot be read, or does not hold a tree of arrays.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        return Reader(content).leaves(), size
+    except OSError as error:
+        raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, struct.error) as error:  # what bytes from outside can cause
+        raise UserError(f"the weights {path} are damaged or no weights at all: {first_line(error)}") from None
+
+
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights, or of the adapters, which name theirs; computed once for as long as the file stays."""
     try:
         return entry_while_unchanged(run.exported).sha256
     except OSError as error:
         raise UserError(f"cannot read the weights {run.exported}: {error.strerror}") from None
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"blocks/0/norm1/scale": x}` as `{"blocks": {"0": {"norm1": {"scale": x}}}}`."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What `_nested` was made from."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def packed(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+    """A file's bytes, in pieces: the arrays as nested dicts with sorted names, each asked for when its place comes.
+
+    Args:
+      parameters: arrays by their paths, "blocks/0/norm1/scale"; those of bfloat16 stay, all others become float32.
+    """
+    return _packed(_nested({name: name for name in parameters}), parameters)
+
+
+def _packed(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+    yield PACKER.pack_map_header(len(tree))
+    for key in sorted(tree):
+        yield PACKER.pack(key)
+        if isinstance(tree[key], dict):
+            yield from _packed(tree[key], parameters)
+            continue
+        array = np.asarray(parameters[tree[key]])
+        yield from _array(array if array.dtype.name == BFLOAT16 else np.asarray(array, np.float32))
+        del array  # before the next one is made
+
+
+def _array(array: np.ndarray) -> Iterator[bytes | memoryview]:
+    if array.nbytes <= CHUNK_BYTES:
+        yield from _extension(array)
+        return
+    step = CHUNK_BYTES // array.itemsize
+    flat = array.reshape(-1)
+    starts = range(0, flat.size, step)
+    shape = {str(axis): size for axis, size in enumerate(array.shape)}
+    yield PACKER.pack_map_header(3) + b"".join(map(PACKER.pack, (CHUNKED, True, "shape", shape, "chunks")))
+    yield PACKER.pack_map_header(len(starts))
+    for number, start in enumerate(starts):
+        yield PACKER.pack(str(number))
+        yield from _extension(flat[start : start + step])
+
+
+def _extension(array: np.ndarray) -> Iterator[bytes | memoryview]:
+    """One array as Flax packs it: (shape, name of the dtype, bytes), of which the bytes are not copied."""
+    inside = b"\x93" + PACKER.pack(array.shape) + PACKER.pack(array.dtype.name) + _sized(array.nbytes, BINARY)
+    yield _sized(len(inside) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + inside
+    yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _sized(size: int, heads: tuple[int, int, int]) -> bytes:
+    """The head of binary data or of an extension, whose content follows in a piece of its own."""
+    if heads is EXTENSION and size in FIXED_EXTENSION:
+        return bytes([FIXED_EXTENSION[size]])
+    width = 0 if size < 1 << 8 else 1 if size < 1 << 16 else 2
+    return bytes([heads[width]]) + size.to_bytes(1 << width, "big")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array in a file: its flat parts in their order, which are views into the file, and the shape of the whole."""
+
+    shape: tuple[int, ...]
+    parts: tuple[np.ndarray, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def array(self) -> np.ndarray:
+        flat = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+        flat.flags.writeable = False
+        return flat.reshape(self.shape)
 
 
 def _compare(path: Path, found: Mapping[str, Leaf], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -85,3 +204,110 @@ def _compare(path: Path, found: Mapping[str, Leaf], shapes: dict[str, tuple[int,
     for name, array in found.items():
         if name not in shapes:
             raise UserError(f"the weights {path} hold {on_one_line(name)} of shape {array.shape}, which this model has not")
+
+
+class Reader:
+    """Reads the msgpack of a tree of arrays, and nothing else that msgpack can say; arrays stay where they are.
+
+    Every size is compared with the bytes that are left before anything is made of it. Raises ValueError or struct.error.
+    """
+
+    def __init__(self, content: Any):
+        self.content, self.at, self.end = content, 0, len(content)
+
+    def leaves(self) -> dict[str, Leaf]:
+        tree = self._map(0)
+        if self.at != self.end:
+            raise ValueError(f"{self.end - self.at} bytes behind the parameters")
+        return dict(_flat(tree))
+
+    def _take(self, form: str) -> int:
+        value: int = struct.unpack_from(form, self.content, self.at)[0]
+        self.at += struct.calcsize(form)
+        return value
+
+    def _length(self, short: range, heads: tuple[int, ...], what: str) -> int:
+        """The number behind a first byte: within it, or in 1, 2 or 4 bytes after it."""
+        head = self._take(">B")
+        if head in short:
+            return head - short.start
+        if head not in heads:
+            raise ValueError(f"found byte 0x{head:02x} where {what} should be")
+        return self._take({0xDE: ">H", 0xDF: ">I"}.get(head) or (">B", ">H", ">I")[heads.index(head)])
+
+    def _name(self) -> str:
+        """A name, or the number that a list's entry has for one."""
+        head = self.content[self.at] if self.at < self.end else 0
+        return str(self._integer()) if head < 0x80 or 0xCC <= head <= 0xCF else self._text()
+
+    def _text(self) -> str:
+        size = self._length(range(0xA0, 0xC0), TEXT, "a name")
+        if size > self.end - self.at:
+            raise ValueError("a name that is longer than the file")
+        self.at += size
+        return bytes(self.content[self.at - size : self.at]).decode()
+
+    def _integer(self) -> int:
+        head = self._take(">B")
+        if head < 128:
+            return head
+        if not 0xCC <= head <= 0xCF:
+            raise ValueError("a shape that is not made of whole numbers")
+        return self._take((">B", ">H", ">I", ">Q")[head - 0xCC])
+
+    def _map(self, depth: int) -> dict[str, Any]:
+        count = self._length(range(0x80, 0x90), (0xDE, 0xDF), "a tree of parameters")
+        if depth > DEEPEST or count > self.end - self.at:
+            raise ValueError("a tree of parameters that is larger than the file")
+        tree: dict[str, Any] = {}
+        for number in range(count):
+            name = self._name()
+            if name == CHUNKED and number == 0:
+                return {CHUNKED: self._chunked(depth)}
+            if name in tree:
+                raise ValueError(f"{on_one_line(name)} twice")
+            tree[name] = self._node(depth)
+        return tree
+
+    def _node(self, depth: int) -> Any:
+        head = self.content[self.at] if self.at < self.end else 0
+        if head in EXTENSION or head in FIXED_EXTENSION.values():
+            shape, values = self._one()
+            return Leaf(shape, (values,))
+        tree = self._map(depth + 1)
+        return tree.get(CHUNKED, tree)
+
+    def _chunked(self, depth: int) -> Leaf:
+        """What follows the first name of a large array: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
+        if self._take(">B") != 0xC3 or self._text() != "shape":
+            raise ValueError("an array in chunks without a shape")
+        axes = {self._text(): self._integer() for _ in range(self._length(range(0x80, 0x90), (), "a shape"))}
+        shape = tuple(axes[str(axis)] for axis in range(len(axes)))
+        if self._text() != "chunks":
+            raise ValueError("an array in chunks without chunks")
+        chunks = self._map(depth + 1)
+        parts = tuple(chunks[str(number)].parts[0] for number in range(len(chunks)))
+        if not parts or sum(part.size for part in parts) != math.prod(shape) or len({part.dtype for part in parts}) > 1:
+            raise ValueError(f"chunks that are no array of shape {shape}")
+        return Leaf(shape, parts)
+
+    def _one(self) -> tuple[tuple[int, ...], np.ndarray]:
+        head = self._take(">B")
+        fixed = {byte: size for size, byte in FIXED_EXTENSION.items()}
+        size = fixed[head] if head in fixed else self._take((">B", ">H", ">I")[EXTENSION.index(head)])
+        if (code := self._take(">B")) != ARRAY_EXTENSION:
+            raise ValueError(f"extension {code}")
+        end = self.at + size
+        if self._take(">B") != 0x93:
+            raise ValueError("an array without shape, type and content")
+        shape = tuple(self._integer() for _ in range(self._length(range(0x90, 0xA0), (), "a shape")))
+        kind, count = (
+            np.dtype(getattr(ml_dtypes, name) if (name := self._text()) == BFLOAT16 else name),
+            self._length(range(0), BINARY, "the content of an array"),
+        )
+        kind = np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
+        if math.prod(shape) * kind.itemsize != count or self.at + count != end or end > self.end:
+            raise ValueError(f"an array of shape {shape} whose content has another size")
+        values = np.frombuffer(self.content, kind, math.prod(shape), self.at) if count else np.empty(0, kind)
+        self.at = end
+        return shape, values

@@ -17,12 +17,12 @@ from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
     COMPANIONS,
     RunDirectory,
-    answer_for,
     create_run,
     entry_while_unchanged,
     load_run_config,
     own_damage,
     put,
+    record_files,
     save_config,
     save_tokenizer,
     take_along,
@@ -101,7 +101,7 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
             chat = ChatTemplate.named(config.data.chat_template or template, tokenizer)
             tokenizer = _ending(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
-        answer_for(run.path, run.tokens())
+        record_files(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         if config.training.init_from is not None:
             take_along(RunDirectory(config.training.init_from), run)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.run import load_weights, packing, save_weights
+from dantinox.run import load_weights, save_weights, weights
 
 from .small import sentence, some_weights
 
@@ -45,7 +45,7 @@ def test_the_format_is_the_one_of_flax(tmp_path):
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_large_arrays_go_in_chunks_as_in_flax(tmp_path, monkeypatch, chunk):
     tree = some_weights()
-    monkeypatch.setattr(packing, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", chunk)
     save_weights(tmp_path / "w", tree)
     flat = flax.serialization.msgpack_restore((tmp_path / "w").read_bytes())
     np.testing.assert_array_equal(flat["embed"], tree["embed"])
