@@ -354,7 +354,7 @@ def test_a_context_too_short_is_one_warning(generate):
     [
         (["--topp", "0.9"], ["unknown flag --topp", "top_p"]),
         (["--temprature=1"], ["unknown flag --temprature", "temperature"]),
-        (["more"], ["unknown argument more"]),
+        (["more"], ["name a run each: more and"]),
         (["--top_p", "1.7"], ["generation.top_p", "[0, 1]", "1.7"]),
         (["--top_p", "x"], ["generation.top_p", "'x'"]),
         (["--top_k", "1.5"], ["generation.top_k", "integer"]),
