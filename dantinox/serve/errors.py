@@ -51,6 +51,7 @@ class Busy(RequestError):
             code="rate_limit_exceeded",
             headers={"retry-after": str(max(1, math.ceil(retry_after)))},
         )
+        self.retry_after = retry_after
 
 
 class Unavailable(RequestError):
