@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are import
     from dantinox.config import Config as Config
     from dantinox.config import UserError as UserError
     from dantinox.config import load_config as load_config
+    from dantinox.generation import Constraint as Constraint
     from dantinox.generation import load as load
     from dantinox.generation import prepare as prepare
     from dantinox.generation.generate import generate as generate
@@ -33,6 +34,7 @@ PUBLIC = {
     "Transformer": "dantinox.model",
     "export_checkpoint": "dantinox.interop.checkpoints",
     "import_checkpoint": "dantinox.interop.checkpoints",
+    "Constraint": "dantinox.generation",
     "generate": "dantinox.generation",
     "load": "dantinox.generation",
     "prepare": "dantinox.generation",

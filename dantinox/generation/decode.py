@@ -4,6 +4,7 @@ Everything a row needs is an array with a batch axis: token, position, limit, en
 of different length and different settings share one compiled program.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +16,11 @@ from flax import nnx
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.quantized_weights import NARROW_ROWS, Split, widen
 from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.scoring import token_logprobs
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
 
 CHUNK = 32
-ECHOED = 1 << 22  # logits held at a time while the prompt's own tokens are looked up
 PART = 2048  # tokens of a prompt that a compressed cache takes in at once
 PREFILL = 1 << 14  # tokens read at once, of a prompt or of several: what is held of them besides the cache grows with them
 
@@ -105,18 +106,18 @@ def _generate_toks(
     if prompt is not None:
         model = widen(model)
         seen, x_PTD, cache = _prefill(model, params, prompt, plan if use_cache else None)
-        echo_PT = _echoed(model, x_PTD, prompt[0]) if echo else None
+        echo_PT = prompt_logprobs(model, x_PTD, prompt[0]) if echo else None
         if samples > 1:
             cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
-        state, emitted = _choose(seen, state, params, report)
+        state, emitted = sample_step(seen, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
     model = model if use_cache and rows <= NARROW_ROWS else widen(model)
 
-    def step(cache, state):
-        seen, cache = _look(model, cache, state, params, use_cache)
-        return cache, *_choose(seen, state, params, report)
+    def step(cache: KVCache | None, state: DecodeState) -> tuple[KVCache | None, DecodeState, Emitted]:
+        seen, cache = forward_step(model, cache, state, params, use_cache)
+        return cache, *sample_step(seen, state, params, report)
 
-    def body(i, carry):
+    def body(i: jax.Array, carry: Any) -> Any:
         cache, state, buffers = carry
         cache, state, emitted = step(cache, state)
         return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
@@ -129,37 +130,39 @@ def _generate_toks(
     return cache, state, emitted, None
 
 
-class Seen(NamedTuple):
-    """What the model gives for every row's newest token: logits `[B, V]`, attention metrics `[B]` where they are read."""
+class StepLogits(NamedTuple):
+    """What the model computes for every row's newest token: logits `[B, V]`, attention metrics `[B]` where they are read."""
 
     logits: jax.Array
     attention: AttentionMetrics | None
 
 
-def probe_of(params):
+def probe_of(params: SamplingParams) -> Callable[..., Any] | None:
     """What is measured of attention in each layer: nothing, unless the router reads it."""
     return jax.vmap(layer_attention) if params.attends else None
 
 
-def attention_of(params, aux):
+def attention_of(params: SamplingParams, aux: Mapping[str, Any]) -> AttentionMetrics | None:
     """The metrics `[B]` from what that probe measured in every layer, or None."""
     return jax.vmap(combine)(aux["probe"]) if params.attends else None
 
 
-def _prefill(model, params, prompt, plan):
-    """What is `Seen` behind the prompts, their residual stream `[P, T, D]`, and the cache they leave.
+def _prefill(
+    model: Transformer, params: SamplingParams, prompt: tuple[jax.Array, jax.Array], plan: CachePlan | None
+) -> tuple[StepLogits, jax.Array, KVCache | None]:
+    """The logits after the prompts, their residual stream `[P, T, D]`, and the cache they leave.
 
-    Of many and long prompts some are read after the others.
+    Many long prompts are read some after the others.
     """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
     places_T = jnp.arange(T)
     positions_PT = jnp.where(places_T < lengths_P[:, None], places_T, -1)
 
-    def read(prompts):
+    def read(prompts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
         rows_RT, positions_RT = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
-        return _read(model, params, rows_RT, positions_RT, cache)
+        return _prefill_rows(model, params, rows_RT, positions_RT, cache)
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL))
     if rows == P:
@@ -167,24 +170,20 @@ def _prefill(model, params, prompt, plan):
     else:
         found = jax.lax.map(read, jax.tree.map(lambda x: x.reshape(-1, rows, T), (tokens_PT, positions_PT)))
         x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), found)
-    return Seen(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
+    return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 
 
-def _echoed(model, x_PTD, tokens_PT):
-    """ln p `[P, T]` of each prompt's tokens, of a few positions at a time: never logits of all of them."""
-    D, V = x_PTD.shape[-1], model.config.vocab_size
-    said = jax.lax.map(
-        lambda row: jax.nn.log_softmax(model.logits(row[0]))[row[1]],
-        (x_PTD[:, :-1].reshape(-1, D), tokens_PT[:, 1:].reshape(-1)),
-        batch_size=max(1, ECHOED // V),
-    )
-    return jnp.pad(said.reshape(len(tokens_PT), -1), ((0, 0), (1, 0)))
+def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) -> jax.Array:
+    """ln p `[P, T]` of each prompt's tokens given those before them; 0 for the first."""
+    return jnp.pad(token_logprobs(model, x_PTD[:, :-1], tokens_PT[:, 1:]), ((0, 0), (1, 0)))
 
 
-def _read(model, params, tokens_PT, positions_PT, cache):
-    """The prompts' residual stream `[P, T, D]`, the cache behind them, and the attention metrics of their last tokens.
+def _prefill_rows(
+    model: Transformer, params: SamplingParams, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None
+) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
+    """The prompts' residual stream `[P, T, D]`, the cache after them, and the attention metrics of their last tokens.
 
-    A compressed cache takes long prompts in part by part: what it drops, it has then seen with all before it.
+    A compressed cache reads long prompts part by part, so that it drops a key only after all keys before it.
     """
     P, T = tokens_PT.shape
     parts = -(-T // PART) if cache is not None and cache.compressed else 1
@@ -196,7 +195,7 @@ def _read(model, params, tokens_PT, positions_PT, cache):
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
 
-    def read(cache, part):
+    def read(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
         x_PtD, cache, aux = model.hidden(*part, cache=cache, probe=probe_of(params))
         return cache, (x_PtD, attention_of(params, aux))
 
@@ -207,20 +206,25 @@ def _read(model, params, tokens_PT, positions_PT, cache):
     return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, attention
 
 
-def _look(model, cache, state, params, use_cache):
-    """What is `Seen` after the newest token of every row, and the cache with that token in it."""
+def forward_step(
+    model: Transformer, cache: KVCache | None, state: DecodeState, params: SamplingParams, use_cache: bool
+) -> tuple[StepLogits, KVCache | None]:
+    """The logits after the newest token of every row, and the cache with that token in it."""
     if use_cache:
         positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
         x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=probe_of(params))
-        return Seen(model.logits(x_B1D[:, 0]), attention_of(params, aux)), cache
+        return StepLogits(model.logits(x_B1D[:, 0]), attention_of(params, aux)), cache
+    assert state.text_BS is not None  # without a cache the whole text is kept
     B, S = state.text_BS.shape
     places_S = jnp.arange(S)
     positions_BS = jnp.where(places_S <= state.position_B[:, None], places_S, -1)
     x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=probe_of(params))
-    return Seen(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_of(params, aux)), cache
+    return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_of(params, aux)), cache
 
 
-def _choose(seen, state, params, report):
+def sample_step(
+    seen: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
+) -> tuple[DecodeState, Emitted]:
     """Draws the next token of every row that is not done and moves the rows' state past it."""
     active_B = ~state.done_B
     token_B, sampler, drawn = sample(

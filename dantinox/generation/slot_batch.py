@@ -21,13 +21,14 @@ from dantinox.config.generation import order_of
 from dantinox.config.steps import EDITS
 from dantinox.files import shown
 from dantinox.generation.cache_plan import head_order, plan_cache
-from dantinox.generation.decode import ECHOED, PART, DecodeState, Emitted, _generate_toks
+from dantinox.generation.decode import PART, DecodeState, Emitted, _generate_toks
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
 from dantinox.generation.quantized_weights import Split, split, widen
 from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
 from dantinox.generation.token_settings import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
+from dantinox.model.scoring import by_position
 from dantinox.platform import platform_of
 from dantinox.programs import available_bytes, size
 from dantinox.sampling import SamplingParams, StepInfo, init_state
@@ -429,12 +430,12 @@ def _prefill_part(
     if report is None:
         return cache, None
 
-    def report_of(place: tuple[jax.Array, jax.Array]) -> StepInfo:
-        logits_V = transformer.logits(place[0])
-        return step_info(report, logits_V, logits_V, place[1], jnp.asarray(False))
+    def report_of(x_D: jax.Array, token: jax.Array) -> StepInfo:
+        logits_V = transformer.logits(x_D)
+        return step_info(report, logits_V, logits_V, token, jnp.asarray(False))
 
-    at_once = max(1, ECHOED // transformer.config.vocab_size)
-    return cache, jax.lax.map(report_of, (x_1TD[0], next_1T[0]), batch_size=at_once)
+    info = by_position(report_of, transformer.config.vocab_size, x_1TD, next_1T)
+    return cache, jax.tree.map(lambda x_1T: x_1T[0], info)
 
 
 @partial(jax.jit, donate_argnames=("cache",))
