@@ -12,7 +12,7 @@ help:
 	@echo "make test          the tests (about 8 minutes on two cores)"
 	@echo "make test-all      the same, and what takes minutes"
 	@echo "make test-browser  the pages in chromium"
-	@echo "make serve-test    the clients that people use, 20,000 requests that nobody would send, half an hour of everything at once"
+	@echo "make serve-test    the clients that people use, 20,000 fuzzed requests, half an hour of everything at once"
 	@echo "make aot           the programs, compiled for an H100 and a TPU that need not be there (3 minutes)"
 	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"
 	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"

@@ -1,4 +1,4 @@
-"""Joins a model with sampling: token sequences and text are continued here."""
+"""Text generation: the engine, its batches, and the Python API over it."""
 
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.generate import generate

@@ -1,4 +1,4 @@
-"""Requests that start together, driven to their end: the text as it comes, and a `Result` for each sample."""
+"""Offline generation: requests that start together, driven to their end on an engine; a `Result` for each sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

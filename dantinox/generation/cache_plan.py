@@ -1,4 +1,4 @@
-"""From the settings of `kv` to the cache of a batch: how many slots each head gets, and which tokens stay in them."""
+"""From the settings of `kv` to the plan of a batch's cache: slots per head and the eviction policy."""
 
 import warnings
 from functools import lru_cache

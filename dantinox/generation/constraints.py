@@ -1,4 +1,4 @@
-"""What a generated text has to be: JSON of a schema, a regex, a grammar; which tokens may come next, by llguidance."""
+"""Constrained generation: JSON schema, regex or grammar to the mask of the tokens that may come next, by llguidance."""
 
 import json
 import re

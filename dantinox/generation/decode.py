@@ -1,4 +1,4 @@
-"""The compiled core of decoding, `_generate_toks`; `loop.Session` calls it chunk by chunk.
+"""The compiled decode program, `_generate_toks`: prefill, then cached decoding in `fori_loop`; batches call it chunk by chunk.
 
 Everything a row needs is an array with a batch axis: token, position, limit, end tokens, random key, sampling numbers. So rows
 of different length and different settings share one compiled program.

@@ -1,4 +1,4 @@
-"""The engine: requests in, deltas out. Every way to generate text runs through it.
+"""The engine: `add`, `step`, `cancel`. Every way to generate text runs through it, offline and in a server.
 
     engine = Engine(model, SlotBatch(model, 8, context=2048))
     job = engine.add(GenerationRequest(ids, config))

@@ -1,4 +1,4 @@
-"""A model with its tokenizer, its settings and what was measured on it: all that decoding needs, and nothing that decodes."""
+"""`ModelBundle`: a model with tokenizer, default settings and calibrations; the base of `LoadedModel`, which engines read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

@@ -1,5 +1,5 @@
-"""What decoding wants and training does not: narrow weights, a copy of a tied table that is fast to multiply by, the key heads
-in the order of a compressed cache, and the whole of it in a form that is quick to call with."""
+"""Weights for decoding: int8 or bfloat16 matrices, a transposed copy of a tied table, key heads in the order of a compressed
+cache, and `Split`, a model taken apart so that a call costs little."""
 
 import math
 from collections.abc import Callable

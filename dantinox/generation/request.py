@@ -1,4 +1,4 @@
-"""What a caller wants continued, and what comes back: the types that every front of the engine shares."""
+"""`GenerationRequest`, `Delta` and `RequestStats`: what a caller asks of the engine and what comes back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What generating gives: the text of one sample, and what was reported on the way."""
+"""`Result`: the text of one sample of offline generation, its tokens, finish reason, log-probabilities and statistics."""
 
 from dataclasses import dataclass, field
 from typing import Any

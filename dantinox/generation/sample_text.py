@@ -1,4 +1,4 @@
-"""The host's side of one continuation: its tokens, its text, and where it ends."""
+"""One continuation on the host: detokenization, stop strings, constraint and finish reason."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Who gets which slots, and when: first come, first served. It knows neither time nor model."""
+"""The queue of the engine: which request gets which slots, first come, first served; a full queue raises `Full`."""
 
 from collections import deque
 from collections.abc import Callable

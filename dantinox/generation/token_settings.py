@@ -1,4 +1,4 @@
-"""Tokens that a person names by their text: banned words, biased tokens, breakers, what XTC must spare."""
+"""Settings that name tokens by their text (banned words, biases, DRY breakers, stop tokens), resolved to token ids."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""What decoding reported, as documents that a person or a program can read: a column per quantity, or a record per token."""
+"""Reports of decoding as JSON documents: a column per quantity (`--json`), or a record per token (`--trace`, logprobs)."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,1 +1,1 @@
-"""Many people and one model: an engine of slots, the dialects that clients speak to it, and a page."""
+"""The HTTP server: an asyncio front of the engine, one adapter per protocol, and a web page."""
