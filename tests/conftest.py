@@ -1,5 +1,6 @@
 """What tests of several rooms use: a run directory to generate from."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -22,15 +23,22 @@ gc.set_threshold(100_000, 50, 50)  # tracing makes objects by the million: an ei
 CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per character
 
 
-MAPS = Path("/proc/self/maps")
+PROCESS = Path("/proc/self")
+MOST_MAPS, MOST_PAGES = 40_000, (1 << 30) // os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_let_go():
-    """Compiled programs hold memory maps, of which Linux gives a process 65,530: all tests in a row would need more."""
+def release_programs():
+    """Drops compiled programs after a file that leaves 1 GiB or many memory maps: Linux allows 65,530 maps per process."""
     yield
-    if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
+    if "jax" not in sys.modules or not PROCESS.exists():
+        return
+    pages = int((PROCESS / "statm").read_text().split()[1])
+    if pages > MOST_PAGES or (PROCESS / "maps").read_bytes().count(b"\n") > MOST_MAPS:
         sys.modules["jax"].clear_caches()
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

@@ -116,6 +116,7 @@ class Engine:
     """Continues requests with a running batch.
 
     Attributes:
+      idle: whether `step` has nothing to do before a request is added, prepared or cancelled, or a program is ready.
       counters: sums by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`.
       compile: called with the settings of a request whose program is missing, and whether it echoes; the request waits until
         the batch is `ready`. By default it compiles at once.
@@ -153,7 +154,7 @@ class Engine:
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
         self._chunks = self._failures = 0
-        self._retry = False  # the last step failed
+        self.idle = True
 
     # --- any thread
 
@@ -211,11 +212,6 @@ class Engine:
         """Ends a request with the next step because of an error in its preparation."""
         job.error = error
 
-    @property
-    def idle(self) -> bool:
-        """Whether `step` has nothing to do before a request is added, prepared or cancelled, or a program is ready."""
-        return self._pending is None and not self.batch.has_work and not self._scheduler.reading and not self._retry
-
     def _texts(self, request: GenerationRequest) -> list[SampleText]:
         model, section = self.model, request.config.generation
         matchers = [
@@ -264,11 +260,11 @@ class Engine:
         """
         try:
             self._step()
-            self._retry = False
+            self.idle = self._pending is None and not self.batch.has_work and not self._scheduler.reading
         except Exception as error:
             if not self._isolate or self._failures == FAILURES:
                 raise
-            self._failures, self._retry = self._failures + 1, True
+            self._failures, self.idle = self._failures + 1, False
             log.exception("a step of the engine failed; the requests that were running are ended")
             self._abandon(error)
         outputs, self._outputs = self._outputs, []

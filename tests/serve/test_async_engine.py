@@ -81,6 +81,7 @@ async def said(engine, prompt, **settings):
 
 async def idle(engine):
     while engine.status().busy:
+        assert engine.status().state == "ready"
         await asyncio.sleep(0.005)
 
 
@@ -351,7 +352,7 @@ def test_a_fault_of_one_request_ends_that_request_alone(engine, run, monkeypatch
     async def read():
         expected = run.generate(STORY, max_new_tokens=16, **DRAWN).text
         bystander = asyncio.create_task(said(engine, STORY, **DRAWN))
-        while not engine.status().busy:
+        while not engine.status().busy and not bystander.done():
             await asyncio.sleep(0.001)
         settings = {"strategy": "entropy", "use_attention": False} if where == "compile" else {}
         request = ask(engine, VICTIM, logprobs=0, echo=name == "prompt_steps", n=2, max_new_tokens=40, seed=9, **settings)
