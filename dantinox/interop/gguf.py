@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,13 @@ def source_of(file: GGUFFile) -> Source:
     if len(file.metadata["tokenizer.ggml.tokens"]) != rows:
         raise UserError(f"{path} has {rows} rows of embeddings for {len(file.metadata['tokenizer.ggml.tokens'])} tokens")
     config["vocab_size"] = rows
-    change = partial(_theirs, family, config)
     return Source(
         path=path,
         format="gguf",
         config=config,
         tensors=Arrays(
             {name: _described(file, name, part, family) for name, part in parts.items()},
-            lambda name: change(name, read_tensor(file, *parts[name])),
+            lambda name: _converted(family, config, name, read_tensor(file, *parts[name]), back=False),
         ),
         tokenizer=vocabulary.tokenizer,
         tokenizer_config=vocabulary.tokenizer_config,
@@ -79,11 +77,7 @@ def source_of(file: GGUFFile) -> Source:
 
 
 def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[str, int | None]]:
-    """For every name of transformers the tensor in the file, and the entry of its first axis where that is one of experts.
-
-    Raises:
-      UserError: a tensor is not known, or there are no embeddings.
-    """
+    """For every name of transformers the tensor in the file, and the entry of its first axis where that is one of experts."""
     parts: dict[str, tuple[str, int | None]] = {}
     for name, stored in file.tensors.items():
         if name in (LLAMA3, LONG, SHORT):
@@ -129,29 +123,15 @@ def _is_transposed(family: Family, name: str, axes: int) -> bool:
     return family.arch == "gpt2" and axes == 2 and ".h." in name
 
 
-def _theirs(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray) -> np.ndarray:
-    """A tensor of GGUF as transformers has it."""
+def _converted(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
+    """A tensor of GGUF as transformers has it, or with `back` a tensor of transformers as GGUF has it."""
     if _is_transposed(family, name, array.ndim):
         return array.T
     if family.shifted and name.endswith("norm.weight"):
-        return np.asarray(array, np.float32) - 1
-    heads = _rotated_heads(family, config, name)
-    if heads:
-        pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+        return np.asarray(array, np.float32) + (1 if back else -1)
+    if heads := _rotated_heads(family, config, name):
+        pairs = array.reshape(heads, *((2, -1) if back else (-1, 2)), *array.shape[1:])
         return pairs.swapaxes(1, 2).reshape(array.shape)
-    return array
-
-
-def _ours(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray) -> np.ndarray:
-    """A tensor of transformers as GGUF has it: the opposite of `_theirs`."""
-    if _is_transposed(family, name, array.ndim):
-        return array.T
-    if family.shifted and name.endswith("norm.weight"):
-        return np.asarray(array, np.float32) + 1
-    heads = _rotated_heads(family, config, name)
-    if heads:
-        halves = array.reshape(heads, 2, -1, *array.shape[1:])
-        return halves.swapaxes(1, 2).reshape(array.shape)
     return array
 
 
@@ -209,7 +189,7 @@ def export_gguf(
 
     def arrays() -> Iterator[np.ndarray]:
         for stored, names in made_of.items():
-            parts = (_ours(family, hf_config, name, tensors[name]) for name in names)
+            parts = (_converted(family, hf_config, name, tensors[name], back=True) for name in names)
             yield np.stack(list(parts)) if "_exps" in stored else next(parts)
         yield from extra.values()
 
@@ -247,11 +227,7 @@ def _shape(family: Family, tensors: Arrays, names: list[str], kind: str) -> Shap
 def _check_said(
     model: ModelConfig, family: Family, metadata: dict[str, Any], shapes: Mapping[str, Any], extra: Mapping[str, np.ndarray]
 ) -> None:
-    """Reads the metadata back as llama.cpp does, and compares the architecture: what GGUF cannot say differs.
-
-    Raises:
-      UserError: it does; the sentence names the setting.
-    """
+    """Reads the metadata back as llama.cpp does, and raises where the architecture differs: that GGUF cannot say."""
     content = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in extra.values())])
     ends = np.cumsum([array.nbytes for array in extra.values()]).tolist()
     tensors = {name: Stored(shape, kind, 0, 0) for name, (shape, kind) in shapes.items()}

@@ -3,6 +3,7 @@
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantised types are the business of the library `gguf`.
 """
 
+import itertools
 import math
 import mmap
 import os
@@ -178,11 +179,17 @@ def _encoded(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray
     return encoded
 
 
+def _block(kind: str) -> tuple[int, int]:
+    """The numbers of a block, and its bytes."""
+    gguf = library()
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return int(numbers), int(size)
+
+
 def _size_of(shape: Sequence[int], kind: str) -> int:
     """The bytes of a tensor in a file."""
-    gguf = library()
-    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    return math.prod(shape) // block * int(block_bytes)
+    numbers, size = _block(kind)
+    return math.prod(shape) // numbers * size
 
 
 class _Reader:
@@ -260,22 +267,18 @@ def _header(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, Stored] = {}
     for name, shape, kind, offset in infos:
-        size = _size_in_file(reader, name, shape, kind)
+        if min(shape) < 1 or shape[-1] % _block(kind)[0]:
+            raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} cannot have")
+        size = _size_of(shape, kind)
         if name in tensors:
             raise reader.damaged(f"it has the tensor {name} twice")
         if offset % alignment or start + offset + size > len(reader.content):
             raise reader.damaged(f"the tensor {name} would lie outside of it")
         tensors[name] = Stored(shape, kind, start + offset, size)
-    for (one, before), (other, after) in zip(*_neighbours(tensors), strict=True):
+    for (one, before), (other, after) in itertools.pairwise(sorted(tensors.items(), key=lambda item: item[1].offset)):
         if before.offset + before.size > after.offset:
             raise reader.damaged(f"the tensors {one} and {other} overlap")
     return metadata, tensors
-
-
-def _neighbours(tensors: Mapping[str, Stored]) -> tuple[list[tuple[str, Stored]], list[tuple[str, Stored]]]:
-    """The tensors but the last and but the first, as they lie in the file."""
-    ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
-    return ordered[:-1], ordered[1:]
 
 
 def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
@@ -290,10 +293,3 @@ def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     except ValueError:
         raise UserError(f"{reader.path}: the tensor {on_one_line(name)} has the unknown type {code}") from None
     return name, shape, kind, offset
-
-
-def _size_in_file(reader: _Reader, name: str, shape: tuple[int, ...], kind: str) -> int:
-    gguf = library()
-    if min(shape) < 1 or shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
-        raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} cannot have")
-    return _size_of(shape, kind)

@@ -235,11 +235,7 @@ def _halves(piece: str, pieces: Any) -> list[tuple[str, str]]:
 
 
 def _prefixed(tree: dict[str, Any]) -> bool:
-    """Whether a text begins with a space of the tokenizer's own.
-
-    Raises:
-      UserError: it changes text in another way than SentencePiece.
-    """
+    """Whether a text begins with a space of the tokenizer's own; raises where it changes text in another way."""
     normal, split = _steps(tree["normalizer"], "normalizers"), _steps(tree["pre_tokenizer"], "pretokenizers")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
@@ -332,15 +328,11 @@ def _list_of(kind: type | tuple[type, ...], values: Any) -> bool:
 
 def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **more: Any) -> dict[str, Any]:
     """A tokenizer.json but for its added tokens; `more` are its parts, or options of its model."""
-    options: dict[str, Any] = {
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-    }
-    options |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    parts: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None}
-    parts |= {"post_processor": None} | {key: value for key, value in more.items() if key not in options}
+    options: dict[str, Any] = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    options |= dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    parts: dict[str, Any] = {"version": "1.0"}
+    parts |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
+    parts |= {key: value for key, value in more.items() if key not in options}
     model = options | {key: value for key, value in more.items() if key in options}
     return parts | {"decoder": decoder, "model": {"type": "BPE", **model, "vocab": vocab, "merges": [list(m) for m in merges]}}
 

@@ -125,11 +125,7 @@ def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Where each tensor stands that a model with these parameters has, in the order of the table.
-
-    Raises:
-      UserError: the family has no place for a parameter.
-    """
+    """Where each tensor stands that a model with these parameters has, in the order of the table."""
     L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
     places: dict[str, Place] = {}
     for tensor, parameter, forms in family.tensors:

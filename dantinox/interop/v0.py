@@ -25,19 +25,12 @@ WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weigh
 MAX_FILE_BYTES = 128 << 20  # of config.yaml and tokenizer.json
 EPSILON = 1e-6  # of both of its normalisations
 EMBED = "embed/embedding", "wte/embedding"
-# Settings under any of the names they had → the values that mean a model as we have it; all have a default.
-PLAIN: dict[tuple[str, ...], tuple[Any, ...]] = {
-    ("mla",): (False,),
-    ("attention",): ("mha", "gqa"),
-    ("use_moe",): (False,),
-    ("ffn",): ("mlp",),
-    ("use_lora",): (False,),
-    ("causal",): (True,),
-    ("model_type",): ("autoregressive",),
-    ("paradigm",): (None, "ar"),
-    ("embed_dim",): (0,),
-    ("activation",): ("gelu",),
-}
+# Settings → the values that mean a model as we have it; all have a default.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "mla": (False,), "attention": ("mha", "gqa"), "use_moe": (False,), "ffn": ("mlp",), "use_lora": (False,),
+    "causal": (True,), "model_type": ("autoregressive",), "paradigm": (None, "ar"), "embed_dim": (0,),
+    "activation": ("gelu",),
+}  # fmt: skip
 POSITIONS = {"rotary": "use_rotary_pos", "learned": "trainable_pos", "absolute": "absolute_pos"}
 # What weights files hold besides weights, or never use: masks and angles, the state of dropout, projections to latents.
 IDLE = (
@@ -74,7 +67,9 @@ def read_v0(path: Path) -> V0Run:
     weights = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if weights is None:
         raise UserError(f"{path} holds no weights of DantinoX 0: none of {', '.join(WEIGHTS)}")
-    arrays = _arrays(weights)
+    arrays, _ = read_leaves(weights)
+    if any(name.startswith("opt/") for name in arrays):  # with the state of its optimizer
+        arrays = {name.removeprefix("model/"): leaf for name, leaf in arrays.items() if name.startswith("model/")}
     settings = _settings(path / "config.yaml", said, weights, arrays)
     rows = _find(weights, arrays, *EMBED).shape[0]
     return V0Run(settings, rows, _tokenizer(path / "tokenizer.json"), weights.name, arrays)
@@ -179,19 +174,11 @@ def _config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if not isinstance(value, dict)} | flat
 
 
-def _arrays(path: Path) -> dict[str, Leaf]:
-    found, _ = read_leaves(path)
-    if any(name.startswith("opt/") for name in found):  # with the state of its optimizer
-        found = {name.removeprefix("model/"): leaf for name, leaf in found.items() if name.startswith("model/")}
-    return found
-
-
 def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str, Leaf]) -> dict[str, dict[str, Any]]:
     """What the settings say, and the arrays where they say it better."""
-    for names, allowed in PLAIN.items():
-        for name in names:
-            if name in said and said[name] not in allowed:
-                raise UserError(f"{path}: a model with {name}: {shown(said[name])} cannot be read, only {shown(allowed[-1])}")
+    for name, allowed in PLAIN.items():
+        if name in said and said[name] not in allowed:
+            raise UserError(f"{path}: a model with {name}: {shown(said[name])} cannot be read, only {shown(allowed[-1])}")
     embed = _find(weights, arrays, *EMBED)
     down = _find(weights, arrays, "blocks/0/ffn/down_proj/kernel", "blocks/0/mlp/down_proj/kernel")
     up = _find(weights, arrays, "blocks/0/ffn/up_proj/kernel", "blocks/0/mlp/up_proj/kernel")
@@ -200,16 +187,14 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
     if dim % heads:
         raise UserError(f"{path}: n_heads {heads} does not divide the {dim} numbers of an embedding in {weights.name}")
     head_size, hidden = dim // heads, down.shape[0]
-    position = _position(path, said)
+    position, theta = _position(path, said), 1e4 * float(said.get("rope_scale_factor", said.get("rope_scale", 1.0)))
     if position == "use_rotary_pos":
-        _check_angles(path, said, weights, arrays, head_size)
+        _check_angles(theta, weights, arrays, head_size)
     head = arrays.get("head/kernel", arrays.get("lm_head/kernel"))
     bias = "head/bias" in arrays or "lm_head/bias" in arrays
     if head is None and bias:
         raise UserError(f"{weights} holds a bias of the logits and not the matrix they are made with: it cannot be read")
     tied = head is None or (head.shape == embed.shape[::-1] and np.array_equal(head.array(), embed.array().T))
-    window = bool(said.get("sliding_window", False))
-    gated = up.shape[-1] == 2 * hidden
     model = {
         "dim": dim,
         "n_heads": heads,
@@ -220,7 +205,7 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
         "max_context": _count(path, said, "max_context"),
         "weight_tying": tied,
         "head_bias": bias,
-        "activation": "swiglu" if gated else "gelu",
+        "activation": "swiglu" if up.shape[-1] == 2 * hidden else "gelu",
         "mlp_bias": any(name.endswith("up_proj/bias") for name in arrays),
         "norm": "layernorm" if any(name.endswith(("norm1/bias", "ln1/bias")) for name in arrays) else "rmsnorm",
         "norm_epsilon": EPSILON,
@@ -228,8 +213,8 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
     }
     attention: dict[str, Any] = {"use_rotary_pos": False} | ({position: True} if position else {})
     if position == "use_rotary_pos":
-        attention["rope_theta"] = 1e4 * float(said.get("rope_scale_factor", said.get("rope_scale", 1.0)))
-    if window:
+        attention["rope_theta"] = theta
+    if said.get("sliding_window", False):
         attention |= {"sliding_window": True, "context_window": _count(path, said, "context_window")}
     attention["out_bias"] = any(name.endswith("o_proj/bias") for name in arrays)
     if said.get("no_sink", False):
@@ -266,10 +251,9 @@ def _position(path: Path, said: dict[str, Any]) -> str | None:
     return on[0] if on else None
 
 
-def _check_angles(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str, Leaf], head_size: int) -> None:
+def _check_angles(theta: float, weights: Path, arrays: dict[str, Leaf], head_size: int) -> None:
     """The first versions rotated by other frequencies, and the other way round; their names of layers give them away."""
     angles = arrays.get("blocks/0/attention/angle")
-    theta = 1e4 * float(said.get("rope_scale_factor", said.get("rope_scale", 1.0)))
     if angles is not None:
         expected = theta ** (-np.arange(0, head_size, 2) / head_size)
         told = angles.array().reshape(-1, angles.shape[-1])

@@ -90,31 +90,18 @@ def calibrate_kv(
     directory = open_run(run_dir)
     path = directory.kv if output is None else Path(output)
     check_writable(path)
-    if from_results is None:
-        found = _measured(directory, sequences, data_path, seed, loss, progress)
-    elif data_path is not None or not loss:
-        raise UserError("from_results measures nothing: leave data_path and loss out")
-    else:
-        tokenizer = Tokenizer.load(directory.tokenizer)
-        config = load_run_config(directory).architecture(tokenizer.vocab_size)
-        given = read_kv_calibration(from_results, config, weights_digest(directory), tokenizer.fingerprint)
-        found = described(directory, config, given)
-    save_kv_calibration(path, found.to_dict())
-    return found
-
-
-def _measured(
-    directory: RunDirectory,
-    sequences: int,
-    data_path: str | Path | None,
-    seed: int,
-    loss: bool,
-    progress: Callable[[str], None],
-) -> HeadCalibration:
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
+    if from_results is not None and (data_path is not None or not loss):
+        raise UserError("from_results measures nothing: leave data_path and loss out")
     weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
+    if from_results is not None:
+        tokenizer = Tokenizer.load(directory.tokenizer)
+        config = load_run_config(directory).architecture(tokenizer.vocab_size)
+        taken = described(directory, config, read_kv_calibration(from_results, config, weights, tokenizer.fingerprint))
+        save_kv_calibration(path, taken.to_dict())
+        return taken
     run = load(directory.path)
     config = run.model.config
     if config.latent is not None:
@@ -132,7 +119,7 @@ def _measured(
     entropy_SRLN, coverage_SRLN = measure(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
         raise UserError(f"the model of {directory.path} gives attention that is no number: its weights are damaged")
-    found = {
+    found: dict[str, Any] = {
         "calibration": {"n_sequences": len(texts), "n_sample_positions": ROWS, "method": "attention_entropy"},
         "head_entropies": _named(entropy_SRLN.mean(axis=(0, 1)), "H"),
         "lengths": np.mean([row_ends(len(text)) for text in texts], axis=0).tolist(),
@@ -148,7 +135,9 @@ def _measured(
     if loss:
         rises_LKC, sizes = loss_rises(run.model, *padded(texts), progress)
         found |= {"loss": _named(rises_LKC, "K"), "loss_slots": sizes}
-    return described(directory, config, found)
+    calibration = described(directory, config, found)
+    save_kv_calibration(path, calibration.to_dict())
+    return calibration
 
 
 def described(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> HeadCalibration:

@@ -4,9 +4,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -81,17 +81,17 @@ class Program:
     flops: int
     again: int
     traffic: int
-    bytes: Bytes | None
-    needs: int | None
-    fits: bool | None
-    kernels: dict[str, int]
-    collectives: dict[str, Collectives]
-    compute_seconds: float | None
-    memory_seconds: float | None
-    link_seconds: float | None
-    mfu: float | None
-    compile_seconds: float
-    failure: str | None
+    bytes: Bytes | None = None
+    needs: int | None = None
+    fits: bool | None = None
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    collectives: Mapping[str, Collectives] = field(default_factory=dict)
+    compute_seconds: float | None = None
+    memory_seconds: float | None = None
+    link_seconds: float | None = None
+    mfu: float | None = None
+    compile_seconds: float = 0.0
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,8 @@ class Plan:
     programs: list[Program]
 
 
-class PlannedProgram(NamedTuple):
-    """A program before it is compiled, with what `Program` says of it and the options of its compiler."""
-
-    name: str
-    mesh: str
-    reads: str
-    flops: int
-    again: int
-    traffic: int
-    program: Any
-    options: Mapping[str, Any]
+# What is known of a program before it is compiled, the program as jax traced it, and the options of its compiler.
+PlannedProgram = tuple[Program, Any, Mapping[str, Any]]
 
 
 class TrainingPrograms(Protocol):
@@ -187,13 +178,13 @@ def make_plan(
         traced: list[PlannedProgram] = []
         for one, layout in zip(meshed, layouts, strict=True):
             traced += training_programs(one, trained, training, layout)
-        traced.sort(key=lambda program: program.name, reverse=True)  # the meshes of one program beside each other
+        traced.sort(key=lambda planned: planned[0].name, reverse=True)  # the meshes of one program beside each other
         traced += generation_programs(topology, config, model, batch, prompt, new)
         programs = []
-        for program in traced:
-            on = f" on {program.mesh}" if len(topology.devices) > 1 else ""
-            progress(f"compiling {program.name} for {topology.name}{on}")
-            programs.append(_compiled(topology, program))
+        for planned, program, options in traced:
+            on = f" on {planned.mesh}" if len(topology.devices) > 1 else ""
+            progress(f"compiling {planned.name} for {topology.name}{on}")
+            programs.append(_compiled(topology, planned, program, options))
     return Plan(
         topology=topology.name,
         device=topology.device.device_kind,
@@ -239,7 +230,7 @@ def training_programs(config: Config, model: ModelConfig, training: Training, la
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else model.vocab_size * model.dim * 4
         (state, batch, base), _ = program.in_avals
         traffic = layout.bytes((state, base)) + size(batch) // layout.parts + layout.bytes(program.out_info) - untouched
-        yield PlannedProgram(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic, program, options)
+        yield Program(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic), program, options
 
 
 def generation_programs(
@@ -278,9 +269,7 @@ def generation_programs(
         return rows * (length * (token + attention_flops(model, length)) + head)
 
     shares, on = g.tensor_parallel, ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
-    yield PlannedProgram(
-        "prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache, first, {}
-    )
+    yield Program("prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache), first, {}
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
     if model.latent is not None:  # which all heads read, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
@@ -288,7 +277,7 @@ def generation_programs(
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
-    yield PlannedProgram("decode", on, reads, flops // shares, 0, read - idle + cache, following, {})
+    yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, {}
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
@@ -298,8 +287,7 @@ def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
     return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
 
 
-def _compiled(topology: Topology, traced: PlannedProgram) -> Program:
-    name, mesh, reads, flops, again, traffic, program, options = traced
+def _compiled(topology: Topology, planned: Program, program: Any, options: Mapping[str, Any]) -> Program:
     begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
     collectives: dict[str, Collectives] = {}
     try:
@@ -314,13 +302,15 @@ def _compiled(topology: Topology, traced: PlannedProgram) -> Program:
     seconds, memory, chip = time.perf_counter() - begun, topology.memory, topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
     sent = sum(of.sent for of in collectives.values())
-    times: tuple[float | None, float | None, float | None] = (None, None, None)
-    mfu = None
-    if chip is not None:
-        times = (flops + again) / chip.flops, (traffic + sent) / chip.bandwidth, sent / chip.link
-        mfu = flops / chip.flops / max(filter(None, times))
-    takes = (flops, again, traffic + sent, found, needs, fits, kernels, collectives)
-    return Program(name, mesh, reads, *takes, *times, mfu, seconds, failure)
+    done = replace(
+        planned, traffic=planned.traffic + sent, bytes=found, needs=needs, fits=fits, kernels=kernels, collectives=collectives,
+        compile_seconds=seconds, failure=failure,
+    )  # fmt: skip
+    if chip is None:
+        return done
+    times = (done.flops + done.again) / chip.flops, done.traffic / chip.bandwidth, sent / chip.link
+    mfu = done.flops / chip.flops / max(filter(None, times))
+    return replace(done, compute_seconds=times[0], memory_seconds=times[1], link_seconds=times[2], mfu=mfu)
 
 
 def kernels_in(text: str) -> dict[str, int]:

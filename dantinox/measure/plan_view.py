@@ -58,7 +58,8 @@ def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
             yield ""
     for program in found.programs:
         on = f" on {program.mesh}" if found.chips > 1 else ""
-        yield from wrapped([f"{program.name}{on}: {_fits(program, found.memory)}{_kernels(program)}"], width)
+        kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
+        yield from wrapped([f"{program.name}{on}: {_fits(program, found.memory)}{kernels}"], width)
     yield ""
     formulas = [f"{name}: {formula}" for name, formula in found.formulas.items()]
     yield from wrapped([f"N = {human_count(found.matrix_parameters)} weights in matrix products; FLOPs:", *formulas], width)
@@ -85,7 +86,3 @@ def _fits(program: Program, memory: int | None) -> str:
         return "not compiled: " + program.failure if program.failure else "nobody says whether it fits"
     over = program.needs - memory
     return f"does not fit, {human_bytes(over)} too much" if over > 0 else f"does not fit: {program.failure}"
-
-
-def _kernels(program: Program) -> str:
-    return "".join(f", {count} × {name}" for name, count in program.kernels.items())

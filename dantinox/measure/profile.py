@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -112,15 +112,9 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     return Profile(str(folder), kind, count, wall * 1e3, operations)
 
 
-class Times(NamedTuple):
-    """Nanoseconds and calls."""
-
-    ns: float
-    calls: int
-
-
 Program = Mapping[str, Instruction]
-Runs = Mapping[tuple[str, str], Mapping[str, Times]]  # the name of a program and which run of it → operation → its time
+# The name of a program and which run of it → operation → the nanoseconds of each of its calls.
+Runs = Mapping[tuple[str, str], Mapping[str, Sequence[float]]]
 
 
 def operation_times(data: Any) -> Runs:
@@ -136,7 +130,7 @@ def operation_times(data: Any) -> Runs:
                 name = str(stats.get("hlo_op", event.name)).partition(" = ")[0].lstrip("%")
                 run = str(stats.get("hlo_module", "")), str(stats.get("run_id", ""))
                 found[run][name].append(event.duration_ns)
-    return {run: {name: Times(sum(ns), len(ns)) for name, ns in times.items()} for run, times in found.items()}
+    return found
 
 
 def _texts(names: set[str]) -> Iterator[tuple[str, str]]:
@@ -153,19 +147,16 @@ def ranked(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operat
     Args:
       programs: those of each name; a run is of the one that knows most of its operations.
     """
-    groups: dict[tuple[str, str, str, str], list[Times]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for (name, _), times in runs.items():
         program = max(programs.get(name, ()), key=lambda known: len(known.keys() & times.keys()), default={})
         for operation, spent in times.items():
             found = program.get(operation, Instruction("", "", ""))
             stem = re.sub(r"[.\d]+$", "", operation)
             if (found.opcode or stem) not in CONTAINERS:
-                groups[stem, kind_of(found, stem), *_origin(found)].append(spent)
-    total = sum(spent.ns for parts in groups.values() for spent in parts) or 1.0
-    operations = []
-    for (stem, kind, place, source), parts in groups.items():
-        ns, calls = (sum(column) for column in zip(*parts, strict=True))
-        operations.append(Operation(stem, kind, place, source, ns / 1e6, ns / total, int(calls)))
+                groups[stem, kind_of(found, stem), *_origin(found)] += spent
+    total = sum(map(sum, groups.values())) or 1.0
+    operations = [Operation(*group, sum(ns) / 1e6, sum(ns) / total, len(ns)) for group, ns in groups.items()]
     return sorted(operations, key=lambda operation: -operation.ms)
 
 

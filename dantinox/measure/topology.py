@@ -114,11 +114,7 @@ CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"  # private: read and r
 
 @contextlib.contextmanager
 def _h100_answers() -> Iterator[None]:
-    """Inside, the functions by which jax's cuDNN attention asks the device answer as on an H100 with `CUDNN`.
-
-    Raises:
-      UserError: this version of jax asks by other functions.
-    """
+    """Inside, the functions by which jax's cuDNN attention asks the device answer as on an H100 with `CUDNN`."""
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda: CUDNN,
         "check_compute_capability": lambda least: tuple(map(int, least.split("."))) <= CAPABILITY,

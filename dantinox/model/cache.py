@@ -10,7 +10,7 @@ and stand before its padding.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,7 @@ class Full:
     """One slot per position: slot s holds position s."""
 
     store: AnyStore
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether what it sees is all of this call."""
-        return False
+    is_prefill: ClassVar[bool] = False  # whether what it sees is all of this call
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         after = self.append(k_BTKH, v_BTKH, positions_BT)
@@ -56,11 +52,7 @@ class Ring:
     """The last W positions of a sliding-window layer: slot p mod W holds the newest position p written there."""
 
     store: Store
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether what it sees is all of this call."""
-        return False
+    is_prefill: ClassVar[bool] = False
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         """Several queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
@@ -106,11 +98,7 @@ class NoCache:
     platform: str = "auto"
     kept: Full | Ring | None = None
     parallelism: Parallelism = SINGLE_DEVICE
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether what it sees is all of this call."""
-        return True
+    is_prefill: ClassVar[bool] = True
 
     def as_kept(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values as they will be read again."""

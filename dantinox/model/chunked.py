@@ -53,17 +53,9 @@ def chunked_attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(
-    window: int | None,
-    span: int,
-    cap: float | None,
-    q_NGTH: Array,
-    k_NTH: Array,
-    v_NTH: Array,
-    segments_NT: Array,
-    sinks_NG: Array | None,
-) -> Array:
-    return _forward(window, span, cap, q_NGTH, k_NTH, v_NTH, segments_NT, sinks_NG)[0]
+def _attend(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> Array:
+    """Attention of `q_NGTH` over `k_NTH` and `v_NTH` with `segments_NT` and `sinks_NG` or None."""
+    return _forward(window, span, cap, *inputs)[0]
 
 
 def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> tuple[Array, tuple[Array | None, ...]]:

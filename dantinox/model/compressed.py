@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.model.attention import Reading, attend
-from dantinox.model.layers import SOFTMAX, Softmax
+from dantinox.model.layers import SOFTMAX
 from dantinox.model.store import Store
 
 MOST_DECAY = 0.999
@@ -210,7 +210,8 @@ class Compressed:
             step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
             q, k, v = (x[:, :, heads] for x in (q_BTKGH, k_BTKH, v_BTKH))
             tell = None if probe is None else _scores_and_validity
-            after, reading = step(q, k, v, positions_BT, window, tell, _of_heads(softmax, heads))
+            own = softmax if softmax.sinks_KG is None else softmax._replace(sinks_KG=softmax.sinks_KG[heads])
+            after, reading = step(q, k, v, positions_BT, window, tell, own)
             groups.append(after)
             found.append(reading)
         outs = [reading.out_BTKGH for reading in found]
@@ -221,10 +222,6 @@ class Compressed:
         wide = [[jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in reading.probed] for reading in found]
         scores_BNS, valid_BNS = (jnp.concatenate(column, axis=1) for column in zip(*wide, strict=True))
         return out_BTKGH, Compressed(tuple(groups)), probe(scores_BNS, valid_BNS)
-
-
-def _of_heads(softmax: Softmax, heads: slice) -> Softmax:
-    return softmax if softmax.sinks_KG is None else softmax._replace(sinks_KG=softmax.sinks_KG[heads])
 
 
 def _scores_and_validity(scores_BNS: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:

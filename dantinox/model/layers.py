@@ -33,10 +33,6 @@ def product(
     return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(out_dtype)
 
 
-def _product_forward(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, rounded: jax.Array | None):
-    return product(x, w, axes, dtype, out_dtype, rounded), (x, w, rounded)
-
-
 def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array):
     x, w, rounded = operands
     d_y, lead, outs = d_y.astype(dtype), tuple(range(x.ndim - axes)), w.ndim - axes
@@ -53,7 +49,7 @@ def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operand
     return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda x, w, *others: (product(x, w, *others), (x, w, others[-1])), _product_backward)
 
 
 class Linear(nnx.Module):
@@ -101,11 +97,6 @@ class Softmax(NamedTuple):
 
     cap: float | None = None
     sinks_KG: jax.Array | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is a softmax and nothing else."""
-        return self.cap is None and self.sinks_KG is None
 
 
 SOFTMAX = Softmax()

@@ -168,15 +168,10 @@ def dispatch(K: int, x_ND: Array, order_M: Array, place_M: Array) -> Array:
     return x_ND[order_M // K]
 
 
-def _dispatch_forward(K: int, x_ND: Array, order_M: Array, place_M: Array):
-    return x_ND[order_M // K], place_M
-
-
-def _dispatch_backward(K: int, place_M: Array, d_MD: Array):
-    return jnp.sum(d_MD[place_M].reshape(-1, K, d_MD.shape[-1]), axis=1), None, None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(
+    lambda K, x_ND, order_M, place_M: (x_ND[order_M // K], place_M),
+    lambda K, place_M, d_MD: (jnp.sum(d_MD[place_M].reshape(-1, K, d_MD.shape[-1]), axis=1), None, None),
+)
 
 
 @jax.custom_vjp
@@ -224,10 +219,6 @@ def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
     return lax.scan(expert, jnp.zeros((M + R, O), jnp.float32), (w_EIO, _starts(sizes_E), sizes_E))[0][:M]
 
 
-def _tiled_forward(x_MI: Array, w_EIO: Array, sizes_E: Array):
-    return _over_tiles(x_MI, w_EIO, sizes_E), (x_MI, w_EIO, sizes_E)
-
-
 def _tiled_backward(kept: Any, d_MO: Array):
     x_MI, w_EIO, sizes_E = kept
     R = _tile(x_MI)
@@ -249,7 +240,7 @@ def _tiled_backward(kept: Any, d_MO: Array):
     return d_x, d_w.astype(w_EIO.dtype), None
 
 
-tiled_product.defvjp(_tiled_forward, _tiled_backward)
+tiled_product.defvjp(lambda *operands: (_over_tiles(*operands), operands), _tiled_backward)
 
 
 def _tile(x_MI: Array) -> int:

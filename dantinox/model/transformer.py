@@ -161,7 +161,8 @@ class Transformer(nnx.Module):
             raise ValueError("segments_BT has no effect with a cache: its rows hold one document each")
         if self.config.scan_layers and (cache is not None or probe is not None):
             raise ValueError("a model with scan_layers reads whole texts and nothing else: decode with its layers apart")
-        fresh, L = self._fresh(segments_BT), self.config.num_blocks
+        fresh = NoCache(segments_BT, self.config.kernel, self.config.platform, parallelism=self.parallelism)
+        L = self.config.num_blocks
         layers: tuple[Any, ...] = cache.layers if cache is not None else (fresh,) * L
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(L + 1)]
         x_BTD = self.parallelism.scale_replicated(
@@ -234,9 +235,6 @@ class Transformer(nnx.Module):
     def output_weights(self) -> jax.Array:
         """The weights `[D, V]` that logits are made with."""
         return self.embed[...].T if self.head is None else self.head.kernel[...]
-
-    def _fresh(self, segments_BT: jax.Array | None) -> NoCache:
-        return NoCache(segments_BT, self.config.kernel, self.config.platform, parallelism=self.parallelism)
 
     def _angles(self, positions_BT: jax.Array) -> list[Angles]:
         """Those of each layer, the same arrays where layers rotate alike."""

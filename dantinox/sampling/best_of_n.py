@@ -69,14 +69,12 @@ def _sharpened(x_K: Array, raw_K: Array, n: Array) -> Array:
 
 def confidence(metrics: Metrics, config: RouterConfig = GUIDE) -> Array:
     """The guide's confidence in a row; without attention its terms are dropped."""
-    score = (1 - jnp.asarray(metrics.entropy)) * config.score_entropy + (1 - metrics.varentropy) * config.score_varentropy
-    if metrics.attention is None:
+    c, seen = config, metrics.attention
+    score = (1 - jnp.asarray(metrics.entropy)) * c.score_entropy + (1 - metrics.varentropy) * c.score_varentropy
+    if seen is None:
         return score
-    seen = metrics.attention
-    attention = (1 - seen.attn_entropy) * config.score_attn_entropy + (1 - seen.attn_varentropy) * config.score_attn_varentropy
-    return (
-        score + attention + seen.attn_agreement * config.score_agreement + seen.interaction_strength * config.score_interaction
-    )
+    attention = (1 - seen.attn_entropy) * c.score_attn_entropy + (1 - seen.attn_varentropy) * c.score_attn_varentropy
+    return score + attention + seen.attn_agreement * c.score_agreement + seen.interaction_strength * c.score_interaction
 
 
 def guide_score(ids_N: Array, logprobs_N: Array, metrics: Metrics, config: RouterConfig = GUIDE) -> Array:

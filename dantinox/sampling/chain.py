@@ -26,7 +26,9 @@ from dantinox.sampling.window import Context, run_chain, run_steps
 ON_GREEDY = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
 ALL = 0xFFFFFFFF  # 32 tokens that are all allowed
-FUNCTIONS: dict[str, Callable[..., Array]] = {**steps.FUNCTIONS, **history.FUNCTIONS}
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    name: getattr(steps, step.function or name, None) or getattr(history, step.function or name) for name, step in STEPS.items()
+}
 
 
 class SampleInfo(NamedTuple):
@@ -95,16 +97,22 @@ def sample(
     surprise_B = None if state.mu is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
     routed = None
     if routes is not None and params.router is not None:
-        forced_B = _forced(routes, edited_BV, params, state)
+        assert state.clarified is not None and state.length is not None
+        distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
+        forced_B = jax.vmap(clarify_now)(routes.strategy, edited_BV, distance_B, params.router)
         token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
         routed = Routed(attention if params.attends else None, routes, forced_B, found)
     empty_B = jnp.max(open_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        wanted = None if params.reports is None else params.reports.any()
-        told = jax.vmap(partial(step_info, report))
-        reported = _if(wanted, told, partial(_zeros_of, told), raw_BV, final_BV, token_B, greedy_B)
+        read, inputs = jax.vmap(partial(step_info, report)), (raw_BV, final_BV, token_B, greedy_B)
+        if params.reports is None:
+            reported = read(*inputs)
+        else:
+            shapes = jax.eval_shape(read, *inputs)
+            nothing = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            reported = lax.cond(params.reports.any(), read, lambda *_: nothing(), *inputs)
         reported = reported._replace(routed=routed)
     new_state = update(params, state, token_B, active_B, surprise_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
@@ -197,13 +205,6 @@ def _candidates(
     return jax.vmap(one)(drawn_B, kept_BV, raw_BV, keys_B, metrics, params.router)
 
 
-def _forced(routes: Route, edited_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
-    """The rows [B] that emit the clarify token."""
-    assert params.router is not None and state.clarified is not None and state.length is not None
-    distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
-    return jax.vmap(clarify_now)(routes.strategy, edited_BV, distance_B, params.router)
-
-
 def _keys(params: SamplingParams, state: SamplerState) -> Array:
     return jax.vmap(row_key)(params.seed, params.sample_index, state.n_generated)
 
@@ -211,16 +212,6 @@ def _keys(params: SamplingParams, state: SamplerState) -> Array:
 def _shared(params: SamplingParams, names: Sequence[str]) -> SharedOrder:
     """Some of the plan's steps in the order given."""
     return SharedOrder({name: params.on[name] for name in names}, tuple(names), params.skip_inactive_steps)
-
-
-def _if(wanted: Array | None, function: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
-    """The function where it is wanted, which with None it always is."""
-    return function(*operands) if wanted is None else lax.cond(wanted, function, otherwise, *operands)
-
-
-def _zeros_of(function: Callable[..., Any], *operands: Any) -> Any:
-    """Zeros in the place of what a function gives."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *operands))
 
 
 def _apply(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
@@ -242,7 +233,7 @@ def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
         parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
     read = {parameter: READS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
-    return FUNCTIONS[step.function or name](x_N, **arguments, **read, **known)
+    return FUNCTIONS[name](x_N, **arguments, **read, **known)
 
 
 def _own(row: Context, name: str, suffix: str = "") -> Array:

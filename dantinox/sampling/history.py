@@ -4,7 +4,7 @@ Pure functions of one row, by the rules of `steps`: removed is -inf, kept is bit
 is an array `history_S` of which the first `length` places count.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -178,18 +178,3 @@ def word_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int
         *before, last_W[w] = words
         prefix_WM[w, M - len(before) :] = before
     return prefix_WM, last_W
-
-
-# By the names that the table of steps has for them.
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "ban": ban,
-    "min_tokens": min_tokens,
-    "repetition_penalty": repetition_penalty,
-    "presence_frequency_penalty": presence_frequency_penalty,
-    "logit_bias": logit_bias,
-    "allowed_tokens": allowed_tokens,
-    "no_repeat_ngram": no_repeat_ngram,
-    "dry": dry,
-    "bad_words": bad_words,
-    "sequence_bias": sequence_bias,
-}

@@ -137,7 +137,7 @@ class SamplingParams:
         sections = [config.generation for config in configs]
         for name in ("strategy",) if dynamic_order else SHARED:
             if len({getattr(section, name) for section in sections}) > 1:
-                raise UserError(f"generation.{name} must be the same for all rows of a batch", key=f"generation.{name}")
+                raise _error(f"generation.{name}", "must be the same for all rows of a batch")
         first = sections[0]
         if dynamic_order:
             if first.strategy == "entropy":
@@ -145,7 +145,7 @@ class SamplingParams:
             also = (*EDITS, *ORDERED)
         attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
         if len(attends) > 1:
-            raise UserError("router.use_attention must be the same for all rows of a batch", key="router.use_attention")
+            raise _error("router.use_attention", "must be the same for all rows of a batch")
         for name, given in (("score_fn chooses among", score_fn is not None), ("show_candidates shows", show_candidates)):
             if given and first.strategy != "entropy":
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
@@ -170,6 +170,11 @@ class SamplingParams:
         choices = {
             key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in words.items()
         }
+        routers = [
+            RouterConfig.build(config.router, measured, **{key: getattr(config.generation, key) for key in ROUTED})
+            for config in configs
+            if first.strategy == "entropy"
+        ]
         arrays: dict[str, Any] = {
             "numbers": {key: _numbers(key, sections) for key in sorted(settings)} | choices,
             "on": {name: np.asarray([name in on for on in on_rows]) for name in plan},
@@ -177,7 +182,7 @@ class SamplingParams:
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
             "order": np.stack([order_array(order_of(section)) for section in sections]) if dynamic_order else None,
-            "router": _routers(configs, measured) if first.strategy == "entropy" else None,
+            "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
         }
         return cls(
             **jax.device_put(arrays),  # together: `jnp.asarray` of each takes several times as long
@@ -213,24 +218,18 @@ def _checked(row: Row | Config, vocab_size: int | None) -> Config:
         config = build_config({}, changed, origin="")
         unused = [name for name in given if name not in KEYS]
         if unused:
-            raise UserError(
-                f"generation.{unused[0]} is no sampling parameter: they are {', '.join(KEYS)}", key=f"generation.{unused[0]}"
-            )
+            raise _error(f"generation.{unused[0]}", f"is no sampling parameter: they are {', '.join(KEYS)}")
     if config.generation.seed is None and not _is_greedy(config.generation):
-        raise UserError("generation.seed must be an integer when tokens are drawn at random, got null", key="generation.seed")
+        raise _error("generation.seed", "must be an integer when tokens are drawn at random, got null")
     _check_tokens(config.generation, vocab_size)
     token = config.router.clarify_token
     if vocab_size is not None and str(token).isdecimal() and int(str(token)) >= vocab_size:
-        raise UserError(
-            f"router.clarify_token must be a token id in [0, {vocab_size}), got {token}", key="router.clarify_token"
-        )
+        raise _error("router.clarify_token", f"must be a token id in [0, {vocab_size}), got {token}")
     return config
 
 
-def _routers(configs: Sequence[Config], measured: Mapping[str, float] | None) -> RouterConfig:
-    """The router's numbers of all rows, [B] each."""
-    rows = [RouterConfig.build(c.router, measured, **{key: getattr(c.generation, key) for key in ROUTED}) for c in configs]
-    return jax.tree.map(lambda *numbers: np.stack(numbers), *rows)
+def _error(key: str, problem: str) -> UserError:
+    return UserError(f"{key} {problem}", key=key)
 
 
 def _is_greedy(section: GenerationSection) -> bool:
@@ -267,9 +266,7 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
     tokens = list(getattr(section, key))
     text = next((t for t in tokens if isinstance(t, str) and not (is_digits(t) and key != "dry_breakers")), None)
     if text is not None:
-        raise UserError(
-            f"generation.{key} must hold token ids where there is no tokenizer, got {text!r}", key=f"generation.{key}"
-        )
+        raise _error(f"generation.{key}", f"must hold token ids where there is no tokenizer, got {text!r}")
     return [int(token) for token in tokens]
 
 
@@ -283,9 +280,7 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
             lists[key] = [token for words, _ in _sequences(section, key) for token in words]
     for key, ids in lists.items():
         if vocab_size is not None and any(i >= vocab_size for i in ids):
-            raise UserError(
-                f"generation.{key} must hold token ids in [0, {vocab_size}), got {max(ids)}", key=f"generation.{key}"
-            )
+            raise _error(f"generation.{key}", f"must hold token ids in [0, {vocab_size}), got {max(ids)}")
     banned = {*lists.get("banned_tokens", ())}
     banned |= {int(token) for token, bias in section.logit_bias.items() if bias == -np.inf}
     banned |= {words[0] for key in ("bad_words", "sequence_bias") for words, bias in _sequences(section, key)
@@ -299,15 +294,11 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
 
 
 def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ...], float]]:
-    """Sequences of ids with the bias of their last token, -inf for one that is banned.
-
-    Raises:
-      UserError: one is text.
-    """
+    """Sequences of ids with the bias of their last token, -inf for one that is banned."""
     found = getattr(section, key)
     pairs = found if SETTINGS[key].kind == SequenceBiases else [(words, -np.inf) for words in found]
     if any(isinstance(words, str) for words, _ in pairs):
-        raise UserError(f"generation.{key} must hold lists of token ids where there is no tokenizer", key=f"generation.{key}")
+        raise _error(f"generation.{key}", "must hold lists of token ids where there is no tokenizer")
     return list(pairs)
 
 

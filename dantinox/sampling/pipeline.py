@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,6 @@ from dantinox.sampling.window import Context
 
 PADDING = 128  # one compiled step serves all vocabularies and texts up to the next multiple
 _DEFAULTS = Config()
-
-
-class _Step(NamedTuple):
-    """A step to run: its name, its parameters as those of one row, and the arguments that decoding computes itself."""
-
-    name: str
-    params: SamplingParams
-    known: dict[str, Any]
 
 
 def process_logits(
@@ -105,14 +97,14 @@ def _checked_logits(logits_BV: Any) -> np.ndarray:
 
 def _checked_texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
     """The token ids of every row; None: none."""
-    lists: list[list[int]] = _validated(where, _token_lists(V), [[]] * B if rows is None else rows)
+    lists: list[list[int]] = _validated(where, _kind(Sequences, V), [[]] * B if rows is None else rows)
     if len(lists) != B:
         raise UserError(f"{where} must be one list of token ids per row of logits, {B}, got {len(lists)}")
     return lists
 
 
-def _checked_step(given: Any, V: int) -> _Step:
-    """A step with its parameters, complete and in range."""
+def _checked_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]]:
+    """A step's name, its parameters as those of one row, and the arguments that decoding computes itself."""
     if not isinstance(given, Mapping):
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
     name = given.get("name")
@@ -142,7 +134,7 @@ def _checked_step(given: Any, V: int) -> _Step:
     known: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
     known |= {"m": values["m"]} if "m" in values else {}
     known |= {"size": np.int32(V)} if "size" in step.reads else {}
-    return _Step(name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), known)
+    return name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), known
 
 
 def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
@@ -173,9 +165,9 @@ def _model(name: str, V: int) -> type[BaseModel]:
 def _kind(kind: Any, V: int) -> Any:
     """The type of a parameter: floats within float32, integers beyond int32 as its ends, token ids within the vocabulary."""
     if kind == Tokens:
-        return _token_list(V)
+        return list[Annotated[int, Field(ge=0, lt=V)]]
     if kind == Sequences:
-        return _token_lists(V)
+        return list[_kind(Tokens, V)]  # type: ignore[misc]
     if kind == Biases:
         return list[Annotated[float, Field(le=LARGEST)] | None]
     found = bounds(kind)
@@ -183,20 +175,9 @@ def _kind(kind: Any, V: int) -> Any:
         return kind
     low, high, integer = found
     if integer:
-        return Annotated[int, *([Field(ge=low)] if low > -np.inf else []), AfterValidator(_within_int32)]
+        least = [Field(ge=low)] if low > -np.inf else []
+        return Annotated[int, *least, AfterValidator(lambda value: min(max(value, -(2**31)), 2**31 - 1))]
     return Annotated[float, Field(ge=max(low, -LARGEST), le=min(high, LARGEST))]
-
-
-def _token_list(V: int) -> Any:
-    return list[Annotated[int, Field(ge=0, lt=V)]]
-
-
-def _token_lists(V: int) -> Any:
-    return list[list[Annotated[int, Field(ge=0, lt=V)]]]
-
-
-def _within_int32(value: int) -> int:
-    return min(max(value, -(2**31)), 2**31 - 1)
 
 
 def _plain(value: Any) -> Any:
@@ -209,19 +190,12 @@ def _plain(value: Any) -> Any:
 
 
 def _validated(where: str, kind: Any, value: Any) -> Any:
-    """A value of its kind, arrays taken for lists.
-
-    Raises:
-      UserError: one sentence about the first thing that is wrong.
-    """
+    """A value of its kind, arrays taken for lists; or the error of the first thing that is wrong in it."""
     try:
         return TypeAdapter(kind).validate_python(_plain(value), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (where, *first["loc"])))
-        problem = {"missing": "is a required parameter", "extra_forbidden": "is not a parameter of this step"}.get(
-            first["type"]
-        )
-        raise UserError(
-            f"{place} {problem or first['msg'].replace('Input should', 'must') + ', got ' + shown(first['input'])}"
-        ) from None
+        problem = f"{first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}"
+        known = {"missing": "is a required parameter", "extra_forbidden": "is not a parameter of this step"}
+        raise UserError(f"{place} {known.get(first['type'], problem)}") from None

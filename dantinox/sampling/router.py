@@ -115,17 +115,6 @@ def combine(layers: LayerAttention | Sequence[LayerAttention]) -> AttentionMetri
     )
 
 
-def attention_metrics(scores_LHT: Array, valid_T: Array) -> AttentionMetrics:
-    """The attention metrics of one row: `layer_attention` over the layers, then `combine`.
-
-    Args:
-      scores_LHT: scaled scores of the newest query over the keys.
-      valid_T: [T], or [L, T] where layers see different keys.
-    """
-    L, _, T = scores_LHT.shape
-    return combine(jax.vmap(layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T))))
-
-
 def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
     """The metrics as the guide's code computes them, for study and parity: of one layer, over all slots, mean over the batch.
 
@@ -312,27 +301,3 @@ def clarify_now(strategy: Array, edited_V: Array, distance: Array, config: Route
     allowed = edited_V[jnp.maximum(token, 0)] > -jnp.inf
     rested = (distance < 0) | (distance >= config.clarify_cooldown)
     return (strategy == CLARIFY) & (token >= 0) & allowed & rested
-
-
-class Margin(NamedTuple):
-    """One condition of a strategy: `metric relation threshold`, and by how much it holds (positive) or fails."""
-
-    strategy: str
-    metric: str
-    relation: str
-    threshold: str
-    value: float
-    bound: float
-    margin: float
-
-
-def why(metrics: Metrics, config: RouterConfig) -> list[Margin]:
-    """Every condition of one row, strategies in order: the first strategy whose margins are all positive is the one taken."""
-    told = []
-    for strategy, conditions in RULES.items():
-        for metric, relation, threshold in conditions:
-            value, bound = (float(np.float32(getattr(*pair))) for pair in ((metrics, metric), (config, threshold)))
-            told.append(
-                Margin(strategy, metric, relation, threshold, value, bound, value - bound if relation == ">" else bound - value)
-            )
-    return told

@@ -1,8 +1,7 @@
 """What sampling remembers while decoding: arrays of fixed shape, moved on by one token at a time."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ READ_FROM = {
     "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
 }  # fmt: skip
 _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # outside of a program its loop would be compiled for every text
-FIELDS = ("n_generated", "length", "last_seen", "count", "text", "repeats", "breaker", "mu", "clarified")
 
 
 def fields_read(plan: Iterable[str]) -> set[str]:
@@ -27,7 +25,7 @@ def fields_read(plan: Iterable[str]) -> set[str]:
     return set().union(*(READ_FROM.get(what, ()) for name in plan for what in STEPS[name].reads))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=FIELDS, meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
     """The past of every row, as far as some step of the plan asks for it; what none asks for is None.
@@ -72,29 +70,29 @@ def init_state(
     place_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
     length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
-    last_seen = count = text = repeats = breaker = mu = clarified = None
+    found: dict[str, Array] = {"n_generated": jnp.zeros(B, jnp.int32), "length": length_B}
     if "last_seen" in asked:
         seen_BT = jnp.where(params.tables["repetition_scope"], place_BT, -1)
-        last_seen = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
+        found["last_seen"] = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
     if "count" in asked:
         one_BT = jnp.broadcast_to(params.tables["presence_scope"], ids_BT.shape).astype(jnp.int32)
-        count = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
+        found["count"] = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
     if "text" in asked:
         if capacity is None:
             readers = [name for name in params.plan if "text" in fields_read([name])]
             raise ValueError(f"steps that read the text need its capacity: {', '.join(readers)}")
         text = jnp.zeros((B, capacity), jnp.int32)
-        text = text.at[rows_B1, jnp.where(valid_BT, place_BT, capacity)].set(prompt_tokens_BT, mode="drop")
+        found["text"] = text.at[rows_B1, jnp.where(valid_BT, place_BT, capacity)].set(prompt_tokens_BT, mode="drop")
         if "repeats" in asked:
-            repeats = _REPEAT_LENGTHS(text, length_B)
+            found["repeats"] = _REPEAT_LENGTHS(found["text"], length_B)
         if "breaker" in asked:
-            breaker = jax.vmap(jnp.isin)(text, params.tables["dry_breakers"])
+            found["breaker"] = jax.vmap(jnp.isin)(found["text"], params.tables["dry_breakers"])
     if "mu" in asked:
-        mu = 2 * params.numbers["mirostat_tau"]
+        found["mu"] = 2 * params.numbers["mirostat_tau"]
     if params.router is not None:
         clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
-        clarified = jnp.max(jnp.where(clarifies_BT, place_BT, -1), axis=1)
-    return SamplerState(jnp.zeros(B, jnp.int32), length_B, last_seen, count, text, repeats, breaker, mu, clarified)
+        found["clarified"] = jnp.max(jnp.where(clarifies_BT, place_BT, -1), axis=1)
+    return SamplerState(**found)
 
 
 def update(
@@ -112,30 +110,27 @@ def update(
     active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
     assert state.length is not None
     rows_B, place_B = jnp.arange(token_B.shape[0]), state.length
-    last_seen, count, text, repeats, breaker, mu, clarified = (
-        state.last_seen, state.count, state.text, state.repeats, state.breaker, state.mu, state.clarified,
-    )  # fmt: skip
-    if last_seen is not None:
-        ids_B = jnp.where(active_B, token_B, last_seen.shape[1])
-        last_seen = last_seen.at[rows_B, ids_B].set(place_B, mode="drop")
-    if count is not None:
-        ids_B = jnp.where(active_B, token_B, count.shape[1])
-        count = count.at[rows_B, ids_B].add(1, mode="drop")
-    if text is not None:
-        end_B = jnp.where(active_B, place_B, text.shape[1])
-        if repeats is not None:
-            repeats = jnp.where(active_B[:, None], jax.vmap(lengthened)(repeats, text, place_B, token_B), repeats)
-        if breaker is not None:
+    new: dict[str, Array] = {"n_generated": state.n_generated + active_B, "length": place_B + active_B}
+    if state.last_seen is not None:
+        ids_B = jnp.where(active_B, token_B, state.last_seen.shape[1])
+        new["last_seen"] = state.last_seen.at[rows_B, ids_B].set(place_B, mode="drop")
+    if state.count is not None:
+        ids_B = jnp.where(active_B, token_B, state.count.shape[1])
+        new["count"] = state.count.at[rows_B, ids_B].add(1, mode="drop")
+    if state.text is not None:
+        end_B = jnp.where(active_B, place_B, state.text.shape[1])
+        if state.repeats is not None:
+            repeats = jax.vmap(lengthened)(state.repeats, state.text, place_B, token_B)
+            new["repeats"] = jnp.where(active_B[:, None], repeats, state.repeats)
+        if state.breaker is not None:
             breaks_B = (params.tables["dry_breakers"] == token_B[:, None]).any(axis=1)
-            breaker = breaker.at[rows_B, end_B].set(breaks_B, mode="drop")
-        text = text.at[rows_B, end_B].set(token_B, mode="drop")
-    if mu is not None:
+            new["breaker"] = state.breaker.at[rows_B, end_B].set(breaks_B, mode="drop")
+        new["text"] = state.text.at[rows_B, end_B].set(token_B, mode="drop")
+    if state.mu is not None:
         assert surprise_B is not None
-        moved_B = mirostat_update(mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
-        mu = jnp.where(active_B, moved_B, mu)
-    if clarified is not None:
+        mu = mirostat_update(state.mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
+        new["mu"] = jnp.where(active_B, mu, state.mu)
+    if state.clarified is not None:
         assert params.router is not None
-        clarified = jnp.where(active_B & (token_B == params.router.clarify_token), place_B, clarified)
-    return SamplerState(
-        state.n_generated + active_B, place_B + active_B, last_seen, count, text, repeats, breaker, mu, clarified
-    )
+        new["clarified"] = jnp.where(active_B & (token_B == params.router.clarify_token), place_B, state.clarified)
+    return replace(state, **new)

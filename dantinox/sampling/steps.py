@@ -8,7 +8,6 @@ A removed token is -inf, a kept logit comes back bit for bit. A mask never empti
 A row may be the window of a longer one that holds its largest logits; `rest` then says what the others add up to.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -329,23 +328,3 @@ def _above_and_at(keys_V: Array, edge: Array, room: Array, ties: Ties) -> Array:
     at_V = keys_V == edge
     all_of_them = ties == "all" if isinstance(ties, str) else ties
     return (keys_V > edge) | (at_V & jnp.where(all_of_them, room > 0, jnp.arange(keys_V.shape[0]) <= nth_true(at_V, room)))
-
-
-# By the names that the table of steps has for them.
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "temperature": temperature,
-    "dynamic_temperature": dynamic_temperature,
-    "smoothing": smoothing,
-    "top_k": top_k,
-    "top_p": top_p,
-    "min_p": min_p,
-    "top_a": top_a,
-    "tail_free": tail_free,
-    "typical": typical,
-    "epsilon_cutoff": epsilon_cutoff,
-    "eta_cutoff": eta_cutoff,
-    "top_n_sigma": top_n_sigma,
-    "xtc": xtc,
-    "mirostat_v1": mirostat_v1,
-    "mirostat_v2": mirostat_v2,
-}

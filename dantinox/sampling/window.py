@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Short(NamedTuple):
-    """Rows [B, V] as their windows make them, and for which rows that is not the answer.
+    """Rows [B, V] as their windows make them, or the windows [B, K], and for which rows that is not the answer.
 
     Attributes:
       open: no step has cut the row; it stays as it was.
@@ -139,15 +139,6 @@ def one_by_one(apply: Apply, order: Order, rows: Rows, context: Context, short: 
     return lax.map(row, (order, rows, context, short))
 
 
-class _Windowed(NamedTuple):
-    """Windows of rows while steps run over them."""
-
-    rows: Rows
-    rest: Rest
-    open: Array
-    failed: Array
-
-
 def in_window(apply: Apply, order: Order, logits_BV: Array, context: Context) -> Short:
     """Runs steps over the windows of all rows."""
     B, V = logits_BV.shape
@@ -156,13 +147,13 @@ def in_window(apply: Apply, order: Order, logits_BV: Array, context: Context) ->
     least_B1 = jnp.min(x_BK, axis=1, keepdims=True)
     last_B = jnp.max(jnp.where(x_BK == least_B1, jnp.arange(K), 0), axis=1)
 
-    def step(name: str, on_B: Array, carry: _Windowed) -> _Windowed:
-        (x_BK, _), rest, open_B, failed_B = carry
+    def step(name: str, on_B: Array, carry: tuple[Short, Rest]) -> tuple[Short, Rest]:
+        ((x_BK, _), open_B, failed_B), rest = carry
         windowed = context._replace(window=Window(ids_BK, rest, V))
-        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry.rows, windowed)
+        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry[0].rows, windowed)
         touched_B = on_B & open_B
         if not STEPS[name].cuts:
-            return carry._replace(rows=rows, failed=failed_B | touched_B)
+            return Short(rows, open_B, failed_B | touched_B), rest
         # A head of the canonical order stays: when the last token of the window goes, so does all behind it.
         # `lax.top_k` tells 0 from -0: a window that ends in zeros may not hold the first of them.
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
@@ -171,10 +162,10 @@ def in_window(apply: Apply, order: Order, logits_BV: Array, context: Context) ->
             closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
         open_B &= ~(touched_B & closed_B)
         rest = Rest(*(jnp.where(open_B, part_B, 0) for part_B in rest))
-        return _Windowed(rows, rest, open_B, failed_B | (touched_B & ~closed_B))
+        return Short(rows, open_B, failed_B | (touched_B & ~closed_B)), rest
 
-    start = _Windowed(Rows(x_BK, jnp.zeros(B)), rest, jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool))
-    (x_BK, mass_B), _, open_B, failed_B = order.run(step, start)
+    start = Short(Rows(x_BK, jnp.zeros(B)), jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool))
+    ((x_BK, mass_B), open_B, failed_B), _ = order.run(step, (start, rest))
     short_BV = jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
     return Short(Rows(short_BV, mass_B), open_B, failed_B)
 

@@ -68,12 +68,9 @@ def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: in
             f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
             f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give the run more validation text"
         )
-    return _together(found[:count]), _together(found[count:])
-
-
-def _together(found: Sequence[tuple[str, str, np.ndarray]]) -> Windows:
-    prompts, texts, ids = zip(*found, strict=True)
-    return Windows(list(prompts), list(texts), np.stack(ids))
+    halves = [zip(*half, strict=True) for half in (found[:count], found[count:])]
+    first, second = (Windows(list(prompts), list(texts), np.stack(ids)) for prompts, texts, ids in halves)
+    return first, second
 
 
 def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -126,9 +123,8 @@ def write(
         ]
         (batch_run,) = run.start(requests, steps=None if shares is None else 1)
         if shares is not None:
-            batch_run.batch.before_dispatch = partial(
-                _redraw, batch_run.batch, shares, np.random.default_rng((seed, numbers[0]))
-            )
+            random = np.random.default_rng((seed, numbers[0]))
+            batch_run.batch.before_dispatch = partial(_redraw, batch_run.batch, shares, random)
         for _ in batch_run.parts():
             pass
         ids += [result.tokens for result in batch_run.results]
@@ -139,19 +135,14 @@ def write(
     counted = None
     if strategies:
         strategy_PT = np.stack(strategies)[: len(prompts)]
-        counted = np.bincount(strategy_PT.ravel(), minlength=len(STRATEGIES)) / strategy_PT.size
-    return Written(
-        ids_PT,
-        [_continued(run.tokenizer, prompt, ids_T) for prompt, ids_T in zip(prompts, ids_PT, strict=True)],
-        rates,
-        None if counted is None else dict(zip(STRATEGIES, counted.tolist(), strict=True)),
-    )
-
-
-def _continued(tokenizer: Tokenizer, prompt: str, ids_T: np.ndarray) -> str:
-    spell = tokenizer.detokenizer()
-    spell.push(tokenizer.encode(prompt))
-    return spell.push(ids_T) + spell.flush()
+        shares_S = np.bincount(strategy_PT.ravel(), minlength=len(STRATEGIES)) / strategy_PT.size
+        counted = dict(zip(STRATEGIES, shares_S.tolist(), strict=True))
+    texts = []
+    for prompt, ids_T in zip(prompts, ids_PT, strict=True):
+        spell = run.tokenizer.detokenizer()
+        spell.push(run.tokenizer.encode(prompt))
+        texts.append(spell.push(ids_T) + spell.flush())
+    return Written(ids_PT, texts, rates, counted)
 
 
 def _redraw(batch: StaticBatch, shares: Mapping[str, float], random: np.random.Generator) -> None:
@@ -170,14 +161,9 @@ def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random:
 
 
 class Judge:
-    """A reference model in float32, and the likelihood it gives a text."""
+    """The model of a run in float32 as a reference, and the likelihood it gives a text."""
 
     def __init__(self, run_dir: str | Path):
-        """Loads the weights of a run.
-
-        Raises:
-          UserError: the run cannot be loaded.
-        """
         run = open_run(run_dir)
         config = load_run_config(run)
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})

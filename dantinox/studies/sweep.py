@@ -103,11 +103,8 @@ def run_sweep(
 def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> SweepStudy:
     known = [trial for trial in sweep.trials if trial.name in ended]
     found = [finding(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in known]
-    return SweepStudy(str(sweep.runs_dir), sweep.keys, sorted(found, key=_rank))
-
-
-def _rank(trial: TrialFinding) -> tuple[bool, float]:
-    return trial.problem is not None, math.inf if trial.val_loss is None else trial.val_loss
+    found.sort(key=lambda trial: (trial.problem is not None, math.inf if trial.val_loss is None else trial.val_loss))
+    return SweepStudy(str(sweep.runs_dir), sweep.keys, found)
 
 
 def finding(trial: Trial, run: RunDirectory, problem: str | None) -> TrialFinding:
@@ -196,7 +193,10 @@ def train_apart(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], 
             there.close()
             if asked:  # while there was nobody to pass it on to
                 process.terminate()
-            problem = _received(here)
+            try:
+                problem = here.recv_bytes().decode()
+            except EOFError:  # it ended and had nothing to say
+                problem = None
             process.join()
         finally:
             for number, handler in previous.items():
@@ -204,22 +204,13 @@ def train_apart(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], 
         code = process.exitcode or 0
         if asked or code in STOPPED:
             raise SystemExit(code if code in STOPPED else 128 + asked[0])
-        return problem if problem or not code else _of_code(code)
+        if problem or not code:
+            return problem
+        if code == -signal.SIGKILL:
+            return "it was killed: perhaps memory ran out"
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
 
     return train
-
-
-def _of_code(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "it was killed: perhaps memory ran out"
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
-
-
-def _received(here: Connection) -> str | None:
-    try:
-        return here.recv_bytes().decode()
-    except EOFError:  # it ended and had nothing to say
-        return None
 
 
 def _wait_for_what_was_left(run: RunDirectory) -> None:
@@ -238,7 +229,12 @@ def _wait_for_what_was_left(run: RunDirectory) -> None:
 def _train(config: Config, path: Path, prepare: Callable[[], None], there: Connection) -> None:
     """The other process. It hears no Ctrl-C but what the sweep passes on: a second signal would not wait for the disk."""
     os.setsid()
-    threading.Thread(target=_follow, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+    def follow(parent: Any) -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, args=(multiprocessing.parent_process(),), daemon=True).start()
     try:
         prepare()
         from dantinox.training import launch
@@ -249,8 +245,3 @@ def _train(config: Config, path: Path, prepare: Callable[[], None], there: Conne
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-def _follow(parent: Any) -> None:
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)

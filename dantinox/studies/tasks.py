@@ -120,11 +120,7 @@ class LMEvalModel:
 
 
 def _generation(given: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """Settings of ours that say what those of the harness say.
-
-    Raises:
-      UserError: there is nothing here that one of them could mean.
-    """
+    """Settings of ours that say what those of the harness say."""
     unknown = next((name for name in given if name not in {*SAME, *LENGTHS, *OTHERS}), None)
     if unknown is not None:
         raise UserError(f"a task asks for the setting {unknown} of generation, which there is not here")

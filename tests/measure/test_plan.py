@@ -96,7 +96,7 @@ def test_flops_of_latents(config):
     changed = build_config({}, SETTINGS | settings | {"model.kv_heads": None})
     model = changed.architecture(259, "cpu")
     assert attention_flops(model, 32) == 2 * 2 * (12 + 10) * (5 + 32)
-    decode = list(generation_programs(find_topology("cpu"), changed, model, 3, 20, 10))[1]
+    decode = list(generation_programs(find_topology("cpu"), changed, model, 3, 20, 10))[1][0]
     assert decode.flops == 3 * (2 * matrix_parameters(model) + 2 * 2 * (10 + 6) * (5 + 32))
 
 
@@ -114,7 +114,7 @@ def test_long_texts_hold_no_square_of_their_length(name):
         if named == "train":
             program = TrainStep(config, model, 9).traced()["train"].program
         else:
-            program = next(generation_programs(topology, config, model, 1, length, 8)).program
+            program = next(generation_programs(topology, config, model, 1, length, 8))[1]
         text = program.lower().compile().as_text()
         shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\w\[([\d,]+)\]", text)}
         assert (1, length) in shapes and not [s for s in shapes if sum(size >= length for size in s) > 1]
@@ -151,7 +151,7 @@ def test_settings_of_the_cache_and_of_generation_count(config):
     def decode(**changes):
         changed = build_config({}, SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
         model = changed.architecture(259, "cpu")
-        return list(generation_programs(topology, changed, model, 1, 20, 10))[1]
+        return list(generation_programs(topology, changed, model, 1, 20, 10))[1][0]
 
     plain, narrow, twice = decode(), decode(generation__weights="int8"), decode(generation__n=2)
     cache = 2 * 8 * (5 + 32) * 4

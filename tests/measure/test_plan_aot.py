@@ -83,17 +83,17 @@ def traced(topology: str, case: str) -> dict[str, Any]:
     programs = [*generation_programs(target, config, model, rows, model.max_context - new, new)] if "decode" in names else []
     if "train" in names:
         programs += training_programs(config, model, TrainStep, make_layout(config, model, target.devices))
-    return {program.name: program for program in programs}
+    return {planned.name: (program, options) for planned, program, options in programs}
 
 
 @cache
 def compiled(topology: str, case: str, name: str) -> Compiled:
     target = find_topology(topology)
     with target.assumed():
-        program = traced(topology, case)[name]
-        lowered = program.program.lower()
-        found = target.compile(program.program, program.options)
-    out = program.program.out_info[0]
+        program, options = traced(topology, case)[name]
+        lowered = program.lower()
+        found = target.compile(program, options)
+    out = program.out_info[0]
     kept = size(out if name == "train" else out[0]) if name != "evaluation" else 0
     return Compiled(lowered.as_text(), found.as_text(), bytes_of(found), kept)
 
@@ -214,8 +214,8 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
     model = config.architecture(V, target.platform)
     layout = make_layout(config, model, target.devices)
     with target.assumed():
-        programs = {p.name: p for p in training_programs(config, model, TrainStep, layout)}
-        found = target.compile(programs[name].program, programs[name].options)
+        programs = {planned.name: others for planned, *others in training_programs(config, model, TrainStep, layout)}
+        found = target.compile(*programs[name])
     shapes, text = blueprint(model)[1], found.as_text()
     return Meshed(
         kernels_in(text), work_of(text), bytes_of(found), size(shapes), sum(len(shape.shape) > 1 for shape in shapes.values())
@@ -264,8 +264,9 @@ def test_a_token_passes_activations_alone(topology, tensor, name):
     config, target = build_config({}, SIZE | given), find_topology(topology)
     model = config.architecture(V, target.platform)
     with target.assumed():
-        programs = {p.name: p for p in generation_programs(target, config, model, 1, T - 128, 128)}
-        found = target.compile(programs[name].program, {})
+        planned = generation_programs(target, config, model, 1, T - 128, 128)
+        programs = {found.name: program for found, program, _ in planned}
+        found = target.compile(programs[name], {})
     whole = size(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
     assert bytes_of(found).arguments < whole / tensor  # which are float32
     assert 3 * V < work_of(found.as_text()).bytes < D * D

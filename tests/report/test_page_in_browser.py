@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dantinox.report.page import page
-from dantinox.sampling.router import RULES, Metrics, RouterConfig, why
+from dantinox.sampling.router import RULES, RouterConfig
 
 from .page_sample import HOSTILE, STRATEGY_NAMES, trace
 
@@ -207,7 +207,11 @@ def test_the_rules_stand_with_their_signed_margins(opened, long_trace):
         one = long_trace["tokens"][i]
         rows = browser.find_elements("css selector", ".reasons tbody tr")[:-1]
         margins = [number_of(row.find_elements("css selector", "td")[-1].text) for row in rows]
-        expected = [told.margin for told in why(Metrics(np.float32(one["entropy"]), np.float32(one["varentropy"])), config)]
+        expected = [
+            (1 if relation == ">" else -1) * (one[metric] - float(getattr(config, threshold)))
+            for conditions in RULES.values()
+            for metric, relation, threshold in conditions
+        ]
         np.testing.assert_allclose(margins, expected, rtol=6e-3, atol=6e-4)
         assert [row.find_element("css selector", ".left span").text == "✓" for row in rows] == [m > 0 for m in expected]
         taken = browser.find_elements("css selector", ".reasons tr.taken")
