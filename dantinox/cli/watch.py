@@ -72,8 +72,7 @@ def profile(options: argparse.Namespace) -> int:
 
     # A program that was kept by an older version would name that version's lines.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    from dantinox.measure.profile import profile
-    from dantinox.measure.profile_view import profile_lines
+    from dantinox.measure.profile import profile, profile_lines
 
     work, count = (_generation if options.generate else _training)(options.run_dir, options.steps)
     found = profile(work, count, out)

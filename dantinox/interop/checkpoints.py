@@ -65,15 +65,7 @@ def import_checkpoint(source: str | Path, run_dir: str | Path, dtype: str = "aut
 
 
 def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
-    """Makes a run directory of a checkpoint. Nothing stands there before all of it does.
-
-    Args:
-      dtype: of matrices: float32, bfloat16, or as they are (`auto`).
-      max_context: instead of the checkpoint's own; with longrope that is its original one, see `settings_of`.
-
-    Raises:
-      UserError: the checkpoint cannot be had exactly, or something is in the way; the sentence names it.
-    """
+    """Makes a run directory of an open checkpoint; the other arguments and the errors are those of `import_checkpoint`."""
     tokenizer = Tokenizer(source.tokenizer, str(source.path))
     rows = source.config.get("vocab_size")
     if type(rows) is not int or rows < 1:
@@ -97,18 +89,9 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
     return RunDirectory(path)
 
 
-def import_v0(
-    folder: str | Path, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None
-) -> tuple[RunDirectory, int]:
-    """Makes a run directory of one of DantinoX 0; the arguments are those of `import_run`.
-
-    Returns:
-      The run, and how many arrays it was made of.
-
-    Raises:
-      UserError: the run cannot be read exactly, or something is in the way; the sentence names it.
-    """
-    found = read_v0(Path(folder))
+def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | None) -> tuple[RunDirectory, int]:
+    """Makes a run of one of DantinoX 0, and counts its arrays; arguments and errors are those of `import_checkpoint`."""
+    found = read_v0(folder)
     tokenizer = Tokenizer(found.tokenizer, f"{folder}/tokenizer.json")
     settings: dict[str, Any] = found.settings | _vocabulary_settings(tokenizer, found.rows, Path(run_dir), found.weights)
     settings["model"] = found.settings["model"] | settings["model"]
@@ -146,18 +129,14 @@ def _staged_directory(path: Path) -> Iterator[Path]:
         raise UserError(f"cannot make {path}: {error.strerror}") from None
     try:
         yield folder
-        folder.chmod(0o777 & ~_umask())
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)
         os.replace(folder, path)
     except OSError as error:
         raise UserError(f"cannot make {path}: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -48,11 +48,7 @@ class GGUFFile(NamedTuple):
 
 
 def library() -> Any:
-    """The library `gguf`.
-
-    Raises:
-      UserError: it is not installed.
-    """
+    """The library `gguf`, or an error where it is not installed."""
     try:
         import gguf
     except ImportError:

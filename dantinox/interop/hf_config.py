@@ -31,11 +31,7 @@ DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that a `config.json` says it is of.
-
-    Raises:
-      UserError: we have none of this name.
-    """
+    """The family that a `config.json` names, or an error where there is none of this name here."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"config.json has model_type: {shown(name)}, which is none of {', '.join(FAMILIES)}")

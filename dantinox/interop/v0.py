@@ -76,10 +76,7 @@ def read_v0(path: Path) -> V0Run:
 
 
 def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
-    """Every parameter of a model of this architecture, made of the run's arrays when it is asked for.
-
-    Args:
-      dtype: of matrices, as of `from_hf`.
+    """Every parameter of a model of this architecture, made of the run's arrays when it is asked for; `dtype` as of `from_hf`.
 
     Raises:
       UserError: an array is missing, is not used, or has another size; the sentence names it.

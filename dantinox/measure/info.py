@@ -26,11 +26,7 @@ ROWS = 8
 
 
 def describe(run_dir: str | Path) -> Iterator[str]:
-    """Paragraphs: the model, its training, then a line per precision of the weights.
-
-    Raises:
-      UserError: the run cannot be loaded.
-    """
+    """Paragraphs: the model, its training, then a line per precision of the weights."""
     directory, run = open_run(run_dir), load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)

@@ -66,11 +66,7 @@ def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
 
 
 def stored(run: LoadedModel, directory: RunDirectory, what: str) -> TokenStore:
-    """The tokens that the training left in a run directory.
-
-    Raises:
-      UserError: there are none; `what` says what is missing, and perhaps what to do.
-    """
+    """The tokens that the training left in a run directory, or an error that it keeps no `what`."""
     store = open_store(run.config, directory.data, run.tokenizer)
     if store is None:
         raise UserError(f"{directory.path} keeps no {what}")

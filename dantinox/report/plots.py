@@ -39,10 +39,7 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
             *zip(*validation, strict=True), color=VALIDATION, linewidth=1.8, marker="o", markersize=3.5, label="validation"
         )
         _mark_best(axes, *min(validation, key=lambda point: point[1]))
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.legend(frameon=False, loc="upper right")
-    tidy(axes)
+    _label(axes, "optimizer step", "loss (nats per token)")
     counted = [row["tokens"] / row["step"] for row in [*rows, *evaluations] if row.get("tokens") and row.get("step")]
     if counted:
         _add_tokens(axes, counted[-1])
@@ -79,11 +76,8 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
             axes.plot(*zip(*train, strict=True), color=color, linewidth=0.9, alpha=0.4, label=None if validation else name)
         if validation:
             axes.plot(*zip(*validation, strict=True), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
-    axes.set_xlabel(BY[by])
-    axes.set_ylabel("loss (nats per token), points: validation")
     axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
-    axes.legend(frameon=False, loc="upper right")
-    tidy(axes)
+    _label(axes, BY[by], "loss (nats per token), points: validation")
     save_files(out.parent, {out.name: partial(as_png, figure)})
 
 
@@ -97,10 +91,7 @@ def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list
         axes.axvline(rate, color=GREY, linewidth=0.8, linestyle=":")
         axes.annotate(f"{name} {rate:.2g}", (rate, max(smoothed)), rotation=90, ha="right", va="top", fontsize=9, color=GREY)
     axes.set_xscale("log")
-    axes.set_xlabel(key)
-    axes.set_ylabel("loss (nats per token)")
-    axes.legend(frameon=False, loc="lower left")
-    tidy(axes)
+    _label(axes, key, "loss (nats per token)", "lower left")
     return as_png(figure)
 
 
@@ -134,11 +125,7 @@ def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
+    """An empty figure of so many inches, or an error where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -161,6 +148,12 @@ def tidy(axes: Any) -> None:
     """A faint grid, and no edges above and on the right."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(axes: Any, x: str, y: str, corner: str = "upper right") -> None:
+    axes.set(xlabel=x, ylabel=y)
+    axes.legend(frameon=False, loc=corner)
+    tidy(axes)
 
 
 def _mark_best(axes: Any, step: float, loss: float) -> None:

@@ -42,17 +42,9 @@ class Tracker(Protocol):
 
 
 def trackers(config: Config, folder: Path) -> tuple[Tracker, ...]:
-    """Those that `logging` asks for, for the run in a folder.
-
-    Raises:
-      UserError: the library of one is not installed.
-    """
-    chosen: list[Tracker] = []
-    if config.logging.tensorboard:
-        chosen.append(_TensorBoard(folder / "tensorboard", config))
-    if config.logging.wandb:
-        chosen.append(_WeightsAndBiases(folder, config))
-    return tuple(chosen)
+    """Those that `logging` asks for, for the run in a folder; an error where the library of one is not installed."""
+    tensorboard = [_TensorBoard(folder / "tensorboard", config)] if config.logging.tensorboard else []
+    return (*tensorboard, *([_WeightsAndBiases(folder, config)] if config.logging.wandb else []))
 
 
 def _library(name: str, setting: str) -> Any:

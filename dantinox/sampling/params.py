@@ -258,11 +258,7 @@ def _numbers(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
 
 
 def token_ids(section: GenerationSection, key: str) -> list[int]:
-    """The ids of a list of tokens.
-
-    Raises:
-      UserError: it holds text, which takes a tokenizer to read.
-    """
+    """The ids of a list of tokens, or an error where it holds text, which takes a tokenizer to read."""
     tokens = list(getattr(section, key))
     text = next((t for t in tokens if isinstance(t, str) and not (is_digits(t) and key != "dry_breakers")), None)
     if text is not None:

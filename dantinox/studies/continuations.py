@@ -38,11 +38,7 @@ class Windows(NamedTuple):
 
 
 def prompt_tokens(max_context: int, tokens: int) -> int:
-    """Tokens of a prompt: 64, or what `tokens` new ones leave of the context.
-
-    Raises:
-      UserError: that is fewer than 8.
-    """
+    """Tokens of a prompt: 64, or what `tokens` new ones leave of the context, which must be 8."""
     room = min(PROMPT_TOKENS, max_context - tokens)
     if room < LEAST_PROMPT:
         raise UserError(
@@ -53,11 +49,7 @@ def prompt_tokens(max_context: int, tokens: int) -> int:
 
 
 def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: int, tokens: int) -> tuple[Windows, Windows]:
-    """Two disjoint sets of `count` windows of the validation text, drawn without replacement and each within one document.
-
-    Raises:
-      UserError: the validation text has fewer.
-    """
+    """Two disjoint sets of `count` windows of the validation text, drawn without replacement and each within one document."""
     length = prompt + tokens
     stream_S = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     ids_WT = stream_S[: len(stream_S) // length * length].reshape(-1, length)

@@ -104,11 +104,7 @@ def spells_words(tokenizer: Tokenizer) -> bool:
 
 
 def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
-    """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long.
-
-    Raises:
-      UserError: the sequences are too short for tasks.
-    """
+    """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long."""
     T = sequences.ids.shape[1]
     context = T - len(tokenizer.encode(recall.copy(random.Random(0), FACTS).question))  # the longest
     made = [

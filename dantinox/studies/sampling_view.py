@@ -115,8 +115,7 @@ def _draw(axes: Any, study: SamplingStudy) -> None:
             elinewidth=1, markeredgecolor=colour if shape == "x" else "white", markeredgewidth=1.5 if shape == "x" else 0.6,
             label=method.name, zorder=3,
         )  # fmt: skip
-    axes.set_xlabel("bits per byte under the reference (left: likelier)")
-    axes.set_ylabel("diversity (up: more varied)")
+    axes.set(xlabel="bits per byte under the reference (left: likelier)", ylabel="diversity (up: more varied)")
     tidy(axes)
 
 

@@ -25,11 +25,7 @@ Measured = Mapping[str, np.ndarray]  # measure → one number per prompt `[P]`, 
 
 
 def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:
-    """Those of the known names that were given (None: all), in their usual order.
-
-    Raises:
-      UserError: an unknown name.
-    """
+    """Those of the known names that were given (None: all), in their usual order; an error names one that is unknown."""
     known = list(known)
     for name in names or ():
         if name not in known:

@@ -30,8 +30,18 @@ from dantinox.sampling import SamplingParams
 from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
 from dantinox.studies import continuations, statistics
 from dantinox.studies.continuations import Judge, Windows, Written, draw_strategies, draw_windows, prompt_tokens, write
-from dantinox.studies.sampling import MEASURES, _difference, _tune_all, bisection, evaluate_sampling
-from dantinox.studies.sampling_methods import METHODS, QUICK, Effort, Knob, chosen_methods
+from dantinox.studies.sampling import (
+    MEASURES,
+    METHODS,
+    QUICK,
+    Effort,
+    Knob,
+    _difference,
+    _tune_all,
+    bisection,
+    chosen_methods,
+    evaluate_sampling,
+)
 from dantinox.studies.statistics import (
     Interval,
     distinct,
