@@ -301,8 +301,7 @@ def plan(options: argparse.Namespace) -> int:
 
     if options.topology is not None:
         jax.config.update("jax_platforms", "cpu")  # a machine one does not have is not looked for
-    from dantinox.measure.plan import make_plan
-    from dantinox.measure.plan_view import plan_lines
+    from dantinox.measure.plan import make_plan, plan_lines
     from dantinox.measure.topology import find_topology
     from dantinox.training.resume import vocabulary_size_of
     from dantinox.training.step import TrainStep

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
 from dantinox.distributed import AXES, BATCH
-from dantinox.measure.plan import Collectives, make_plan
-from dantinox.measure.plan_view import plan_lines
+from dantinox.measure.plan import Collectives, make_plan, plan_lines
 from dantinox.measure.topology import Topology, find_topology
 from dantinox.model.parameters import blueprint
 from dantinox.text import Preferences

@@ -13,8 +13,15 @@ import pytest
 from dantinox import cli
 from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config, dump_config
 from dantinox.measure import topology as topologies
-from dantinox.measure.plan import Collectives, generation_programs, kernels_in, make_plan, matrix_parameters, needed_bytes
-from dantinox.measure.plan_view import plan_lines
+from dantinox.measure.plan import (
+    Collectives,
+    generation_programs,
+    kernels_in,
+    make_plan,
+    matrix_parameters,
+    needed_bytes,
+    plan_lines,
+)
 from dantinox.measure.topology import CUDNN_MODULE, _h100_answers, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import blueprint
