@@ -7,3 +7,24 @@ from dantinox.config.model import ExpertsConfig, LatentConfig, LoraConfig, Model
 from dantinox.config.overlay import overlay, settings_of
 from dantinox.config.sections import Config, DataSection, TokenizerSection
 from dantinox.files import UserError
+
+__all__ = [
+    "Config",
+    "DataSection",
+    "ExpertsConfig",
+    "GenerationSection",
+    "KVSection",
+    "LatentConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "TokenizerSection",
+    "UserError",
+    "build_config",
+    "differences",
+    "dump_config",
+    "json_schema",
+    "load_config",
+    "overlay",
+    "settings_of",
+]

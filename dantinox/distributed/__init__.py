@@ -20,3 +20,27 @@ from dantinox.distributed.processes import (
     on_host,
 )
 from dantinox.distributed.rules import AXES, BATCH
+
+__all__ = [
+    "AXES",
+    "BATCH",
+    "ONE_DEVICE",
+    "Layout",
+    "Silent",
+    "StopSync",
+    "all_reduce_max",
+    "bytes_on_one",
+    "broadcast_from_rank0",
+    "is_rank0",
+    "join",
+    "make_layout",
+    "barrier",
+    "mesh_sizes",
+    "on_host",
+    "place_shared",
+    "shapes_over",
+    "shared_over",
+    "tensor_mesh",
+    "weight_places",
+    "widest",
+]

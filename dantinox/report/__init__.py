@@ -10,6 +10,11 @@ from dantinox.report.plots import plot_loss
 from dantinox.report.tables import human_bytes, human_count, table
 from dantinox.report.trackers import trackers
 
+__all__ = [
+    "Console", "MetricsLog", "human_bytes", "human_count", "open_console", "plot_loss", "read_csv", "read_jsonl", "table",
+    "trackers",
+]  # fmt: skip
+
 
 def open_console(stream: TextIO | None = None) -> Console:
     """A live display where `stream` (default: stderr) is a terminal that can move its cursor, a bar in a notebook, else plain

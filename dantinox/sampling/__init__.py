@@ -6,3 +6,16 @@ from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.pipeline import process_logits
 from dantinox.sampling.report import StepInfo
 from dantinox.sampling.state import SamplerState, init_state, update
+
+__all__ = [
+    "SampleInfo",
+    "SamplerState",
+    "SamplingParams",
+    "StepInfo",
+    "init_state",
+    "kobold_order",
+    "process_logits",
+    "sample",
+    "trace",
+    "update",
+]

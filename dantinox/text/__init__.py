@@ -7,3 +7,20 @@ from dantinox.text.corpus import Corpus
 from dantinox.text.store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
+
+__all__ = [
+    "Batch",
+    "ChatTemplate",
+    "ConversationStore",
+    "Corpus",
+    "Counts",
+    "Preferences",
+    "Progress",
+    "TokenStore",
+    "Tokenizer",
+    "has_changed",
+    "open_store",
+    "prepare_data",
+    "train_tokenizer",
+    "vocabulary_size",
+]
