@@ -17,7 +17,7 @@ from dantinox.interop.gguf import export_gguf, open_source
 from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, fetch, open_folder, write_folder
-from dantinox.interop.source import Arrays, Source
+from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint
 from dantinox.run import RunDirectory, load_run_config, load_weights, open_run, put, save_config, save_tokenizer, save_weights
@@ -214,26 +214,6 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     return str(bundle.hf_config["model_type"])
 
 
-class ExportBundle(NamedTuple):
-    """A run as transformers has it.
-
-    Attributes:
-      config: the run's settings.
-      hf_config, generation_config, tokenizer_config: transformers' files.
-      tensors: by transformers' names, each in the type of our parameter.
-      dtypes: the type that each had where it came from, or has here.
-    """
-
-    config: Config
-    hf_config: dict[str, Any]
-    generation_config: dict[str, Any]
-    tokenizer_config: dict[str, Any]
-    tensors: Arrays
-    dtypes: dict[str, str]
-    tokenizer: Tokenizer
-    chat_template: str | None
-
-
 def export_bundle(run_dir: str | Path) -> ExportBundle:
     """What an export of a run has to say: of an imported one what its checkpoint said.
 
@@ -308,13 +288,9 @@ def export_hf(run_dir: str | Path, dest: str | Path, kind: str | None = None) ->
       UserError: no family can say the run, a number does not fit, or something is in the way.
     """
     bundle = export_bundle(run_dir)
-    config, dtypes = dict(bundle.hf_config), bundle.dtypes
     if kind is not None:
-        dtypes = dict.fromkeys(dtypes, TYPES[kind])
-        config |= {key: TYPES[kind] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+        said = {key: TYPES[kind] for key in ("dtype", "torch_dtype") if bundle.hf_config.get(key) is not None}
+        bundle = bundle._replace(hf_config=bundle.hf_config | said, dtypes=dict.fromkeys(bundle.dtypes, TYPES[kind]))
     with _staged_directory(Path(dest)) as folder:
-        write_folder(
-            folder, config, bundle.tensors, bundle.tokenizer.to_json(), bundle.tokenizer_config, bundle.generation_config,
-            bundle.chat_template, dtypes,
-        )  # fmt: skip
-    return config
+        write_folder(folder, bundle)
+    return bundle.hf_config

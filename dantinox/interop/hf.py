@@ -35,9 +35,10 @@ class Place(NamedTuple):
         part = parameter if self.expert is None else parameter[self.expert]
         return [form.view(part) for form in self.forms]
 
-    def shape(self, parameter: np.ndarray) -> tuple[int, ...]:
-        """The shape of the tensor."""
-        pieces = [form.shape(view) for form, view in zip(self.forms, self.views(parameter), strict=True)]
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape of the tensor, from those of all parameters."""
+        views = self.views(np.broadcast_to(np.uint8(0), shapes[self.parameter]))
+        pieces = [form.shape(view) for form, view in zip(self.forms, views, strict=True)]
         return (sum(piece[0] for piece in pieces), *pieces[0][1:])
 
 
@@ -102,10 +103,8 @@ def to_hf(
     written = dict(like) if like is not None else config_of(config, vocab_size)
     shapes = _shapes(model)
     places = _places(FAMILIES[written["model_type"]], shapes)
-    dummies = {name: np.broadcast_to(np.uint8(0), shape) for name, shape in shapes.items()}
     kinds = {
-        name: Tensor(place.shape(dummies[place.parameter]), np.asarray(parameters[place.parameter]).dtype.name)
-        for name, place in places.items()
+        name: Tensor(place.shape(shapes), np.asarray(parameters[place.parameter]).dtype.name) for name, place in places.items()
     }
 
     def make(name: str) -> np.ndarray:
@@ -153,11 +152,10 @@ def _account(
     given: Mapping[str, str], tensors: Mapping[str, Tensor], places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raises unless every tensor is used once and every parameter filled."""
-    dummies = {name: np.broadcast_to(np.uint8(0), shape) for name, shape in shapes.items()}
     for name, place in places.items():
         if name not in given:
             raise UserError(f"the checkpoint lacks {name}, which its config.json asks for")
-        (found, dtype), expected = tensors[given[name]], place.shape(dummies[place.parameter])
+        (found, dtype), expected = tensors[given[name]], place.shape(shapes)
         if found != expected:
             raise UserError(f"the checkpoint has {given[name]} of shape {list(found)}, its config.json says {list(expected)}")
         if dtype not in FLOATS:

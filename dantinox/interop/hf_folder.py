@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, shown, staged
-from dantinox.interop.source import Arrays, Source
+from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
 
 MAX_JSON_BYTES = 128 << 20
@@ -78,36 +78,30 @@ def fetch(name: str) -> Path:
         ) from None
 
 
-def write_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Arrays, tokenizer: str, tokenizer_config: Mapping[str, Any],
-    generation_config: Mapping[str, Any], chat_template: str | None, dtypes: Mapping[str, str],
-) -> None:  # fmt: skip
+def write_folder(folder: Path, bundle: ExportBundle) -> None:
     """Writes a checkpoint as transformers reads it.
-
-    Args:
-      dtypes: the type that each tensor is written in.
 
     Raises:
       UserError: a number is too large for float16, or a file cannot be written.
     """
+    dtypes = bundle.dtypes
 
     def make(name: str) -> np.ndarray:
-        array = tensors[name]
+        array = bundle.tensors[name]
         narrow = array.astype(DTYPES[CODES[dtypes[name]]], copy=False)
         if dtypes[name] == "float16" and not np.array_equal(np.isfinite(narrow), np.isfinite(array)):
             raise UserError(f"{name} has numbers that float16 cannot hold (above 65,504): export it as f32 or bf16")
         return narrow
 
-    kinds = {name: Tensor(tensor.shape, dtypes[name]) for name, tensor in tensors.tensors.items()}
+    kinds = {name: Tensor(tensor.shape, dtypes[name]) for name, tensor in bundle.tensors.tensors.items()}
     with np.errstate(over="ignore"):
         write_tensors(folder, Arrays(kinds, make), kinds)
-    for name, content in (
-        ("config.json", config), ("tokenizer_config.json", tokenizer_config), ("generation_config.json", generation_config),
-    ):  # fmt: skip
-        atomic_write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    atomic_write(folder / "tokenizer.json", tokenizer)
-    if chat_template is not None:
-        atomic_write(folder / "chat_template.jinja", chat_template)
+    files = {"config": bundle.hf_config, "tokenizer_config": bundle.tokenizer_config}
+    for name, content in (files | {"generation_config": bundle.generation_config}).items():
+        atomic_write(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    atomic_write(folder / "tokenizer.json", bundle.tokenizer.to_json())
+    if bundle.chat_template is not None:
+        atomic_write(folder / "chat_template.jinja", bundle.chat_template)
 
 
 def open_tensors(folder: Path) -> Arrays:

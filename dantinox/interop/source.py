@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dantinox.config import Config
 from dantinox.run.safetensors_file import Tensor
+from dantinox.text import Tokenizer
 
 
 class Arrays(Mapping[str, np.ndarray]):
@@ -62,3 +64,23 @@ class Source:
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ExportBundle(NamedTuple):
+    """A run as transformers has it.
+
+    Attributes:
+      config: the run's settings.
+      hf_config, generation_config, tokenizer_config: transformers' files.
+      tensors: by transformers' names, each in the type of our parameter.
+      dtypes: the type that each had where it came from, or has here.
+    """
+
+    config: Config
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    tensors: Arrays
+    dtypes: dict[str, str]
+    tokenizer: Tokenizer
+    chat_template: str | None

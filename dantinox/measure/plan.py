@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,14 +129,8 @@ class Plan:
 PlannedProgram = tuple[Program, Any, Mapping[str, Any]]
 
 
-class TrainingPrograms(Protocol):
-    """What training compiles, as `training.step.TrainStep` gives it."""
-
-    def traced(self) -> Mapping[str, tuple[int, int, Any, dict[str, str]]]:
-        """Name → (rows, length, program, compiler options)."""
-
-
-Training = Callable[[Config, ModelConfig, int, Layout], TrainingPrograms]
+# `training.step.TrainStep`, whose `traced()` gives for each name (rows, length, program, compiler options).
+Training = Callable[[Config, ModelConfig, int, Layout], Any]
 
 
 def make_plan(

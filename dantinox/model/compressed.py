@@ -9,7 +9,7 @@ al. 2024), `h2o` at the sum over all (Zhang et al. 2023), `streaming` keeps the 
 hash. All of them keep the first tokens and the most recent ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -71,16 +71,6 @@ class Group:
     first: int
     decays: tuple[float, ...]
 
-    @classmethod
-    def empty(
-        cls, batch: int, heads: int, head_size: int, slots: int, rule: Compression, first: int, decays: tuple[float, ...],
-        dtype: DTypeLike,
-    ) -> "Group":  # fmt: skip
-        shape = batch, heads, slots
-        importance = None if rule.fixed else jnp.zeros(shape, jnp.float32)
-        store = Store.empty(batch, heads, (head_size, head_size), slots, dtype)
-        return cls(store, jnp.full(shape, -1, jnp.int32), importance, rule, first, decays)
-
     @property
     def _recent(self) -> int:
         return min(self.rule.recent, self.store.slots // 2)
@@ -124,7 +114,7 @@ class Group:
         if importance_BKS is not None:
             before = importance_BKS.at[rows, heads, slot_BK].set(0, mode="drop")
             importance_BKS = jnp.where(t_B11 >= 0, self._decay_K1 * before + found.got_BKS, before)
-        return self._with(store, position_BKS, importance_BKS), found
+        return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), found
 
     def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax) -> tuple["Group", Reading]:
         """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen."""
@@ -152,7 +142,8 @@ class Group:
         if importance_BKS is not None and importance_BKU is not None:
             chosen = jnp.take_along_axis(importance_BKU, taken_BKC, axis=2)
             importance_BKS = jnp.where(busy_B11, chosen, importance_BKS)
-        return self._with(store, jnp.where(busy_B11, position_BKS, self.position_BKS), importance_BKS), found
+        position_BKS = jnp.where(busy_B11, position_BKS, self.position_BKS)
+        return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), found
 
     def _in_order(self) -> "Group":
         """The same by position, empty slots first: what is new then follows without a gap."""
@@ -161,7 +152,7 @@ class Group:
         importance_BKS = self.importance_BKS
         if importance_BKS is not None:
             importance_BKS = jnp.take_along_axis(importance_BKS, index_BKS, axis=2)
-        return self._with(self.store.take(index_BKS), position_BKS, importance_BKS)
+        return replace(self, store=self.store.take(index_BKS), position_BKS=position_BKS, importance_BKS=importance_BKS)
 
     def _counted(self, positions_BT: jax.Array, last_B11: jax.Array) -> jax.Array | None:
         """The queries of a prompt whose attention counts."""
@@ -183,9 +174,6 @@ class Group:
         width, side = (1, 1, self.rule.pool), self.rule.pool // 2
         return jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), ((0, 0), (0, 0), (side, side)))
 
-    def _with(self, store: Store, position_BKS: jax.Array, importance_BKS: jax.Array | None) -> "Group":
-        return Group(store, position_BKS, importance_BKS, self.rule, self.first, self.decays)
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=[])
 @dataclass(frozen=True)
@@ -198,8 +186,10 @@ class Compressed:
     def empty(cls, batch: int, head_size: int, rule: Compression, layer: int, dtype: DTypeLike) -> "Compressed":
         groups, first = [], 0
         for heads, slots in rule.groups[layer]:
-            decays = rule.decays[layer][first : first + heads]
-            groups.append(Group.empty(batch, heads, head_size, slots, rule, first, decays, dtype))
+            store = Store.empty(batch, heads, (head_size, head_size), slots, dtype)
+            position_BKS = jnp.full((batch, heads, slots), -1, jnp.int32)
+            importance_BKS = None if rule.fixed else jnp.zeros((batch, heads, slots), jnp.float32)
+            groups.append(Group(store, position_BKS, importance_BKS, rule, first, rule.decays[layer][first : first + heads]))
             first += heads
         return cls(tuple(groups))
 

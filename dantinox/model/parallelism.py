@@ -10,18 +10,28 @@ the weights. What passes between devices are calls of a `Parallelism`, which kno
   in the backward pass (Rajbhandari et al. 2020, "ZeRO", stage 3).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import jax
 
 GATHERED = "gathered"  # the checkpoint name of gathered weights, which the backward pass gathers again
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A single device: every method returns its argument.
+    """A single device: its methods return the layer, the array or the kernel that they are given. What they do on a mesh:
+
+    * `gather_weights`: a layer with its full weights.
+    * `copy_to_tp`: the input of a split part: the identity forward, the sum of the gradients over the devices backward.
+    * `reduce_from_tp`: the output of a split part: the sum over the devices forward, the identity backward.
+    * `scale_replicated`: the identity, with the gradient divided by the number of devices that compute `x` alike.
+    * `local_shard`: this device's part of the first axis of a replicated array, padded with zeros to equal parts.
+    * `pmean_batch`, `psum_batch`: the mean or the sum over the parts of the batch, which have equal sizes.
+    * `pmean_heads`: the mean over the devices that hold different heads.
+    * `all_gather_tokens`: the tokens `[N, …]` of all devices that the experts are split over.
+    * `reduce_scatter_tokens`: the sum over those devices, each with its own tokens.
+    * `shard_features`: features of the feed-forward, split over the devices.
+    * `all_gather`: an array that may be split over devices, whole on all of them.
+    * `shard_map_heads`: an attention kernel for arrays whose heads are split over devices.
 
     Attributes:
       gathers: whether `gather_weights` communicates, so that its result is not kept for the backward pass.
@@ -31,61 +41,15 @@ class Parallelism:
     gathers: bool = False
     groups: int = 1
 
-    def gather_weights(self, block: Any) -> Any:
-        """A layer with its full weights."""
-        return block
-
-    def copy_to_tp(self, x: Any) -> Any:
-        """The input of a split part: the identity forward, the sum of the gradients over the devices backward."""
+    def _identity(self, x: Any) -> Any:
         return x
 
-    def reduce_from_tp(self, x: jax.Array) -> jax.Array:
-        """The output of a split part: the sum over the devices forward, the identity backward."""
-        return x
-
-    def scale_replicated(self, x: jax.Array) -> jax.Array:
-        """The identity, with the gradient divided by the number of devices that compute `x` alike and sum their gradients."""
-        return x
-
-    def local_shard(self, x_N: jax.Array) -> jax.Array:
-        """This device's part of the first axis of a replicated array, padded with zeros to equal parts."""
-        return x_N
-
-    def pmean_batch(self, x: jax.Array) -> jax.Array:
-        """The mean over the parts of the batch, which have equal sizes."""
-        return x
-
-    def psum_batch(self, x: jax.Array) -> jax.Array:
-        """The sum over the parts of the batch."""
-        return x
-
-    def pmean_heads(self, x: jax.Array) -> jax.Array:
-        """The mean over the devices that hold different heads."""
-        return x
-
-    def all_gather_tokens(self, x_N: jax.Array) -> jax.Array:
-        """The tokens of all devices that the experts are split over."""
-        return x_N
-
-    def reduce_scatter_tokens(self, y_N: jax.Array) -> jax.Array:
-        """The sum over those devices, each with its own tokens."""
-        return y_N
+    gather_weights = copy_to_tp = reduce_from_tp = scale_replicated = local_shard = pmean_batch = psum_batch = _identity
+    pmean_heads = all_gather_tokens = reduce_scatter_tokens = shard_features = all_gather = shard_map_heads = _identity
 
     def first_expert(self, experts: int) -> Any:
         """The index of this device's first expert; `experts`: the number it holds."""
         return 0
-
-    def shard_features(self, x: jax.Array) -> jax.Array:
-        """Features of the feed-forward, split over the devices."""
-        return x
-
-    def all_gather(self, x: jax.Array) -> jax.Array:
-        """An array that may be split over devices, whole on all of them."""
-        return x
-
-    def shard_map_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """An attention kernel for arrays whose heads are split over devices."""
-        return kernel
 
 
 SINGLE_DEVICE = Parallelism()

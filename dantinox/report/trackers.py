@@ -1,6 +1,10 @@
 """Experiment trackers: TensorBoard and Weights & Biases, told what `metrics.jsonl` is told, when it is on the disk.
 
 What they show are the numbers of the rows, as `interval/train_loss` and `evaluation/val_loss`, the samples, and the settings.
+
+A tracker's `begin(step, told, rows)` is called before the first row, and whenever the run goes back: what it was told of later
+steps is void. `told` is the last step of which a row was on the disk until now; `rows` are those up to `step`, for a tracker
+that has not seen them. `row` takes a row as `metrics.jsonl` has it, `text` a sample; when `end` returns all is on its way.
 """
 
 import html
@@ -11,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dantinox.config import Config, dump_config
 from dantinox.config.sections import flat
@@ -20,28 +24,7 @@ from dantinox.files import UserError, atomic_write, first_line
 Row = Mapping[str, Any]
 
 
-class Tracker(Protocol):
-    """Where the rows of a run go besides its own files."""
-
-    def begin(self, step: int, told: int, rows: Iterable[Row]) -> None:
-        """Called before the first row, and whenever the run goes back: what was told of later steps is void.
-
-        Args:
-          told: the last step of which a row was on the disk until now.
-          rows: those up to `step`, for a tracker that has not seen them.
-        """
-
-    def row(self, kind: str, row: Row) -> None:
-        """A row as `metrics.jsonl` has it; what is no number is left out."""
-
-    def text(self, step: int, text: str) -> None:
-        """A sample."""
-
-    def end(self, failed: bool) -> None:
-        """No more is to come; everything told is on its way when this returns."""
-
-
-def trackers(config: Config, folder: Path) -> tuple[Tracker, ...]:
+def trackers(config: Config, folder: Path) -> "tuple[Tracker, ...]":
     """Those that `logging` asks for, for the run in a folder; an error where the library of one is not installed."""
     tensorboard = [_TensorBoard(folder / "tensorboard", config)] if config.logging.tensorboard else []
     return (*tensorboard, *([_WeightsAndBiases(folder, config)] if config.logging.wandb else []))
@@ -184,3 +167,6 @@ class _WeightsAndBiases:
         run, self.run = self.run, None
         if run is not None:
             run.finish(exit_code=int(failed))
+
+
+Tracker = _TensorBoard | _WeightsAndBiases
