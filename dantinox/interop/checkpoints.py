@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from dantinox.config import Config, UserError, build_config
 from dantinox.config.model import ARCHITECTURE
 from dantinox.files import read_json, read_text, shown
-from dantinox.interop.gguf import export_gguf, open_source
+from dantinox.interop.gguf import export_gguf, source_of
+from dantinox.interop.gguf_file import open_gguf
 from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, fetch, open_folder, write_folder
@@ -59,7 +60,7 @@ def import_checkpoint(source: str | Path, run_dir: str | Path, dtype: str = "aut
             raise UserError(f"{path} is a run directory of this version already: use it as it is")
         run, arrays = import_v0(path, run_dir, dtype, max_context)
         return Imported(run, "DantinoX 0", arrays)
-    found = open_source(path) if path.suffix == ".gguf" else open_folder(path if path.exists() else fetch(str(source)))
+    found = source_of(open_gguf(path)) if path.suffix == ".gguf" else open_folder(path if path.exists() else fetch(str(source)))
     run = import_run(found, run_dir, dtype, max_context)
     return Imported(run, found.config["model_type"], len(found.tensors))
 

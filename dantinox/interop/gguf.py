@@ -26,7 +26,7 @@ from dantinox.interop.gguf_families import (
     frequency_tensors,
     metadata_of,
 )
-from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, open_gguf, read_tensor, write_gguf
+from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.source import Arrays, Source, Tensor
@@ -39,17 +39,12 @@ WITHOUT_TYING = ("olmo2",)  # architectures that llama.cpp wants an output layer
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 
-def open_source(path: str | Path) -> Source:
+def source_of(file: GGUFFile) -> Source:
     """A GGUF file as a checkpoint to import. Nothing of its tensors is read yet.
 
     Raises:
-      UserError: the file is damaged, of an unknown architecture, or says something that is not known here.
+      UserError: the file is of an unknown architecture, or says something that is not known here.
     """
-    return source_of(open_gguf(path))
-
-
-def source_of(file: GGUFFile) -> Source:
-    """An opened file as a checkpoint to import; see `open_source`."""
     path = file.path
     if file.metadata.get("general.type", "model") != "model":
         raise UserError(f"{path} is no model but {shown(file.metadata['general.type'])}")
@@ -69,10 +64,7 @@ def source_of(file: GGUFFile) -> Source:
             {name: _described(file, name, part, family) for name, part in parts.items()},
             lambda name: _converted(family, config, name, read_tensor(file, *parts[name]), back=False),
         ),
-        tokenizer=vocabulary.tokenizer,
-        tokenizer_config=vocabulary.tokenizer_config,
-        chat_template=vocabulary.chat_template,
-        generation_config=vocabulary.generation_config,
+        **vocabulary._asdict(),
     )
 
 

@@ -355,11 +355,7 @@ def frequency_tensors(config: Config, model: ModelConfig) -> dict[str, np.ndarra
 
 
 def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, Any]:
-    """What llama.cpp wants to know of an architecture.
-
-    Args:
-      context: of the checkpoint, which a run may have made shorter.
-    """
+    """What llama.cpp wants to know of an architecture; `context`: the checkpoint's, which a run may have made shorter."""
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
         "vocab_size": model.vocab_size,

@@ -254,10 +254,7 @@ def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
-    """The tokenizer that a file's metadata describes.
-
-    Args:
-      name: of the file, for messages.
+    """The tokenizer that the metadata of a file describes; `name` is the file's, for messages.
 
     Raises:
       UserError: it is of a kind that is not known, or the metadata contradicts itself.

@@ -13,11 +13,7 @@ from dantinox.text import Tokenizer
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """Arrays by their names, each made or read when it is asked for, and not kept.
-
-    Attributes:
-      tensors: shape and type of each.
-    """
+    """Arrays by their names, each made or read when it is asked for, and not kept; `tensors`: shape and type of each."""
 
     def __init__(self, tensors: Mapping[str, Tensor], make: Callable[[str], np.ndarray]):
         self.tensors, self._make = tensors, make
@@ -67,14 +63,8 @@ class Source:
 
 
 class ExportBundle(NamedTuple):
-    """A run as transformers has it.
-
-    Attributes:
-      config: the run's settings.
-      hf_config, generation_config, tokenizer_config: transformers' files.
-      tensors: by transformers' names, each in the type of our parameter.
-      dtypes: the type that each had where it came from, or has here.
-    """
+    """A run as transformers has it: their files, the tensors by their names in the types of our parameters, and the type that
+    each had where it came from, or has here."""
 
     config: Config
     hf_config: dict[str, Any]

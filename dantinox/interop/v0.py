@@ -40,15 +40,8 @@ IDLE = (
 
 
 class V0Run(NamedTuple):
-    """A run as ours.
-
-    Attributes:
-      rows: of its table of embeddings, which may be more than the tokenizer has tokens.
-      settings: of the sections `model` and `attention`.
-      tokenizer: the text of a tokenizer.json.
-      weights: name of the file they are from.
-      arrays: its arrays by their names, layers numbered in them.
-    """
+    """A run as ours: the settings of `model` and `attention`, the rows of its table of embeddings (there may be fewer tokens),
+    the text of a tokenizer.json, the file of its weights, and the arrays in that by their names, layers numbered in them."""
 
     settings: dict[str, dict[str, Any]]
     rows: int

@@ -214,11 +214,8 @@ def row_ends(tokens: int) -> list[int]:
 def measure(
     model: Transformer, texts: Sequence[np.ndarray], progress: Callable[[str], None] = lambda line: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Entropy (bits) of the attention, and keys that hold `MASS` of it, for S sequences, R query rows, L layers and N heads.
-
-    Returns:
-      Two arrays `[S, R, L, N]`, float64.
-    """
+    """For S sequences, R query rows, L layers, N heads the entropy (bits) of the attention and the keys that hold `MASS` of it:
+    two float64 arrays `[S, R, L, N]`."""
     tokens_SN, lengths_S = padded(texts)
     ends_SR = np.array([row_ends(length) for length in lengths_S.tolist()])
     slots = tokens_SN.shape[1]

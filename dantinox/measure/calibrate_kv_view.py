@@ -17,11 +17,7 @@ TYPE_COLOURS = [COLOURS[name] for name in ("greedy", "explore", "clarify", "resa
 
 
 def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | None = None) -> Iterator[str]:
-    """What was read, the entropy of every head or of every layer, the types, what else was measured, and what it is for.
-
-    Args:
-      path: where the file is, if not in its run.
-    """
+    """What was read, the entropy of every head or layer, the types and what else was measured; `path`: if not in its run."""
     width = max(width, 40)
     heading = f"entropy of the attention of {found.n_head} heads in each of {found.n_layer} layers, in bits"
     if found.sequences is not None and found.tokens is not None:

@@ -79,13 +79,10 @@ def read_limited(
     start: int,
     best: bool,
 ) -> jax.Array:
-    """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on.
+    """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on, of right-padded `tokens_BT`.
 
     From the position `from_B` on each key head shows `kept_LK` keys, see `Limited`. There is no cache, whatever the model's
     windows: all is read at once.
-
-    Args:
-      tokens_BT: right-padded; what stands behind a row's length is not read.
     """
     model = widen(model)
     layers = tuple(Limited(kept_K, from_B, best) for kept_K in kept_LK)

@@ -80,10 +80,7 @@ class Profile:
 
 
 def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
-    """Traces `work()`, which is to be warm, into a folder that TensorBoard, XProf and Perfetto read.
-
-    Args:
-      count: steps or tokens of it.
+    """Traces `work()`, `count` steps or tokens that are to be warm, into a folder that TensorBoard, XProf and Perfetto read.
 
     Raises:
       UserError: the folder cannot be written, or there is no operation in the trace.
@@ -145,8 +142,7 @@ def _texts(names: set[str]) -> Iterator[tuple[str, str]]:
 def ranked(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
     """The operations, dearest first, those of one kind and origin together; what only holds others is left out.
 
-    Args:
-      programs: those of each name; a run is of the one that knows most of its operations.
+    A run is of the program of its name that knows most of its operations.
     """
     groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for (name, _), times in runs.items():
@@ -203,11 +199,7 @@ COLUMNS = [
 
 
 def profile_lines(found: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
-    """What was traced, its dearest operations, and where the trace lies.
-
-    Args:
-      unit: what was counted, `step` or `token`.
-    """
+    """What was traced, its dearest operations, and where the trace lies; `unit`: what was counted, `step` or `token`."""
     each = found.wall_ms / found.count
     plural = unit if found.count == 1 else f"{unit}s"
     yield from wrapped([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)

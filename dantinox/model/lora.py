@@ -103,10 +103,7 @@ class LowRank(nnx.Module):
 class Adapted(nnx.Module):
     """A `Linear` whose weights stay as they are, with an adapter for each projection in it that has one.
 
-    `kernel` is held as `lora.held` says, of int8 with a `scale` for each output.
-
-    Attributes:
-      key: with one, dropout is on.
+    `kernel` is held as `lora.held` says, of int8 with a `scale` for each output. With a `key` dropout is on.
     """
 
     def __init__(self, linear: Linear, targets: Mapping[str, Place], lora: LoraConfig, *, rngs: nnx.Rngs):
@@ -195,11 +192,8 @@ def frozen(parameters: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def held(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """A weight of a file as it is held beside adapters, for int8 with the scales of its outputs, symmetric.
-
-    Args:
-      shapes: of the parameters of the model with its layers apart.
-    """
+    """A weight of a file as it is held beside adapters, for int8 with the scales of its outputs, symmetric; `shapes`: of the
+    parameters of the model with its layers apart."""
     kind, beside = shapes[name].dtype, f"{name.removesuffix('kernel')}scale"
     if kind != jnp.int8:
         return {name: np.array(array, kind)}

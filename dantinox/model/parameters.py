@@ -19,11 +19,7 @@ Parameters = dict[str, jax.Array]
 
 
 def blueprint(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
-    """What a model of this architecture is made of, without allocating it.
-
-    Returns:
-      `build(parameters) -> Transformer`, to be called inside or outside of jit, and the shape of every parameter.
-    """
+    """`build(parameters) -> Transformer`, inside or outside of jit, and the shape of every parameter; nothing is allocated."""
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))

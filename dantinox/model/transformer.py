@@ -220,11 +220,7 @@ class Transformer(nnx.Module):
         return x_BTD, jax.tree.map(lambda *kinds: jnp.stack(kinds, axis=1).reshape(-1, *kinds[0].shape[1:]), *routings)
 
     def logits(self, x_BTD: jax.Array, rounded_DV: jax.Array | None = None) -> jax.Array:
-        """Scores of the next token, float32 `[..., V]`, for any leading axes.
-
-        Args:
-          rounded_DV: the `output_weights` in the compute dtype, for who asks again and again.
-        """
+        """Scores of the next token, float32 `[..., V]`; `rounded_DV`: the `output_weights` in the compute dtype."""
         if self.head is not None and rounded_DV is None:
             logits = self.head(x_BTD)
         else:

@@ -39,7 +39,9 @@ def page(traces: Sequence[Mapping[str, Any]]) -> str:
     """
     if not traces:
         raise ValueError("a page needs at least one sample")
-    return _page(_packed(traces))
+    words: Words = {}
+    samples = [_sample(trace, words) for trace in traces]
+    return _page(vocabulary() | {"words": list(words), "samples": samples})
 
 
 def empty_page() -> str:
@@ -73,13 +75,6 @@ def escaped(value: Any) -> str:
     """JSON that may stand inside a script element and can be written as UTF-8: without `<` and without half characters."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
-
-
-def _packed(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All samples, and what they share: the table of words, the rules and the signs of the strategies."""
-    words: Words = {}
-    samples = [_sample(trace, words) for trace in traces]
-    return vocabulary() | {"words": list(words), "samples": samples}
 
 
 def vocabulary() -> dict[str, Any]:

@@ -184,10 +184,7 @@ def study_files(
 
 
 def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> None:
-    """Makes and writes files one after the other into a folder, which is made if it is missing.
-
-    Args:
-      files: name → what makes its content.
+    """Makes and writes files (name → what makes its content) one after the other into a folder, which is made if it is missing.
 
     Raises:
       UserError: a file cannot be written or, as where matplotlib is not installed, made; those before it are there then.

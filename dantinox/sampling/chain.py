@@ -223,11 +223,7 @@ def _apply(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
 
 
 def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
-    """One step on a row or its window, with the settings of the row and what the step reads.
-
-    Args:
-      known: parameters of the step's function that are given here instead of being read.
-    """
+    """One step on a row or its window; `known`: parameters of its function that are given here instead of being read."""
     step, words = STEPS[name], dict(row.params.words)
     arguments = {
         parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.sampling.steps import bounded, keep_only
+from dantinox.sampling.steps import Number, bounded, keep_only
 
 LONGEST_REPEAT = 50
 
@@ -22,14 +22,12 @@ def ban(logits_V: Array, ids_S: Array, on: Array | bool = True) -> Array:
     return jnp.where(on, keep_only(logits_V, jnp.ones(V, bool).at[ids_S].set(False, mode="drop")), logits_V)
 
 
-def min_tokens(logits_V: Array, n: Array | int, stop_ids_S: Array, n_generated: Array | int) -> Array:
+def min_tokens(logits_V: Array, n: Number, stop_ids_S: Array, n_generated: Number) -> Array:
     """Bans the stop ids while fewer than `n` tokens are generated. Off: n = 0."""
     return ban(logits_V, stop_ids_S, jnp.asarray(n_generated) < n)
 
 
-def repetition_penalty(
-    logits_V: Array, distance_V: Array, penalty: Array | float, range: Array | int = 0, slope: Array | float = 0.0
-) -> Array:
+def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, range: Number = 0, slope: Number = 0.0) -> Array:
     """x·P for x ≤ 0, x/P for x > 0, for every token of the history (Keskar et al. 2019, equation 2). Off: penalty = 1.
 
     Args:
@@ -47,7 +45,7 @@ def repetition_penalty(
     return jnp.where(seen_V & (jnp.asarray(penalty) != 1), scaled_V, logits_V)
 
 
-def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Array | float, frequency: Array | float) -> Array:
+def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Number, frequency: Number) -> Array:
     """x − presence·[c > 0] − frequency·c, c the token's count in the output (OpenAI). Off: both 0."""
     count_V = count_V.astype(jnp.float32)
     present_V = bounded(logits_V - presence, logits_V)
@@ -70,7 +68,7 @@ def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
     return keep_only(logits_V, allowed_V)
 
 
-def repeat_lengths(history_S: Array, length: Array | int) -> Array:
+def repeat_lengths(history_S: Array, length: Number) -> Array:
     """For every place j of the history: how many tokens just before j equal the last tokens of the history."""
     S = history_S.shape[0]
     place_S = jnp.arange(S)
@@ -85,43 +83,30 @@ def repeat_lengths(history_S: Array, length: Array | int) -> Array:
     return lax.while_loop(lambda carry: carry[2].any(), extend, start)[1]
 
 
-def lengthened(run_S: Array, history_S: Array, length: Array | int, token: Array | int) -> Array:
+def lengthened(run_S: Array, history_S: Array, length: Number, token: Number) -> Array:
     """`repeat_lengths` after `token` has come behind the first `length` places, from those before it, in one pass."""
     place_S = jnp.arange(run_S.shape[0])
     same_S = (jnp.roll(history_S, 1) == token) & (place_S >= 1) & (place_S <= length)
     return jnp.where(same_S, jnp.roll(run_S, 1) + 1, 0)
 
 
-def no_repeat_ngram(logits_V: Array, history_S: Array, length: Array | int, run_S: Array, n: Array | int) -> Array:
-    """Bans every token that would repeat an n-gram of the history (Paulus et al. 2018). Off: n ≤ 0.
+def no_repeat_ngram(logits_V: Array, history_S: Array, length: Number, run_S: Array, n: Number) -> Array:
+    """Bans tokens that would repeat an n-gram of the history, of which `run_S` are the `repeat_lengths` (Paulus et al. 2018).
 
-    Args:
-      run_S: the `repeat_lengths` of the history.
+    Off: n ≤ 0.
     """
     repeats_S = (run_S >= jnp.asarray(n) - 1) & (jnp.arange(history_S.shape[0]) < length)
     return jnp.where(jnp.asarray(n) <= 0, logits_V, ban(logits_V, jnp.where(repeats_S, history_S, -1)))
 
 
-def dry(
-    logits_V: Array,
-    repeated_V: Array,
-    multiplier: Array | float,
-    base: Array | float,
-    allowed_length: Array | int,
-) -> Array:
-    """x − m·b^(L−A) for a token that would lengthen a repeated suffix of length L ≥ A (p-e-w 2024). Off: multiplier = 0.
-
-    Args:
-      repeated_V: L by token, 0 for a token that lengthens nothing.
-    """
+def dry(logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, allowed_length: Number) -> Array:
+    """x − m·b^(L−A) for a token that would lengthen a repeated suffix of L = `repeated_V` ≥ A (p-e-w 2024). Off: m = 0."""
     penalty_V = multiplier * jnp.asarray(base, jnp.float32) ** (repeated_V - allowed_length)
     hit_V = (repeated_V >= allowed_length) & (repeated_V > 0) & (jnp.asarray(multiplier) != 0)
     return jnp.where(hit_V, bounded(logits_V - penalty_V, logits_V), logits_V)
 
 
-def longest_repeats(
-    history_S: Array, length: Array | int, run_S: Array, breaker_S: Array, window: Array | int, vocab_size: int
-) -> Array:
+def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: Array, window: Number, vocab_size: int) -> Array:
     """For every token: the length, at most 50, of the longest repeated suffix of the history that it would lengthen.
 
     Args:
@@ -138,7 +123,7 @@ def longest_repeats(
     return jnp.zeros(vocab_size, jnp.int32).at[ids_S].max(run_S, mode="drop")
 
 
-def bad_words(logits_V: Array, history_S: Array, length: Array | int, prefix_WM: Array, last_W: Array) -> Array:
+def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array) -> Array:
     """Bans the last token of every sequence whose other tokens end the history.
 
     Args:
@@ -148,20 +133,14 @@ def bad_words(logits_V: Array, history_S: Array, length: Array | int, prefix_WM:
     return ban(logits_V, jnp.where(_complete(history_S, length, prefix_WM), last_W, -1))
 
 
-def sequence_bias(
-    logits_V: Array, history_S: Array, length: Array | int, prefix_WM: Array, last_W: Array, bias_W: Array
-) -> Array:
-    """x + bias for the last token of every sequence whose other tokens end the history; a bias of -inf bans.
-
-    Args:
-      prefix_WM, last_W: as of `bad_words`.
-    """
+def sequence_bias(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array, bias_W: Array) -> Array:
+    """x + bias for the last token of every sequence, as of `bad_words`, whose other tokens end the history; -inf bans."""
     V = logits_V.shape[0]
     next_W = jnp.where(_complete(history_S, length, prefix_WM) & (last_W >= 0), last_W, V)
     return logit_bias(logits_V, jnp.zeros(V).at[next_W].add(bias_W, mode="drop"))
 
 
-def _complete(history_S: Array, length: Array | int, prefix_WM: Array) -> Array:
+def _complete(history_S: Array, length: Number, prefix_WM: Array) -> Array:
     """The sequences [W] of which all tokens before the last one end the history."""
     M = prefix_WM.shape[1]
     place_M = jnp.asarray(length) - M + jnp.arange(M)

@@ -17,9 +17,8 @@ from jax import Array, lax
 from dantinox.config import UserError
 from dantinox.config.router import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
 from dantinox.sampling.search import total
-from dantinox.sampling.steps import LARGEST, finite_max
+from dantinox.sampling.steps import LARGEST, Number, finite_max
 
-Number = Array | float
 LN2 = float(np.log(2))
 TINY = float(np.finfo(np.float32).tiny)
 _GUIDE = {**RouterSection().numbers(), "clarify_token": -1}
@@ -63,11 +62,7 @@ class Metrics(NamedTuple):
 
 
 def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
-    """Entropy −Σp log2 p in bits and varentropy Σp(log2 p + H)² in bits², with 0·log 0 = 0.
-
-    Args:
-      logits_V: logits without NaN and +inf; -inf is a removed token, and a row of nothing else has 0 and 0.
-    """
+    """Entropy −Σp log2 p in bits and varentropy Σp(log2 p + H)² in bits², with 0·log 0 = 0; 0 and 0 of a row of -inf alone."""
     d_V = logits_V.astype(jnp.float32)
     d_V -= finite_max(d_V)
     lnZ = jnp.log(jnp.maximum(total(jnp.exp(d_V)), TINY))

@@ -16,6 +16,7 @@ from jax import Array, lax
 from dantinox.config.generation import GREEDY_BELOW
 from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys, total
 
+Number = Array | float
 # A choice in words is part of a program; as an array, True stands for the second of them.
 Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
@@ -31,11 +32,11 @@ class Rest(NamedTuple):
       tokens, total, squares: how many there are, Σ d and Σ d².
     """
 
-    mass: Array | float = 0.0
-    moment: Array | float = 0.0
-    tokens: Array | float = 0.0
-    total: Array | float = 0.0
-    squares: Array | float = 0.0
+    mass: Number = 0.0
+    moment: Number = 0.0
+    tokens: Number = 0.0
+    total: Number = 0.0
+    squares: Number = 0.0
 
 
 NOTHING = Rest()
@@ -66,7 +67,7 @@ def bounded(changed_V: Array, logits_V: Array) -> Array:
     return jnp.where(logits_V == -jnp.inf, -jnp.inf, jnp.clip(changed_V, -LARGEST, LARGEST))
 
 
-def temperature(logits_V: Array, t: Array | float) -> Array:
+def temperature(logits_V: Array, t: Number) -> Array:
     """x / t. Off: t = 1. Below 1e-5 only the most likely token is left."""
     t = jnp.asarray(t, jnp.float32)
     scaled_V = bounded(logits_V / jnp.maximum(t, GREEDY_BELOW), logits_V)
@@ -74,7 +75,7 @@ def temperature(logits_V: Array, t: Array | float) -> Array:
     return jnp.where(t == 1, logits_V, changed_V)
 
 
-def dynamic_temperature(logits_V: Array, low: Array | float, high: Array | float, exponent: Array | float = 1.0) -> Array:
+def dynamic_temperature(logits_V: Array, low: Number, high: Number, exponent: Number = 1.0) -> Array:
     """x / T with T = low + (high − low)·(H / ln n)^exponent over the n survivors (KoboldCpp). Off: low = high = 1."""
     n = jnp.sum(logits_V > -jnp.inf)
     share = jnp.clip(entropy(logits_V) / jnp.log(jnp.maximum(n, 2).astype(jnp.float32)), 0, 1)
@@ -82,7 +83,7 @@ def dynamic_temperature(logits_V: Array, low: Array | float, high: Array | float
     return jnp.where(n <= 1, logits_V, temperature(logits_V, t))
 
 
-def smoothing(logits_V: Array, factor: Array | float, curve: Array | float = 1.0) -> Array:
+def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
     """M − k·f·d² + s·f·d³ with d = x − M, k = (3 − c)/2, s = (c − 1)/2 (quadratic and cubic smoothing). Off: factor = 0."""
     M = finite_max(logits_V)
     d_V = jnp.maximum(logits_V - M, -1e12)  # its cube stays finite
@@ -91,17 +92,13 @@ def smoothing(logits_V: Array, factor: Array | float, curve: Array | float = 1.0
     return jnp.where(factor == 0, logits_V, bounded(smooth_V, logits_V))
 
 
-def top_k(logits_V: Array, k: Array | int, ties: Ties = "first") -> Array:
-    """Keeps the first k tokens in canonical order (Fan et al. 2018). Off: k ≤ 0 or k ≥ V.
-
-    Args:
-      ties: `first` keeps exactly k; `all` keeps every token equal to the last kept one.
-    """
+def top_k(logits_V: Array, k: Number, ties: Ties = "first") -> Array:
+    """Keeps the first k tokens in canonical order, with `ties` `all` equals of the last too (Fan et al. 2018). Off: k ≤ 0, ≥ V."""
     k = jnp.asarray(k, jnp.int32)
     return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _head(logits_V, k, ties)))
 
 
-def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Ties = "first", rest: Rest = NOTHING) -> Array:
+def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "first", rest: Rest = NOTHING) -> Array:
     """Keeps the smallest head of the canonical order with mass p (Holtzman et al. 2020). Off: p ≥ 1. p = 0 keeps the first.
 
     Args:
@@ -115,12 +112,7 @@ def top_p(logits_V: Array, p: Array | float, rule: Rule = "inclusive", ties: Tie
 
 
 def nucleus(
-    scores_V: Array,
-    weights_V: Array,
-    p: Array,
-    rule: Rule = "inclusive",
-    ties: Ties = "first",
-    outside: Array | float = 0.0,
+    scores_V: Array, weights_V: Array, p: Array, rule: Rule = "inclusive", ties: Ties = "first", outside: Number = 0.0
 ) -> Array:
     """The mask of the head with mass p, its first token at least, when tokens come in descending order of `scores_V`.
 
@@ -149,21 +141,21 @@ def nucleus(
     return _above_and_at(keys_V, edge, room, ties)
 
 
-def min_p(logits_V: Array, p: Array | float) -> Array:
+def min_p(logits_V: Array, p: Number) -> Array:
     """Keeps x ≥ max x + ln p: tokens at least p times as likely as the first (Nguyen et al. 2024). Off: p = 0."""
     p = jnp.asarray(p, jnp.float32)
     keep_V = logits_V >= finite_max(logits_V) + jnp.log(p)
     return jnp.where(p <= 0, logits_V, keep_only(logits_V, keep_V))
 
 
-def top_a(logits_V: Array, a: Array | float, rest: Rest = NOTHING) -> Array:
+def top_a(logits_V: Array, a: Number, rest: Rest = NOTHING) -> Array:
     """Keeps P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
     P_V = _softmax(logits_V, rest)
     least = a * jnp.max(P_V) ** 2
     return jnp.where(jnp.asarray(a) <= 0, logits_V, keep_only(logits_V, least <= P_V))
 
 
-def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None) -> Array:
+def tail_free(logits_V: Array, z: Number, size: Number | None = None) -> Array:
     """Cuts where the curve of sorted probabilities has flattened (Bricken 2019). Off: z = 1.
 
     w = |second differences of P sorted| / their sum, v = [0, cumulated w, 1]; ranks with v ≤ z stay. A row without any second
@@ -188,7 +180,7 @@ def tail_free(logits_V: Array, z: Array | float, size: Array | int | None = None
     return jnp.where((z >= 1) | flat, logits_V, keep_only(logits_V, _head(logits_V, n)))
 
 
-def typical(logits_V: Array, p: Array | float, ties: Ties = "first", rest: Rest = NOTHING) -> Array:
+def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = NOTHING) -> Array:
     """Keeps the smallest set with mass p of the tokens whose surprise is nearest to the entropy. Off: p = 1.
 
     Meister et al. 2023, equation 9.
@@ -201,18 +193,18 @@ def typical(logits_V: Array, p: Array | float, ties: Ties = "first", rest: Rest 
     return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
 
 
-def epsilon_cutoff(logits_V: Array, eps: Array | float, rest: Rest = NOTHING) -> Array:
+def epsilon_cutoff(logits_V: Array, eps: Number, rest: Rest = NOTHING) -> Array:
     """Keeps P ≥ ε (Hewitt et al. 2022, section 4). Off: ε = 0."""
     return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= eps))
 
 
-def eta_cutoff(logits_V: Array, eps: Array | float, rest: Rest = NOTHING) -> Array:
+def eta_cutoff(logits_V: Array, eps: Number, rest: Rest = NOTHING) -> Array:
     """Keeps P ≥ min(ε, √ε·exp(−H)) (Hewitt et al. 2022, equation 4). Off: ε = 0."""
     least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V, rest)))
     return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= least))
 
 
-def top_n_sigma(logits_V: Array, n: Array | float, rest: Rest = NOTHING) -> Array:
+def top_n_sigma(logits_V: Array, n: Number, rest: Rest = NOTHING) -> Array:
     """Keeps x ≥ max x − n·σ, σ the standard deviation of the surviving logits (Tang et al. 2024). Off: n ≤ 0."""
     alive_V = logits_V > -jnp.inf
     count = jnp.maximum(jnp.sum(alive_V) + rest.tokens, 1)
@@ -223,13 +215,7 @@ def top_n_sigma(logits_V: Array, n: Array | float, rest: Rest = NOTHING) -> Arra
     return jnp.where(jnp.asarray(n) <= 0, logits_V, keep_only(logits_V, down_V >= -n * sigma))
 
 
-def xtc(
-    logits_V: Array,
-    threshold: Array | float,
-    probability: Array | float,
-    u: Array | float,
-    protected_V: Array | None = None,
-) -> Array:
+def xtc(logits_V: Array, threshold: Number, probability: Number, u: Number, protected_V: Array | None = None) -> Array:
     """Excludes top choices: with u < probability drops every P ≥ threshold but the last of them.
 
     Off: probability = 0, or a threshold above 0.5, which no two tokens reach.
@@ -249,17 +235,14 @@ def xtc(
     return jnp.where(act, keep_only(logits_V, ~drop_V), logits_V)
 
 
-def mirostat_v2(logits_V: Array, mu: Array | float, rest: Rest = NOTHING) -> Array:
+def mirostat_v2(logits_V: Array, mu: Number, rest: Rest = NOTHING) -> Array:
     """Keeps tokens with surprise −log2 P ≤ μ bits (Basu et al. 2021; llama.cpp's second version)."""
     return keep_only(logits_V, _log_softmax(logits_V, rest)[0] >= -jnp.asarray(mu) * jnp.log(2.0))
 
 
-def mirostat_v1(logits_V: Array, mu: Array | float, m: int = 100, size: Array | int | None = None) -> Array:
-    """Keeps the first k tokens, k from a Zipf law fitted to the first `m` ranks (Basu et al. 2021, algorithm 1).
-
-    Args:
-      size: tokens of the vocabulary when the row is padded with removed ones; None: all.
-    """
+def mirostat_v1(logits_V: Array, mu: Number, m: int = 100, size: Number | None = None) -> Array:
+    """Keeps the first k tokens, k from a Zipf law fitted to the first `m` ranks (Basu et al. 2021, algorithm 1); `size`: see
+    `tail_free`."""
     V = logits_V.shape[0]
     log_size = jnp.log(jnp.asarray(V if size is None else size, jnp.float32))
     x_m = lax.optimization_barrier(lax.top_k(logits_V, min(m, V))[0])  # else XLA makes a full sort of it
@@ -277,7 +260,7 @@ def mirostat_v1(logits_V: Array, mu: Array | float, m: int = 100, size: Array | 
     return jnp.where(s <= 0, logits_V, keep_only(logits_V, _head(logits_V, n)))
 
 
-def mirostat_update(mu: Array | float, surprise: Array | float, tau: Array | float, eta: Array | float) -> Array:
+def mirostat_update(mu: Number, surprise: Number, tau: Number, eta: Number) -> Array:
     """μ after a draw: μ − η(S − τ), S the surprise in bits of the drawn token before the cut."""
     return jnp.asarray(mu) - eta * (jnp.asarray(surprise) - tau)
 

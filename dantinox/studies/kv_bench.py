@@ -221,11 +221,7 @@ def _damage(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) -> tup
 
 @dataclass(frozen=True)
 class Bench:
-    """Caches for texts of one length, the full one first.
-
-    Attributes:
-      progress: called with a line at the start of each part, and every few seconds.
-    """
+    """Caches for texts of one length, the full one first; `progress` gets lines about what is done."""
 
     caches: Sequence[Contender]
     progress: Callable[[str], None] = lambda _: None

@@ -290,11 +290,8 @@ class Bench:
 
 
 def bisection(diversity_at: Callable[[float], float], target: float, trials: int) -> tuple[float, bool]:
-    """The position in [0, 1] whose diversity is nearest to the target; diversity should grow with position.
-
-    Returns:
-      The nearest position tried, the first of equal ones, and whether all trials lay on one side of the target.
-    """
+    """The position in [0, 1] tried whose diversity, which should grow with it, is nearest to the target, the first of equal
+    ones, and whether all trials lay on one side of the target."""
     low, high = 0.0, 1.0
     tried: list[tuple[float, float]] = []
     for _ in range(trials):

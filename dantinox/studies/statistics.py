@@ -64,13 +64,10 @@ OF_TEXT: dict[str, Callable[[Tokens], float]] = {
 
 
 def self_bleu(samples: Sequence[Tokens]) -> float:
-    """The mean BLEU-4 of every sample with all the others as its references; 1 where all are the same (Zhu et al. 2018).
+    """The mean BLEU-4 of several samples, each with all others as its references; 1 where all are the same (Zhu et al. 2018).
 
     Clipped matches over all references, equal weights, the brevity penalty of the reference nearest in length; an order
     without a match counts 0.1 of one (method 1 of Chen and Cherry 2014), and without a common token BLEU is 0.
-
-    Args:
-      samples: at least two texts of the same prompt.
     """
     return sum(_bleu(own, [*samples[:i], *samples[i + 1 :]]) for i, own in enumerate(samples)) / len(samples)
 
@@ -120,10 +117,8 @@ def mean_interval(values_P: np.ndarray) -> Interval:
 def excess(method: Measured, ruler: Sequence[Measured]) -> np.ndarray | None:
     """`bits_per_byte` above the ruler's at the method's `diversity`, for every resample `[1 + R]`.
 
-    The ruler is one way of sampling at several settings. Between them its mean bits are interpolated by its mean diversity.
-
-    Returns:
-      None where the method is more or less diverse than every setting of the ruler.
+    The ruler is one way of sampling at several settings. Between them its mean bits are interpolated by its mean diversity;
+    None where the method is more or less diverse than all of them.
     """
     reached = [point["diversity"].mean() for point in ruler]
     if not min(reached) <= method["diversity"].mean() <= max(reached):

@@ -166,11 +166,7 @@ def _write(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> 
 
 
 def train_apart(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], str | None]:
-    """Training in a process of its own, which ends, with a checkpoint, when this one does.
-
-    Args:
-      prepare: a function of a module, called there first.
-    """
+    """Training in a process of its own, which ends, saved, when this one does; `prepare` of a module is called there first."""
 
     def train(trial: Trial, run: RunDirectory) -> str | None:
         _wait_for_what_was_left(run)

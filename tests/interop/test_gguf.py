@@ -13,7 +13,7 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop import families
-from dantinox.interop.gguf import TYPES, export_gguf, open_source, source_of
+from dantinox.interop.gguf import TYPES, export_gguf, source_of
 from dantinox.interop.gguf_families import FAMILIES, llama3_factors
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
 from dantinox.interop.hf import _shapes, from_hf, to_hf
@@ -59,7 +59,7 @@ def export(path, name, kind="f32", **changes):
 
 def imported(path):
     """The parameters that a file makes, by the settings that it makes."""
-    source = open_source(path)
+    source = source_of(open_gguf(path))
     model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
     return model, from_hf(source.config, model, source.tensors, "float32")
 
@@ -90,7 +90,7 @@ def test_a_model_comes_back_and_is_the_same_architecture(family, tmp_path):
         else:
             np.testing.assert_array_equal(arrays[name], array, name)
     again = tmp_path / "y.gguf"
-    source = open_source(path)
+    source = source_of(open_gguf(path))
     settings = build_config(settings_of(source.config, max_context=64))
     export_gguf(again, settings, *to_hf(settings, SYMBOLS, arrays, source.config), TOKENIZER)
     first, second = open_gguf(path), open_gguf(again)
@@ -166,13 +166,13 @@ def test_llama3_factors_are_read_back_and_others_refused(tmp_path):
     # Of Llama 3.1's file: high frequencies stay, low ones are divided by 8.
     assert factors[0] == 1 and factors[-1] == 8 and 1 < factors[32] < 8
     export(tmp_path / "x.gguf", "llama")
-    source = open_source(tmp_path / "x.gguf")
+    source = source_of(open_gguf(tmp_path / "x.gguf"))
     rope = config_of("llama")["rope_parameters"]
     assert source.config["rope_parameters"] == rope
     file = open_gguf(tmp_path / "x.gguf")
     rewrite(file, tmp_path / "y.gguf", arrays={"rope_freqs.weight": np.array([1, 7, 2, 3], np.float32)})
     with pytest.raises(UserError, match=r"rope_freqs\.weight in a way that is not Llama 3's"):
-        open_source(tmp_path / "y.gguf")
+        source_of(open_gguf(tmp_path / "y.gguf"))
 
 
 def rewrite(file, path, metadata=None, arrays=None, drop=()):
@@ -216,7 +216,7 @@ def test_rows_that_are_of_no_token_have_names_that_are_not_used(tmp_path):
     metadata = open_gguf(tmp_path / "x.gguf").metadata
     assert metadata["tokenizer.ggml.tokens"][67:] == ["[PAD67]", "[PAD68]", "[PAD69]"]
     assert metadata["tokenizer.ggml.token_type"][67:] == [5, 5, 5]
-    source = open_source(tmp_path / "x.gguf")
+    source = source_of(open_gguf(tmp_path / "x.gguf"))
     assert source.config["vocab_size"] == metadata["qwen3.vocab_size"] == 70
     assert source.tokenizer == TOKENIZER.to_json()
 
@@ -225,7 +225,7 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path):
     export(tmp_path / "x.gguf", "mistral", sliding_window=64, max_position_embeddings=4096)
     file = open_gguf(tmp_path / "x.gguf")
     assert file.metadata["llama.context_length"] == 64
-    assert settings_of(open_source(tmp_path / "x.gguf").config)["model"]["max_context"] == 64
+    assert settings_of(source_of(open_gguf(tmp_path / "x.gguf")).config)["model"]["max_context"] == 64
 
 
 @pytest.fixture(scope="module")
@@ -342,15 +342,15 @@ def test_every_tensor_is_counted(family, tmp_path):
 def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
     table = np.array(read_tensor(llama, "token_embd.weight"))
     rewrite(llama, tmp_path / "x.gguf", arrays={"output.weight": table})
-    assert open_source(tmp_path / "x.gguf").config["tie_word_embeddings"] is True
-    assert open_source(llama.path).config["tie_word_embeddings"] is False
+    assert source_of(open_gguf(tmp_path / "x.gguf")).config["tie_word_embeddings"] is True
+    assert source_of(open_gguf(llama.path)).config["tie_word_embeddings"] is False
     export(tmp_path / "y.gguf", "olmo2", tie_word_embeddings=True)
     assert "output.weight" in open_gguf(tmp_path / "y.gguf").tensors
-    assert open_source(tmp_path / "y.gguf").config["tie_word_embeddings"] is True
+    assert source_of(open_gguf(tmp_path / "y.gguf")).config["tie_word_embeddings"] is True
 
 
 def test_without_the_library_a_sentence_says_what_to_install(llama):
-    reading = f"from dantinox.interop.gguf import open_source; open_source({str(llama.path)!r})"
+    reading = f"from dantinox.interop import gguf, gguf_file; gguf.source_of(gguf_file.open_gguf({str(llama.path)!r}))"
     code = f"import sys; sys.modules['gguf'] = None; {reading}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith("GGUF files need the library gguf: pip install 'dantinox[gguf]'")
