@@ -23,6 +23,24 @@ class UserError(Exception):
         self.key, self.value = key, value
 
 
+@contextlib.contextmanager
+def os_errors(what: str) -> Iterator[None]:
+    """Turns an `OSError` inside into one sentence: `cannot read x.txt: No such file or directory`, `what` before the colon."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def requires(extra: str, what: str) -> Iterator[None]:
+    """Turns an `ImportError` inside into a sentence, `what` and the command that installs an extra of this package."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{what}: pip install 'dantinox[{extra}]'") from None
+
+
 def shown(value: Any) -> str:
     """A value as an error shows it: on one line, not too long, `null`, `true` and `false` as YAML and JSON spell them."""
     return _cut("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
@@ -102,7 +120,7 @@ def staged(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[N
     if path.exists() and not path.is_file():
         raise UserError(f"cannot write {path}: what is there is no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with os_errors(f"cannot write {path}"):
         try:
             with open(temporary, "wb") as file:
                 for piece in pieces:
@@ -114,8 +132,6 @@ def staged(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[N
         finally:
             temporary.unlink(missing_ok=True)
         _sync_directory(path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def check_writable(path: str | Path, flag: str = "") -> None:

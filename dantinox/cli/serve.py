@@ -13,7 +13,7 @@ from typing import Any
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.files import shown
+from dantinox.files import os_errors, shown
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 KEY = "DANTINOX_API_KEY"
@@ -99,11 +99,8 @@ def _key(options: argparse.Namespace) -> str | None:
     key, where = given, KEY
     if options.api_key_file is not None:
         where = str(options.api_key_file)
-        try:
-            with options.api_key_file.open("rb") as file:
-                key = file.read(LONGEST_KEY + 2).decode("ascii", "replace").strip()
-        except OSError as error:
-            raise UserError(f"cannot read the key {options.api_key_file}: {error.strerror}") from None
+        with os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
+            key = file.read(LONGEST_KEY + 2).decode("ascii", "replace").strip()
     if key is not None and not re.fullmatch(rf"[!-~]{{8,{LONGEST_KEY}}}", key):
         raise UserError(f"the API key of {where} must be 8 to {LONGEST_KEY} letters, digits and signs of ASCII without spaces")
     if key is not None and options.no_auth:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.files import first_line, shown
+from dantinox.files import first_line, requires, shown
 from dantinox.text import Tokenizer
 
 LONGEST_SOURCE = 64 << 10  # bytes
@@ -214,10 +214,8 @@ class _Spelling:
 
 
 def _library() -> Any:
-    try:
+    with requires("serve", "constraints need a library that is not installed"):
         import llguidance
-    except ImportError:
-        raise UserError("constraints need a library that is not installed: pip install 'dantinox[serve]'") from None
     return llguidance
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dantinox.config import Config, UserError, build_config
 from dantinox.config.model import ARCHITECTURE
-from dantinox.files import read_json, read_text, shown
+from dantinox.files import os_errors, read_json, read_text, shown
 from dantinox.interop.gguf import export_gguf, source_of
 from dantinox.interop.gguf_file import open_gguf
 from dantinox.interop.hf import from_hf, to_hf
@@ -121,13 +121,11 @@ def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: 
 @contextmanager
 def _staged_directory(path: Path) -> Iterator[Path]:
     """A folder to fill, which is at `path` at the end, and nowhere after an error."""
-    try:
+    with os_errors(f"cannot make {path}"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is there already and not empty: choose another place")
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
-    except OSError as error:
-        raise UserError(f"cannot make {path}: {error.strerror}") from None
     try:
         yield folder
         mask = os.umask(0)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from dantinox.files import UserError, check_writable, on_one_line, staged
+from dantinox.files import UserError, check_writable, on_one_line, os_errors, requires, staged
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 # By the number of a type in the format: the NumPy type of the numbers, then text and arrays.
@@ -49,10 +49,8 @@ class GGUFFile(NamedTuple):
 
 def library() -> Any:
     """The library `gguf`, or an error where it is not installed."""
-    try:
+    with requires("gguf", "GGUF files need the library gguf"):
         import gguf
-    except ImportError:
-        raise UserError("GGUF files need the library gguf: pip install 'dantinox[gguf]'") from None
     return gguf
 
 
@@ -64,15 +62,12 @@ def open_gguf(path: str | Path) -> GGUFFile:
       UserError: the file cannot be read, is damaged, or is a part of a model only.
     """
     path = Path(path)
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 24 or file.read(4) != MAGIC:
-                raise UserError(f"{path} is not a GGUF file")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                metadata, tensors = _header(_Reader(content, path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    with os_errors(f"cannot read {path}"), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 24 or file.read(4) != MAGIC:
+            raise UserError(f"{path} is not a GGUF file")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            metadata, tensors = _header(_Reader(content, path))
     if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{path} is one part of a model in several files: join them with `llama-gguf-split --merge`")
     return GGUFFile(path, metadata, tensors, np.memmap(path, np.uint8, mode="r"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, shown, staged
+from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, requires, shown, staged
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
 
@@ -60,13 +60,9 @@ def fetch(name: str) -> Path:
     Raises:
       UserError: the library is not installed, there is no such repository, or the hub cannot be reached.
     """
-    try:
+    with requires("hf", f"there is no folder {name}; a repository of the hub needs the extra `hf`"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError:
-        raise UserError(
-            f"there is no folder {name}; a repository of the hub needs the extra `hf`: pip install 'dantinox[hf]'"
-        ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(WANTED)))
     except (HFValidationError, HfHubHTTPError) as error:

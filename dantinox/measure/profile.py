@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dantinox.files import UserError
+from dantinox.files import UserError, os_errors
 from dantinox.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrapped
 
@@ -88,13 +88,10 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow down what is measured
     before = set(folder.rglob("*.xplane.pb"))
-    try:
-        with jax.profiler.trace(folder, profiler_options=options):
-            begin = time.perf_counter()
-            jax.block_until_ready(work())
-            wall = time.perf_counter() - begin
-    except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror}") from None
+    with os_errors(f"cannot write into {folder}"), jax.profiler.trace(folder, profiler_options=options):
+        begin = time.perf_counter()
+        jax.block_until_ready(work())
+        wall = time.perf_counter() - begin
     files = sorted(set(folder.rglob("*.xplane.pb")) - before)
     if not files:
         raise UserError(f"the profiler of jax wrote no trace into {folder}")

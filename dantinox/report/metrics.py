@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dantinox.files import UserError, atomic_write
+from dantinox.files import UserError, atomic_write, os_errors
 from dantinox.report.trackers import Tracker
 
 HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu,muon_lr"
@@ -113,10 +113,8 @@ def _step_of(line: bytes) -> int | None:
 
 def _read(path: Path) -> bytes:
     """The content of a file, nothing of a missing one."""
-    try:
+    with os_errors(f"cannot read {path}"):
         return path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _whole_lines(path: Path) -> str:
@@ -151,13 +149,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _append(path: Path, *texts: str) -> None:
     """Adds texts and waits for the disk. Opened each time: a directory that vanished is noticed at once."""
-    try:
-        with open(path, "a", encoding="utf-8", newline="\n") as file:
-            file.writelines(texts)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    with os_errors(f"cannot write {path}"), open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.writelines(texts)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dantinox.config import Config, dump_config
 from dantinox.config.sections import flat
-from dantinox.files import UserError, atomic_write, first_line
+from dantinox.files import UserError, atomic_write, first_line, os_errors, requires
 
 Row = Mapping[str, Any]
 
@@ -31,10 +31,8 @@ def trackers(config: Config, folder: Path) -> "tuple[Tracker, ...]":
 
 
 def _library(name: str, setting: str) -> Any:
-    try:
+    with requires("logs", f"logging.{setting} needs {name.partition('.')[0]}"):
         return importlib.import_module(name)
-    except ImportError:
-        raise UserError(f"logging.{setting} needs {name.partition('.')[0]}: pip install 'dantinox[logs]'") from None
 
 
 def _numbers(kind: str, row: Row) -> dict[str, float]:
@@ -55,12 +53,10 @@ class _TensorBoard:
     def begin(self, step: int, told: int, rows: Iterable[Row]) -> None:
         self.end(False)
         new = not any(self.folder.glob("events.*"))
-        try:
+        with os_errors(f"cannot write into {self.folder}"):
             self.folder.mkdir(exist_ok=True)
             # Files are read in the order of their names, which the library numbers by the second.
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
-        except OSError as error:
-            raise UserError(f"cannot write into {self.folder}: {error.strerror}") from None
         if not new:
             restart = self.events.SessionLog(status=self.events.SessionLog.START)
             self._write(step + 1, session_log=restart)  # steps from this one on are void
@@ -88,11 +84,9 @@ class _TensorBoard:
 
     def _write(self, step: int, **content: Any) -> None:
         assert self.writer is not None
-        try:
+        with os_errors(f"cannot write into {self.folder}"):
             self.writer.write_event(self.events.Event(step=step, wall_time=time.time(), **content))
             self.writer.flush()
-        except OSError as error:
-            raise UserError(f"cannot write into {self.folder}: {error.strerror}") from None
 
 
 def _verbatim(text: str) -> str:

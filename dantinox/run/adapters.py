@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import Config, LoraConfig, ModelConfig
-from dantinox.files import UserError, on_one_line
+from dantinox.files import UserError, on_one_line, os_errors
 from dantinox.model.lora import Place, places, sizes
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
 from dantinox.run.manifest import put
@@ -68,10 +68,8 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
         arrays[f"base_model.model.model.layers.{layer}.{MODULES[module]}.{target}.lora_{letter}.weight"] = matrix
     tensors = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
     folder = run.adapter.parent
-    try:
+    with os_errors(f"cannot write {folder}"):
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from None
     put(run.path, f"{folder.name}/{SETTINGS}", json.dumps(peft_config(lora), indent=1) + "\n")
     content = safetensors_pieces(arrays, tensors, {BASE: facts["base_sha256"]})
     put(run.path, f"{folder.name}/{run.adapter.name}", content, facts)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dantinox.files import UserError, atomic_write, shown, staged
+from dantinox.files import UserError, atomic_write, os_errors, shown, staged
 
 MANIFEST = "manifest.txt"
 FORMAT = 1
@@ -89,13 +89,11 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
       Damage: it is missing, damaged, or belongs elsewhere.
       UserError: it cannot be read, or was written by another version.
     """
-    try:
+    with os_errors(f"cannot read {path}"):
         if not path.is_file():  # a pipe would never end
             nowhere = f"{path} is missing: nothing says whether the files beside it are whole"
             raise Damage(f"{path} is no file" if os.path.lexists(path) else nowhere)
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     text, last = content[:-LAST_LINE], content[-LAST_LINE:]
     if last.decode(errors="replace") != hashlib.sha256(text).hexdigest() + "\n":
         raise Damage(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
@@ -169,10 +167,8 @@ def record_files(folder: Path, names: Iterable[str], afresh: bool = False) -> No
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """Keeps other processes from the manifest: a run may be calibrated while it is trained."""
-    try:
+    with os_errors(f"cannot write {folder / MANIFEST}"):
         directory = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"cannot write {folder / MANIFEST}: {error.strerror}") from None
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)  # ends with the process, however that ends
         yield

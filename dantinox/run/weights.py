@@ -17,7 +17,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from dantinox.files import UserError, first_line, on_one_line
+from dantinox.files import UserError, first_line, on_one_line, os_errors
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import entry_while_unchanged, put
 
@@ -92,10 +92,8 @@ def read_leaves(path: Path) -> tuple[dict[str, "Leaf"], int]:
 
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights, or of the adapters, which name theirs; computed once for as long as the file stays."""
-    try:
+    with os_errors(f"cannot read the weights {run.exported}"):
         return entry_while_unchanged(run.exported).sha256
-    except OSError as error:
-        raise UserError(f"cannot read the weights {run.exported}: {error.strerror}") from None
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

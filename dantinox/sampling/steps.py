@@ -93,7 +93,7 @@ def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
 
 
 def top_k(logits_V: Array, k: Number, ties: Ties = "first") -> Array:
-    """Keeps the first k tokens in canonical order, with `ties` `all` equals of the last too (Fan et al. 2018). Off: k ≤ 0, ≥ V."""
+    """Keeps the first k tokens in canonical order, with `ties` `all` equals of the last too (Fan et al. 2018). Off: k ≤ 0."""
     k = jnp.asarray(k, jnp.int32)
     return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _head(logits_V, k, ties)))
 

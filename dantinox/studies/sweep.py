@@ -24,7 +24,7 @@ from typing import Any
 from dantinox.config import Config
 from dantinox.config.sections import DEFAULTS, flat
 from dantinox.config.sweep import Sweep, Trial
-from dantinox.files import UserError, atomic_write, shown
+from dantinox.files import UserError, atomic_write, os_errors, shown
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 
@@ -121,11 +121,9 @@ def finding(trial: Trial, run: RunDirectory, problem: str | None) -> TrialFindin
 
 def _folder(path: Path) -> RunDirectory:
     folder = RunDirectory(path)
-    try:
+    with os_errors(f"cannot make the directory {path}"):
         folder.path.mkdir(parents=True, exist_ok=True)
         strange = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
-    except OSError as error:
-        raise UserError(f"cannot make the directory {path}: {error.strerror}") from None
     if strange and not (folder.path / PLAN).is_file():
         raise UserError(f"{path} holds something else than a sweep ({sorted(strange)[0]}): give another runs_dir")
     return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import DataSection
-from dantinox.files import UserError, first_line, on_one_line
+from dantinox.files import UserError, first_line, on_one_line, os_errors, requires
 
 
 @contextlib.contextmanager
@@ -39,21 +39,17 @@ def fetched(data: DataSection, directory: Path, whole: bool = False) -> Iterator
 
 
 def _write(data: DataSection, name: str, file: Path, whole: bool) -> None:
-    try:
+    with os_errors(f"cannot write the texts of {on_one_line(name)} to {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as out:
             for record in _records(data, name, whole):
                 out.write(json.dumps(record, default=str) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write the texts of {on_one_line(name)} to {file}: {error.strerror or error}") from None
 
 
 def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, Any]]:
     shown = on_one_line(name)
-    try:
+    with requires("hf", f"the data set {shown} needs Hugging Face's library"):
         from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"the data set {shown} needs Hugging Face's library: pip install 'dantinox[hf]'") from None
     try:
         rows: Iterator[dict[str, Any]] = iter(
             load_dataset(name, data.dataset_config, split=data.dataset_split, streaming=data.streaming)
