@@ -56,12 +56,18 @@ def source_of(file: GGUFFile) -> Source:
     if len(file.metadata["tokenizer.ggml.tokens"]) != rows:
         raise UserError(f"{path} has {rows} rows of embeddings for {len(file.metadata['tokenizer.ggml.tokens'])} tokens")
     config["vocab_size"] = rows
+    described: dict[str, Tensor] = {}
+    for name, (stored_as, expert) in parts.items():
+        stored = file.tensors[stored_as]
+        shape = stored.shape if expert is None else stored.shape[1:]
+        shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
+        described[name] = Tensor(shape, PLAIN[stored.kind].name if stored.kind in PLAIN else "float32")
     return Source(
         path=path,
         format="gguf",
         config=config,
         tensors=Arrays(
-            {name: _described(file, name, part, family) for name, part in parts.items()},
+            described,
             lambda name: _converted(family, config, name, read_tensor(file, *parts[name]), back=False),
         ),
         **vocabulary._asdict(),
@@ -101,13 +107,6 @@ def _equal(file: GGUFFile, one: Any, other: Any) -> bool:
     a, b = (file.content[stored.offset : stored.offset + stored.size] for stored in (one, other))
     step = 1 << 24
     return all(np.array_equal(a[start : start + step], b[start : start + step]) for start in range(0, len(a), step))
-
-
-def _described(file: GGUFFile, name: str, part: tuple[str, int | None], family: Family) -> Tensor:
-    stored = file.tensors[part[0]]
-    shape = stored.shape if part[1] is None else stored.shape[1:]
-    shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
-    return Tensor(shape, PLAIN[stored.kind].name if stored.kind in PLAIN else "float32")
 
 
 def _is_transposed(family: Family, name: str, axes: int) -> bool:

@@ -166,7 +166,8 @@ def make_plan(
             f"batch, prompt and new must be at least 1, and prompt + new at most the context of {model.max_context}, "
             f"got {batch}, {prompt} and {new}"
         )
-    meshed = [on_mesh(config, mesh) for mesh in meshes or [{}]]
+    distributed = [config.distributed.model_copy(update=dict(mesh)) for mesh in meshes or [{}]]
+    meshed = [config.model_copy(update={"distributed": section}) for section in distributed]
     trained = config.trained_architecture(vocab_size, topology.platform)
     layouts = [make_layout(one, trained, topology.devices) for one in meshed]
     with topology.assumed():
@@ -206,11 +207,6 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
     held = size([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if "experts" in path and path[-1] != "one"])
     taken = min(model.experts.count, tokens * model.experts.top_k)
     return held - held * taken // model.experts.count
-
-
-def on_mesh(config: Config, mesh: Mapping[str, int]) -> Config:
-    """The same settings with these sizes of axes."""
-    return config.model_copy(update={"distributed": config.distributed.model_copy(update=dict(mesh))})
 
 
 def training_programs(config: Config, model: ModelConfig, training: Training, layout: Layout) -> Iterator[PlannedProgram]:

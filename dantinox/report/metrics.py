@@ -33,14 +33,6 @@ class MetricsLog:
     path_jsonl: Path
     trackers: tuple[Tracker, ...] = ()
 
-    def interval(self, row: Mapping[str, Any]) -> None:
-        """Adds a row of `logging.log_every` steps to the JSON lines."""
-        self._append_json("interval", row)
-
-    def event(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Adds something that happened to the JSON lines; `row` has a `step` no smaller than that of the row before."""
-        self._append_json(kind, row)
-
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """Adds an evaluation to both files.
 
@@ -57,7 +49,7 @@ class MetricsLog:
             raise UserError(f"{self.path_csv} has the columns {header[:200]}, this version writes {HEADER}")
         cells = ["" if row.get(column) is None else repr(_plain(row[column])) for column in columns]
         _append(self.path_csv, "" if header else f"{HEADER}\n", ",".join(cells) + "\n")
-        self._append_json("evaluation", row)
+        self.event("evaluation", row)
 
     def cut(self, step: int) -> None:
         """Removes all rows past `step`, and whatever a crash tore, from both files; to be called before the first row."""
@@ -79,7 +71,11 @@ class MetricsLog:
         for tracker in self.trackers:
             tracker.end(failed=failure is not None)
 
-    def _append_json(self, kind: str, row: Mapping[str, Any]) -> None:
+    def event(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Adds an `interval` of `logging.log_every` steps, or something that happened, to the JSON lines.
+
+        `row` has a `step` no smaller than that of the row before.
+        """
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
         # JSON has no NaN: such a value is null here, and `nan` in the CSV.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}

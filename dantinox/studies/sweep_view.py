@@ -69,7 +69,10 @@ def draw_sweep(study: SweepStudy) -> bytes:
     high = math.ceil(len(study.keys) / wide)
     figure = new_figure(max(6.0, 3.6 * wide), 0.6 + 3.4 * high)
     panels = figure.subplots(high, wide, sharey=True, squeeze=False).flat
-    top = _top([trial.val_loss for trial in study.trials if trial.val_loss is not None])
+    top, losses = 1.0, [trial.val_loss for trial in study.trials if trial.val_loss is not None]
+    if losses:  # one trial that went wrong is not to flatten all others
+        best, middle, worst = min(losses), median(losses), max(losses)
+        top = min(worst, best + FAR * (middle - best)) + 0.08 * (middle - best or 1.0)
     for axes, key in zip(panels, study.keys, strict=False):
         _draw(axes, study, key, top)
     for axes in list(panels)[len(study.keys) :]:
@@ -77,14 +80,6 @@ def draw_sweep(study: SweepStudy) -> bytes:
     figure.suptitle("★ the best   ▲ above the picture   × ended with an error", fontsize=8, color=WRONG)
     figure.supylabel("best val loss (nats per token)", fontsize=10)
     return as_png(figure)
-
-
-def _top(losses: Sequence[float]) -> float:
-    """The upper edge: one trial that went wrong is not to flatten all others."""
-    if not losses:
-        return 1.0
-    best, middle, worst = min(losses), median(losses), max(losses)
-    return min(worst, best + FAR * (middle - best)) + 0.08 * (middle - best or 1.0)
 
 
 def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:

@@ -118,7 +118,8 @@ class TrainingLog:
         row = {"step": step, "train_loss": mean_loss} | self.vitals(step) | named_rewards(newest.rewards)
         self.check(step, mean_loss)
         counts_LE = newest.expert_counts
-        self.files.interval(row | ({} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}))
+        counts = {} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}
+        self.files.event("interval", row | counts)
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (steps - step)})
 
     def evaluation(self, row: dict[str, Any], rewards: dict[str, float]) -> None:

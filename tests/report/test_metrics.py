@@ -23,7 +23,7 @@ def log(tmp_path):
 
 def fill(log, steps):
     for step in steps:
-        log.interval({"step": step, "train_loss": 1 / step})
+        log.event("interval", {"step": step, "train_loss": 1 / step})
         if step % 20 == 0:
             log.evaluation({"step": step, "train_loss": 1 / step, "val_loss": 2 / step})
 
@@ -130,7 +130,7 @@ def test_a_full_disk_and_a_vanished_directory_are_sentences(log, tmp_path, monke
 
     monkeypatch.setattr(metrics.os, "fsync", full)
     with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No space left on device"):
-        log.interval({"step": 1})
+        log.event("interval", {"step": 1})
     gone = MetricsLog(tmp_path / "gone" / "a.csv", tmp_path / "gone" / "a.jsonl")
     with pytest.raises(UserError, match=r"cannot write .*a.csv: No such file or directory"):
         gone.evaluation({"step": 1})

@@ -17,8 +17,8 @@ def log(tmp_path):
 def test_draws_a_png_also_with_missing_and_infinite_values(log, tmp_path):
     pytest.importorskip("matplotlib")
     for step in range(10, 100, 10):
-        log.interval({"step": step, "train_loss": 5 / step, "tokens": step * 768})
-    log.interval({"step": 100, "train_loss": float("nan")})
+        log.event("interval", {"step": step, "train_loss": 5 / step, "tokens": step * 768})
+    log.event("interval", {"step": 100, "train_loss": float("nan")})
     log.evaluation({"step": 50, "val_loss": 0.2})
     log.evaluation({"step": 100, "val_loss": float("inf")})
     out = tmp_path / "plots" / "loss.png"
@@ -44,7 +44,7 @@ def test_runs_over_each_other(log, tmp_path, by, monkeypatch):
     monkeypatch.setattr(Axes, "plot", lambda self, x, y, **_: lines.append((list(x), list(y))))
     monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
     for step, ms in ((10, 60_000), (20, 120_000)):
-        log.interval({"step": step, "train_loss": 5 / step, "tokens": step * 1000, "ms_per_step": ms})
+        log.event("interval", {"step": step, "train_loss": 5 / step, "tokens": step * 1000, "ms_per_step": ms})
     log.evaluation({"step": 15, "val_loss": 0.2, "tokens": 15_000})
     plot_runs(dict.fromkeys(["one", "two"], (log.path_csv, log.path_jsonl)), by, tmp_path / "a.png")
     places = {"step": ([10, 20], [15]), "tokens": ([10_000, 20_000], [15_000]), "time": ([10, 30], [20])}[by]

@@ -20,7 +20,7 @@ def log_of(folder, **chosen):
 
 def fill(log, steps, factor=1.0):
     for step in steps:
-        log.interval({"step": step, "train_loss": factor / step, "lr": 1e-3, "expert_counts": [[1, 2]], "mfu": None})
+        log.event("interval", {"step": step, "train_loss": factor / step, "lr": 1e-3, "expert_counts": [[1, 2]], "mfu": None})
         if step % 20 == 0:
             log.evaluation({"step": step, "train_loss": factor / step, "val_loss": float("nan") if step == 40 else 2 / step})
 
