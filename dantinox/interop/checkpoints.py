@@ -201,8 +201,7 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
         belongs = f" (it belongs to {', '.join(others)})" if others else ""
         raise UserError(f"the type of format {format} must be one of {', '.join(FORMATS[format])}, got {kind}{belongs}")
     if format == "hf":
-        family: str = export_hf(run_dir, dest, kind)["model_type"]
-        return family
+        return export_hf(run_dir, dest, kind)["model_type"]
     if Path(dest).exists():
         raise UserError(f"{dest} is there already: choose another name")
     bundle = export_bundle(run_dir)

@@ -166,8 +166,7 @@ def _encoded(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray
         return plain
     gguf = library()
     wide = np.ascontiguousarray(array, np.float32).reshape(-1, shape[-1])
-    encoded: np.ndarray = gguf.quantize(wide, gguf.GGMLQuantizationType[kind])
-    return encoded
+    return gguf.quantize(wide, gguf.GGMLQuantizationType[kind])
 
 
 def _block(kind: str) -> tuple[int, int]:

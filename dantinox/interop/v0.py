@@ -277,5 +277,4 @@ def _characters(path: Path, vocab: dict[str, Any]) -> str:
         raise UserError(f"{path} is no vocabulary of characters")
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Fuse()
-    text: str = core.to_str(pretty=True)
-    return text
+    return core.to_str(pretty=True)

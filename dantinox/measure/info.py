@@ -57,24 +57,19 @@ def _model(run: LoadedModel) -> str:
     cache = make_cache(m, 1, m.max_context, run.model.dtype).report()
     windows = sorted({window for window in m.windows if window is not None})
     keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of {m.latent.rank} + {m.latent.rotated_size}"
+    trained, lora = [], run.config.trained_architecture(run.tokenizer.vocab_size).lora
+    if lora is not None:  # the model has the adapters merged
+        count = human_count(adapter_parameters(replace(m, lora=lora)))
+        trained = [("adapters", f"{count} of rank {lora.rank} were trained, on the weights of {run.config.training.init_from}")]
     return table([
         ("parameters", human_count(sum(leaf.size for leaf in jax.tree.leaves(nnx.state(run.model))))),
-        *_adapters(run),
+        *trained,
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
         ("context", f"{m.max_context} tokens, cache {human_bytes(cache['bytes'])} a row"),
         ("tokenizer", f"{run.config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size} symbols"),
     ])  # fmt: skip
-
-
-def _adapters(run: LoadedModel) -> list[tuple[str, str]]:
-    """What was trained, where that is not all; the model has it merged."""
-    lora = run.config.trained_architecture(run.tokenizer.vocab_size).lora
-    if lora is None:
-        return []
-    count = human_count(adapter_parameters(replace(run.model.config, lora=lora)))
-    return [("adapters", f"{count} of rank {lora.rank} were trained, on the weights of {run.config.training.init_from}")]
 
 
 def _experts(m: ModelConfig) -> str:

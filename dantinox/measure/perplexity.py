@@ -167,8 +167,7 @@ def _scores(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> t
         logits_V = model.logits(x_D)
         return jax.nn.log_softmax(logits_V)[token], jnp.argmax(logits_V) == token
 
-    found: tuple[jax.Array, jax.Array] = by_position(one, model.config.vocab_size, x_BTD, next_BT)
-    return found
+    return by_position(one, model.config.vocab_size, x_BTD, next_BT)
 
 
 def perplexity_lines(found: Perplexity) -> list[str]:

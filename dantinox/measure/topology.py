@@ -104,7 +104,12 @@ def find_topology(name: str | None = None) -> Topology:
         raise UserError(f"the compiler for {name} is not installed: pip install 'dantinox[aot]'{newer}")
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    devices = _gpus(shape or "1") if family == "gpu" else _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
+    if family == "gpu":
+        lines = H100.read_text(encoding="ascii").splitlines()
+        target = "\n".join(line for line in lines if not line.startswith("#"))
+        devices = topologies.get_topology_desc("h100", "cuda", target_config=target, topology=f"1x1x{shape or 1}").devices
+    else:
+        devices = _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
     chip = CHIPS[model]
     return Topology(name, family, list(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
 
@@ -130,12 +135,6 @@ def _h100_answers() -> Iterator[None]:
         yield
     finally:
         vars(module).update(own)
-
-
-def _gpus(count: str) -> list[jax.Device]:
-    lines = H100.read_text(encoding="ascii").splitlines()
-    config = "\n".join(line for line in lines if not line.startswith("#"))
-    return topologies.get_topology_desc("h100", "cuda", target_config=config, topology=f"1x1x{count}").devices
 
 
 def _tpus(model: str, shape: str) -> list[jax.Device]:

@@ -126,11 +126,18 @@ class Group:
         last_B11 = jnp.max(positions_BT, axis=1)[:, None, None]
         counted_BT = self._counted(positions_BT, last_B11)
         found = attend(q_BTKGH, union, positions_BT, position_BKU, window, probe, counted_BT, softmax)
-        importance_BKU = held._importance_of_prompt(found.got_BKS, positions_BT, position_BKU)
+        importance_BKU = pooled_BKU = None
+        if held.importance_BKS is not None:  # what the held tokens had, shrunk, and what they got now
+            read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
+            shrunk_BKS = held.importance_BKS * held._decay_K1**read_B11
+            before_BKU = jnp.pad(shrunk_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
+            importance_BKU = jnp.where(position_BKU >= 0, before_BKU + found.got_BKS, 0)
+            # The largest among a token and its neighbours.
+            width, sides = (1, 1, self.rule.pool), ((0, 0), (0, 0), (self.rule.pool // 2,) * 2)
+            pooled_BKU = jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), sides)
         kept = position_BKU >= 0
         if window is not None:
             kept &= position_BKU > last_B11 + 1 - window
-        pooled_BKU = None if importance_BKU is None else self._pooled(importance_BKU)
         worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, self._worth(position_BKU, pooled_BKU, last_B11))
         best, index_BKC = jax.lax.top_k(jnp.where(kept, worth, -jnp.inf), C)
         order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, -1), axis=2)  # by position, as the candidates are
@@ -160,19 +167,6 @@ class Group:
             return None
         counted_BT = positions_BT >= 0
         return counted_BT if self.rule.window is None else counted_BT & (positions_BT > last_B11[:, 0] - self.rule.window)
-
-    def _importance_of_prompt(self, got_BKU, positions_BT, position_BKU) -> jax.Array | None:
-        """What the held tokens had, shrunk, and what they got now."""
-        if self.importance_BKS is None:
-            return None
-        read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
-        before_BKU = jnp.pad(self.importance_BKS * self._decay_K1**read_B11, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
-        return jnp.where(position_BKU >= 0, before_BKU + got_BKU, 0)
-
-    def _pooled(self, importance_BKU: jax.Array) -> jax.Array:
-        """The largest importance among a token and its neighbours."""
-        width, side = (1, 1, self.rule.pool), self.rule.pool // 2
-        return jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), ((0, 0), (0, 0), (side, side)))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=[])

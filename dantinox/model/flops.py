@@ -12,22 +12,15 @@ def matrix_parameters(model: ModelConfig) -> int:
     """
     D, Q, F = model.dim, model.head_size, model.hidden_dim
     attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
-    if model.latent is not None:
-        attention = _latent_parameters(model)
+    if model.latent is not None:  # what makes the latents, what they become, queries, the output
+        R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
+        queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
+        attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
     feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
     if model.experts is not None:
         taken = model.experts.top_k + model.experts.shared
         feed_forward = taken * feed_forward + D * model.experts.count
     return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
-
-
-def _latent_parameters(model: ModelConfig) -> int:
-    """Of the attention of a layer over latents: what makes them, what they become, queries, the output."""
-    latent, D, N, H = model.latent, model.dim, model.n_heads, model.head_size
-    assert latent is not None
-    R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
-    queries = D * N * (H + P) if Q is None else D * Q + Q * N * (H + P)
-    return D * (R + P) + R * N * (H + V) + queries + (1 + model.no_sink) * N * V * D
 
 
 def attention_flops(model: ModelConfig, keys: int) -> int:

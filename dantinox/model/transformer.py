@@ -168,7 +168,9 @@ class Transformer(nnx.Module):
         x_BTD = self.parallelism.scale_replicated(
             dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1])
         )
-        angles = self._angles(positions_BT)
+        rotations = [self.config.rotation(layer) for layer in range(L)]  # layers that rotate alike have the same arrays
+        made = {r: None if r is None else rotary_angles(positions_BT, self.config.rotated_size, *r) for r in rotations}
+        angles: list[Angles] = [made[rotation] for rotation in rotations]
         if self.config.scan_layers:
             x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L])
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
@@ -231,12 +233,6 @@ class Transformer(nnx.Module):
     def output_weights(self) -> jax.Array:
         """The weights `[D, V]` that logits are made with."""
         return self.embed[...].T if self.head is None else self.head.kernel[...]
-
-    def _angles(self, positions_BT: jax.Array) -> list[Angles]:
-        """Those of each layer, the same arrays where layers rotate alike."""
-        rotations = [self.config.rotation(layer) for layer in range(self.config.num_blocks)]
-        made = {r: None if r is None else rotary_angles(positions_BT, self.config.rotated_size, *r) for r in rotations}
-        return [made[rotation] for rotation in rotations]
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = self.embed[...][tokens_BT]

@@ -156,8 +156,8 @@ class _Numbers:
         for name in _GUIDE:
             value = getattr(self, name)
             if isinstance(value, int | float | np.generic):  # else an array, or what stands for one while it is traced
-                kind = np.int32 if name in INTEGERS else _float32
-                object.__setattr__(self, name, kind(value))
+                finite = value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST)  # the nearest float32
+                object.__setattr__(self, name, np.int32(value) if name in INTEGERS else np.float32(finite))
 
     @classmethod
     def build(
@@ -197,11 +197,6 @@ else:
     )
     RouterConfig.__doc__ = _Numbers.__doc__
     jax.tree_util.register_dataclass(RouterConfig, data_fields=tuple(_GUIDE), meta_fields=())
-
-
-def _float32(value: Any) -> np.float32:
-    """The nearest float32; infinite only if the value is."""
-    return np.float32(value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST))
 
 
 def without_attention(config: RouterConfig) -> RouterConfig:

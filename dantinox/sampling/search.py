@@ -32,8 +32,7 @@ def crossing_key(keys_V: Array, weights_V: Array, enough: Callable[[Array], Arra
     """
     few = keys_V.shape[0] <= FEW
     ways = {"cpu": partial(_bit_by_bit, enough), "default": partial(_key_by_key if few else _digit_by_digit, enough)}
-    found: Array = lax.platform_dependent(keys_V, weights_V, **ways)
-    return found
+    return lax.platform_dependent(keys_V, weights_V, **ways)
 
 
 def _bit_by_bit(enough: Callable[[Array], Array], keys_V: Array, weights_V: Array) -> Array:
@@ -65,8 +64,7 @@ def largest(x_V: Array, count: int) -> tuple[Array, Array]:
     On a CPU 0 counts as larger than -0. `lax.top_k` of many is a full sort on an accelerator, where ranks are counted instead.
     """
     ways = {"cpu": partial(_by_top_k, count), "default": partial(_by_ranks, count)}
-    found: tuple[Array, Array] = lax.platform_dependent(x_V, **ways)
-    return found
+    return lax.platform_dependent(x_V, **ways)
 
 
 def _by_top_k(count: int, x_V: Array) -> tuple[Array, Array]:
@@ -138,8 +136,7 @@ def first_past(weights_N: Array, target: Callable[[Array], Array]) -> tuple[Arra
 
 def nth_true(hit_V: Array, n: Array) -> Array:
     """The id of the n-th true entry, counted from 1 in ascending order; -1 for n < 1, the last one when there are no more."""
-    found: Array = lax.platform_dependent(hit_V, n, cpu=_nth_by_bits, default=_nth_by_ranks)
-    return found
+    return lax.platform_dependent(hit_V, n, cpu=_nth_by_bits, default=_nth_by_ranks)
 
 
 def _nth_by_ranks(hit_V: Array, n: Array) -> Array:

@@ -109,8 +109,7 @@ def _run_cuts(apply: Apply, order: Order, rows: Rows, context: Context, active_B
     def with_whole_rows() -> Rows:
         # A CPU takes as long for eight rows one by one as together, so only those that need it pay.
         ways = {"cpu": partial(one_by_one, apply), "default": partial(together, apply)}
-        found: Rows = lax.platform_dependent(order, rows, context, short, **ways)
-        return found
+        return lax.platform_dependent(order, rows, context, short, **ways)
 
     needed_B = (short.open | short.failed) & active_B
     return lax.cond(needed_B.any(), with_whole_rows, lambda: short.rows)

@@ -131,8 +131,7 @@ def _folder(path: Path) -> RunDirectory:
 
 def _settings(config: Config) -> dict[str, Any]:
     """What differs from the defaults, as JSON has it."""
-    settings: dict[str, Any] = json.loads(json.dumps(flat(config, changed=True)))
-    return settings
+    return json.loads(json.dumps(flat(config, changed=True)))
 
 
 def _begin(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
