@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from dantinox.files import UserError, atomic_write, on_one_line, read_json, read_text, shown
+from dantinox.files import UserError, atomic_write, on_one_line, os_errors, read_json, read_text, requires, shown
 
 
 def sentence(call, *args) -> str:
@@ -97,3 +97,18 @@ def test_json_is_an_object(tmp_path, content, problem):
     assert sentence(read_json, path, 1 << 20).startswith(f"{path} {problem}")
     path.write_text('{"a": 1}')
     assert read_json(path, 1 << 20) == {"a": 1}
+
+
+def test_an_error_of_the_operating_system_becomes_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"^cannot read it: No such file or directory$"), os_errors("cannot read it"):
+        (tmp_path / "absent").read_bytes()
+    with pytest.raises(KeyError), os_errors("cannot read it"):
+        raise KeyError
+
+
+def test_a_library_of_an_extra_that_is_absent_is_named_with_the_command_that_installs_it():
+    with (
+        pytest.raises(UserError, match=r"^it: pip install 'dantinox\[plot\]'$"),
+        requires("plot", "it"),
+    ):
+        import dantinox.no_such_module  # noqa: F401
