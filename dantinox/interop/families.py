@@ -180,7 +180,7 @@ class Family:
         their own.
       window: which layers slide: `all`; `switched`: all if `use_sliding_window`; `layers`: those that `layer_types` says;
         `switched layers`: both; None: none.
-      pattern: without `layer_types` every so manieth layer is full.
+      pattern: without `layer_types` every n-th layer is full.
       only, unused: keys of this family besides those of all.
       buffers: ends of the names of tensors that older files hold and that are no weights.
     """

@@ -66,7 +66,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Profile:
-    """A trace of `count` steps or tokens. `wall_ms`: of the whole; `operations`: all, dearest first."""
+    """A trace of `count` steps or tokens. `wall_ms`: of the whole; `operations`: all, most expensive first."""
 
     folder: str
     device: str
@@ -137,7 +137,7 @@ def _texts(names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def ranked(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
-    """The operations, dearest first, those of one kind and origin together; what only holds others is left out.
+    """The operations, most expensive first, those of one kind and origin together; what only holds others is left out.
 
     A run is of the program of its name that knows most of its operations.
     """
@@ -196,7 +196,7 @@ COLUMNS = [
 
 
 def profile_lines(found: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
-    """What was traced, its dearest operations, and where the trace lies; `unit`: what was counted, `step` or `token`."""
+    """What was traced, its most expensive operations, and where the trace lies; `unit`: what was counted, `step` or `token`."""
     each = found.wall_ms / found.count
     plural = unit if found.count == 1 else f"{unit}s"
     yield from wrapped([f"{found.count} {plural} of {each:.2f} ms on {found.device}", ""], width)
