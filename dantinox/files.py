@@ -62,26 +62,30 @@ def _cut(text: str) -> str:
 
 
 def read_text(path: str | Path, limit: int, what: str = "") -> str:
-    """The UTF-8 text of a file.
+    """The UTF-8 text of a file, without a byte-order mark.
 
     Args:
       limit: bytes that the file may have; no more than that is read.
       what: the kind of file, for messages ("the chat template").
 
     Raises:
-      UserError: it cannot be read, is larger, or is not UTF-8.
+      UserError: it is not there, cannot be read, is larger, or is not UTF-8.
     """
-    name = f"{what} {path}".lstrip()
+    name, path = f"{what} {path}".lstrip(), Path(path)
     try:
+        if not path.is_file():  # a pipe would never end
+            hint = ": it is a directory" if path.is_dir() else ""
+            raise UserError(f"no {what.removeprefix('the ') or 'file'} at {path}{hint}")
         with open(path, "rb") as file:
             content = file.read(limit + 1)
         if len(content) > limit:
             raise UserError(f"{name} is larger than {f'{limit >> 20} MiB' if limit >= 1 << 20 else f'{limit} bytes'}")
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 text, at byte {error.start}") from None
+        byte, line = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{name} is not UTF-8 text: the byte 0x{byte:02x} in line {line}") from None
 
 
 def read_json(path: str | Path, limit: int, what: str = "") -> dict[str, Any]:

@@ -81,10 +81,10 @@ def test_text_is_read_up_to_a_limit(tmp_path):
     path.write_text("für", encoding="utf-8")
     assert read_text(path, 4) == "für"
     assert sentence(read_text, path, 3, "the notes") == f"the notes {path} is larger than 3 bytes"
-    assert sentence(read_text, tmp_path, 3) == f"cannot read {tmp_path}: Is a directory"
-    assert sentence(read_text, tmp_path / "b", 3) == f"cannot read {tmp_path / 'b'}: No such file or directory"
-    path.write_bytes(b"ab\xff")
-    assert sentence(read_text, path, 1 << 20) == f"{path} is not UTF-8 text, at byte 2"
+    assert sentence(read_text, tmp_path, 3) == f"no file at {tmp_path}: it is a directory"
+    assert sentence(read_text, tmp_path / "b", 3, "the notes") == f"no notes at {tmp_path / 'b'}"
+    path.write_bytes(b"a\nb\xff")
+    assert sentence(read_text, path, 1 << 20) == f"{path} is not UTF-8 text: the byte 0xff in line 2"
 
 
 @pytest.mark.parametrize(

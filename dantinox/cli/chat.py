@@ -5,14 +5,13 @@ import contextlib
 import difflib
 import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
+from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, print_lines, use_compilation_cache
 from dantinox.config import UserError, overlay, settings_of
 from dantinox.config.flags import Parser, add_config_flags, value_of
 from dantinox.config.overlay import KEYS
@@ -144,11 +143,7 @@ SLASHES = "a text that begins with a slash"
 
 
 def command(line: str) -> tuple[str, str] | None:
-    """The command that a line is, (name, what stands behind it); None for what is said to the model.
-
-    Raises:
-      UserError: a line that begins like a command and is none.
-    """
+    """The command that a line is, (name, what stands behind it); None for what is said to the model."""
     if not line.startswith("/") or line.startswith("//"):
         return None
     name, _, rest = line[1:].strip().partition(" ")
@@ -162,8 +157,7 @@ def command(line: str) -> tuple[str, str] | None:
 def respond(talk: "Chat", line: str) -> "str | Generator[TextPart] | None":
     """What a line leads to: a sentence about a command, the pieces of an answer, or None where it ends the conversation.
 
-    Raises:
-      UserError: the line is a mistake; the conversation stays as it was.
+    After a line that is a mistake the conversation stays as it was.
     """
     found = command(line)
     if found is None:
@@ -227,11 +221,7 @@ def _at_terminal(talk: "Chat") -> int:
             print(f"error: {error}", file=sys.stderr)
 
 
-ENDINGS = {
-    "interrupted": "(stopped)",
-    "length": "(cut: max_new_tokens is {})",
-    "context": "(cut: the context is full)",
-}
+ENDINGS = {"interrupted": "(stopped)", "length": "(cut: max_new_tokens is {})", "context": "(cut: the context is full)"}
 
 
 def _through_pipe(talk: "Chat") -> int:
@@ -274,8 +264,7 @@ def _show(pieces: "Generator[TextPart]", entropy: bool, colours: Any, stopped: C
                 print(painted(piece.text, piece.entropy if entropy else None, colours), end="", flush=True)
             if stopped():
                 break
-    for line in digits_below(found, shutil.get_terminal_size((100, 24)).columns):
-        print(line)
+    print_lines(lambda width: digits_below(found, width))
     if not waits:
         print(flush=True)
 

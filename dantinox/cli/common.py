@@ -1,6 +1,7 @@
 """What several commands do: read flags and standard input, keep compiled programs."""
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +55,7 @@ def add_run(command: Parser, text: str = "the run directory of the model") -> No
 
 
 def choose_run(options: argparse.Namespace) -> None:
-    """Puts the run of a command that has one into `run_dir`.
-
-    Raises:
-      UserError: there is none, or there are two.
-    """
+    """Puts the run of a command that has one into `run_dir`; none, or two, is an error."""
     if not hasattr(options, "run_path"):
         return
     if options.run_path is not None and options.run_dir is not None:
@@ -125,6 +123,12 @@ def print_lines(lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
     for line in lines(shutil.get_terminal_size((width, 24)).columns):
         print(line, flush=True)
     return 0
+
+
+def print_result(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
+    """With --json a result, a dataclass or a mapping, as one JSON object, else `print_lines`."""
+    record = asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+    return print_lines(lambda columns: [json.dumps(record, ensure_ascii=False)] if options.json else lines(columns), width)
 
 
 def whole_number(text: str) -> int:

@@ -18,20 +18,15 @@ ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
 
 def generate_flags(command: Parser) -> None:
     add_run(command)
-    command.add_argument(
-        "--prompt",
-        help=f"text to continue; {PROMPT_HELP}",
-    )
+    command.add_argument("--prompt", help=f"text to continue; {PROMPT_HELP}")
     command.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
     command.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
     command.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
     command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
-    command.add_argument(
-        "--json", action="store_true", help="print one JSON object per sample: index (of its prompt), seed, text, …"
-    )
+    command.add_argument("--json", action="store_true", help="a JSON object per sample: index (of its prompt), seed, text, …")
     command.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
     command.add_argument(
-        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: the router's candidates too"
+        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: the candidates too"
     )
     command.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
     command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
@@ -39,9 +34,7 @@ def generate_flags(command: Parser) -> None:
     command.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
     command.add_argument("--json_schema", type=Path, metavar="FILE", help="the text has to be JSON of this schema")
     command.add_argument("--regex", metavar="R", help="the text has to match this regex, from its beginning to its end")
-    command.add_argument(
-        "--grammar", type=Path, metavar="FILE", help="the text has to follow this grammar, a .lark or .gbnf file"
-    )
+    command.add_argument("--grammar", type=Path, metavar="FILE", help="the text has to follow this .lark or .gbnf grammar")
     add_config_flags(command, ("generation", "router", "kv"))
 
 
@@ -160,8 +153,7 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
 def _show(documents: list[dict[str, Any]]) -> None:
     from dantinox.report.entropy_view import show_entropy, terminal_colours
 
-    width = shutil.get_terminal_size((100, 24)).columns
-    for line in show_entropy(documents, width, terminal_colours(sys.stdout)):
+    for line in show_entropy(documents, shutil.get_terminal_size((100, 24)).columns, terminal_colours(sys.stdout)):
         print(line)
 
 

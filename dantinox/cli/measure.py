@@ -1,10 +1,9 @@
 """`dantinox explain | calibrate | eval | info | plan | doctor`: their flags, what they call, what they print."""
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dantinox.cli.common import (
     given_prompt,
     given_settings,
     print_lines,
+    print_result,
     use_compilation_cache,
     whole_number,
 )
@@ -78,14 +78,7 @@ def _add(command: Parser, flags: Flags) -> None:
 
 
 def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
-    """The flags that were given.
-
-    Args:
-      chosen: how a sentence says which of the two was chosen, as `--what kv`.
-
-    Raises:
-      UserError: one of them belongs to the other.
-    """
+    """The flags that were given; one that belongs to another kind is an error. `chosen`: the kind in words, as `--what kv`."""
     found = {name: getattr(options, name) for name in flags if getattr(options, name) is not None}
     for name in found:
         of = flags[name][0]
@@ -97,10 +90,7 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
 
 def explain_flags(command: Parser) -> None:
     add_run(command)
-    command.add_argument(
-        "--prompt",
-        help=f"the text before the token; {PROMPT_HELP}",
-    )
+    command.add_argument("--prompt", help=f"the text before the token; {PROMPT_HELP}")
     command.add_argument("--show", type=whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -121,7 +111,7 @@ def explain(options: argparse.Namespace) -> int:
     from dantinox.measure.explain_view import draw_explanation, explanation_lines
 
     found = explain(load(options.run_dir), prompt, settings, options.show)
-    return _show(options, asdict(found), lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
+    return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 
 def calibrate_flags(command: Parser) -> None:
@@ -135,11 +125,7 @@ def calibrate_flags(command: Parser) -> None:
 
 
 def calibration(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags of `calibrate` that were given.
-
-    Raises:
-      UserError: --what, or --from_results, has no use for one of them.
-    """
+    """The flags of `calibrate` that were given; one without effect is an error."""
     flags = given(options, CALIBRATE, f"--what {options.what}")
     for name in ("data_path", "sequences", "no_loss"):
         if "from_results" in flags and name in flags:
@@ -156,7 +142,7 @@ def calibrate(options: argparse.Namespace) -> int:
         from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
 
         router = calibrate_router(options.run_dir, progress=show_progress, **flags)
-        return _show(options, asdict(router), lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
+        return _show(options, router, lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
     from dantinox.measure.calibrate_kv import calibrate_kv
     from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
@@ -167,10 +153,7 @@ def calibrate(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], draw: Callable[[], bytes]) -> int:
     """Prints what was found as JSON or as lines, and draws it where --plot asks for that."""
-    if options.json:
-        print(json.dumps(found, ensure_ascii=False))
-    else:
-        print_lines(lines)
+    print_result(options, found, lines)
     if options.plot is not None:
         atomic_write(options.plot, draw())
     return 0
@@ -190,41 +173,19 @@ def evaluate(options: argparse.Namespace) -> int:
     return KINDS[options.what](options, given(options, EVALUATE, f"eval {options.what}"))
 
 
-def _sampling(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    out = _folder(options, flags)
-    from dantinox.studies.sampling import evaluate_sampling
-    from dantinox.studies.sampling_view import sampling_files, sampling_lines
-
-    sampling = evaluate_sampling(options.run_dir, progress=show_progress, **flags)
-    print_lines(lambda width: sampling_lines(sampling, width))
-    return _save(out, sampling_files(sampling))
-
-
-def _kv(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    out = _folder(options, flags)
-    from dantinox.studies.kv import evaluate_kv
-    from dantinox.studies.kv_view import kv_files, kv_lines
-
-    kv = evaluate_kv(options.run_dir, progress=show_progress, **flags)
-    print_lines(lambda width: kv_lines(kv, width))
-    return _save(out, kv_files(kv))
-
-
-def _folder(options: argparse.Namespace, flags: dict[str, Any]) -> Path:
-    """Where a study's files go, taken out of its flags."""
+def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    """A study of `dantinox.studies`: `evaluate_…` of its module, `…_lines` and `…_files` of its view."""
     from dantinox.run import open_run
 
-    path = open_run(options.run_dir).path
-    out: Path = flags.pop("out", path / "evaluation")
+    name, out = options.what, flags.pop("out", open_run(options.run_dir).path / "evaluation")
     check_folder(out, "--out")
     use_compilation_cache()
-    return out
-
-
-def _save(out: Path, files: Any) -> int:
     from dantinox.report.plots import save_files
 
-    save_files(out, files)
+    study, view = import_module(f"dantinox.studies.{name}"), import_module(f"dantinox.studies.{name}_view")
+    found = getattr(study, f"evaluate_{name}")(options.run_dir, progress=show_progress, **flags)
+    print_lines(lambda width: getattr(view, f"{name}_lines")(found, width))
+    save_files(out, getattr(view, f"{name}_files")(found))
     return 0
 
 
@@ -236,7 +197,7 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     flags.pop("json", None)
     found = measure_perplexity(options.run_dir, progress=show_progress, **flags)
-    return print_lines(lambda _: [json.dumps(asdict(found))] if options.json else perplexity_lines(found))
+    return print_result(options, found, lambda _: perplexity_lines(found))
 
 
 def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
@@ -247,13 +208,11 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     flags.pop("json", None)
     found = evaluate_tasks(options.run_dir, progress=show_progress, **flags)
-    return print_lines(
-        lambda width: [json.dumps(asdict(found), ensure_ascii=False)] if options.json else task_lines(found, width)
-    )
+    return print_result(options, found, lambda width: task_lines(found, width))
 
 
 KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
-    "sampling": _sampling, "kv": _kv, "ppl": _perplexity, "tasks": _tasks,
+    "sampling": _study, "kv": _study, "ppl": _perplexity, "tasks": _tasks,
 }  # fmt: skip
 
 
@@ -269,9 +228,7 @@ def info(options: argparse.Namespace) -> int:
 
 
 def plan_flags(command: Parser) -> None:
-    command.add_argument(
-        "--config", type=Path, default=DEFAULT, help=f"a YAML file, or a config of the package (default: {DEFAULT})"
-    )
+    command.add_argument("--config", type=Path, default=DEFAULT, help=f"a YAML file, or a packaged config (default: {DEFAULT})")
     names = "cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips as gpu:h100:8 and tpu:v5e:4x4"
     command.add_argument("--topology", metavar="NAME", help=f"{names} (default: the machine at hand)")
     axes = "how its chips share a training, as data=4,fsdp=64; again for another one to compare (default: `distributed`)"
@@ -309,10 +266,7 @@ def plan(options: argparse.Namespace) -> int:
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     symbols = vocabulary_size_of(config)
     found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=show_progress, **sizes)
-    if options.json:
-        print(json.dumps(asdict(found), ensure_ascii=False))
-        return 0
-    return print_lines(lambda width: plan_lines(found, width))
+    return print_result(options, found, lambda width: plan_lines(found, width))
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -71,9 +71,7 @@ def serve(options: argparse.Namespace) -> int:
         print(f"{name} is loaded and warms up", file=sys.stderr, flush=True)
 
         def ready() -> None:
-            print(
-                f"{name} is served at {where} (a page to write with it; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True
-            )
+            print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
         return run_server(make_app(engine, told), engine, listener, told.limits, ready)
 
@@ -88,11 +86,7 @@ def _number(least: int, most: int) -> Any:
 
 
 def _key(options: argparse.Namespace) -> str | None:
-    """The key that clients have to bring.
-
-    Raises:
-      UserError: it is none, it is given twice, or there has to be one.
-    """
+    """The key that clients have to bring; None where they need none."""
     given = os.environ.get(KEY)
     if options.api_key_file is not None and given is not None:
         raise UserError(f"--api_key_file and {KEY} both give a key: use one of them")
@@ -106,9 +100,7 @@ def _key(options: argparse.Namespace) -> str | None:
     if key is not None and options.no_auth:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
     if key is None and not options.no_auth and not _is_loopback(options.host):
-        raise UserError(
-            f"--host {options.host} lets others reach this server: give a key by --api_key_file or {KEY}, or --no_auth"
-        )
+        raise UserError(f"--host {options.host} opens this server to others: give --api_key_file, {KEY} or --no_auth")
     return key
 
 

@@ -1,17 +1,16 @@
-"""`dantinox train | init`: their flags, and what they call."""
+"""`dantinox train | find-lr | sweep | init`: their flags, and what they call."""
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from dantinox.cli.common import check_plot, use_compilation_cache, whole_number
+from dantinox.cli.common import check_plot, plain_warnings, print_lines, print_result, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.start import DEFAULT, build_training, load_training, starting_config
-from dantinox.files import atomic_write
+from dantinox.config.sweep import load_sweep
+from dantinox.files import atomic_write, shown
 
 
 def train_flags(command: Parser) -> None:
@@ -67,8 +66,7 @@ def find_lr(options: argparse.Namespace) -> int:
     from dantinox.training.find_lr import find_lr, rate_lines
 
     found = find_lr(config, options.tries, lambda line: print(line, file=sys.stderr, flush=True))
-    for line in [json.dumps(asdict(found))] if options.json else rate_lines(found):
-        print(line)
+    print_result(options, found, lambda _: rate_lines(found))
     if options.plot is not None:
         marks = {"suggested": found.suggested, "lowest": found.lowest}
         atomic_write(options.plot, draw_rates(found.key, found.rates, found.losses, found.smoothed, marks))
@@ -87,3 +85,36 @@ def init(options: argparse.Namespace) -> int:
     cpus = os.cpu_count() if platform_of().name == "cpu" else None
     atomic_write(options.file, starting_config(options.file, cpus))
     return 0
+
+
+def sweep_flags(command: Parser) -> None:
+    what = "a YAML file with base, grid or random with trials and seed, and runs_dir; the same command goes on with it"
+    command.add_argument("file", type=Path, metavar="SWEEP.yaml", help=what)
+    command.add_argument("--dry_run", action="store_true", help="check and print the trials, then stop")
+    command.add_argument("--retry", action="store_true", help="try those trials again, too, that ended with an error")
+
+
+def sweep(options: argparse.Namespace) -> int:
+    found = load_sweep(options.file)
+    if options.dry_run:
+        for trial in found.trials:
+            print(trial.name, ", ".join(f"{key} {shown(value)}" for key, value in trial.chosen.items()))
+        return 0
+    from dantinox.report.console import show_progress
+    from dantinox.report.plots import save_files
+    from dantinox.studies.sweep import SweepStudy, run_sweep, train_apart
+    from dantinox.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
+
+    def so_far(study: SweepStudy) -> None:
+        atomic_write(found.runs_dir / "sweep.csv", sweep_csv(study))
+
+    study = run_sweep(found, train_apart(_prepare), show_progress, options.retry, so_far)
+    print_lines(lambda width: sweep_lines(study, width))
+    save_files(found.runs_dir, sweep_files(study))
+    return 0
+
+
+def _prepare() -> None:
+    """What the entry does for a command, in the process of a trial."""
+    plain_warnings()
+    use_compilation_cache()

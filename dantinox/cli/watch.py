@@ -1,14 +1,11 @@
 """`dantinox plot | profile`: their flags, and what they call."""
 
 import argparse
-import json
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import add_run, whole_number
+from dantinox.cli.common import add_run, print_result, whole_number
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
 from dantinox.config.start import load_training
@@ -76,12 +73,8 @@ def profile(options: argparse.Namespace) -> int:
 
     work, count = (_generation if options.generate else _training)(options.run_dir, options.steps)
     found = profile(work, count, out)
-    if options.json:
-        print(json.dumps(asdict(found), ensure_ascii=False))
-        return 0
-    for line in profile_lines(found, "token" if options.generate else "step", shutil.get_terminal_size((120, 24)).columns):
-        print(line)
-    return 0
+    unit = "token" if options.generate else "step"
+    return print_result(options, found, lambda width: profile_lines(found, unit, width), 120)
 
 
 def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:

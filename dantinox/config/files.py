@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.sections import FIELDS, SECTIONS, UNCHECKED, Config, flat, idle, without
-from dantinox.files import UserError, on_one_line, shown
+from dantinox.files import UserError, on_one_line, read_text, shown
 
 REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
 
@@ -186,9 +186,7 @@ def merge(
             )
     for section, content in tree.items():
         if section not in SECTIONS:
-            raise UserError(
-                f"unknown section {on_one_line(section)}{_nearest_section(section)}{_place(section, where, source)}"
-            )
+            raise UserError(f"no section {on_one_line(section)}{_nearest_section(section)}{_place(section, where, source)}")
         if content is None:
             continue
         if not isinstance(content, dict):
@@ -345,9 +343,7 @@ def _resolve_aliases(flat: dict[str, Any], where: dict[str, str], source: str) -
             continue
         value = flat.pop(old)
         if value is not None and flat.get(new) is not None:
-            raise UserError(
-                f"{old} is another name of {new}: give one of them{_place(old, where, source)}", key=old, value=value
-            )
+            raise UserError(f"{old} is an alias of {new}: give one of them{_place(old, where, source)}", key=old, value=value)
         if value is not None or new not in flat:
             flat[new] = value
             where |= {new: where[old]} if old in where else {}
@@ -359,10 +355,10 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":
-        return UserError(
-            f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}", key=key, value=first["input"]
-        )
-    return UserError(f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}", key=key, value=first["input"])
+        sentence = f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}"
+    else:
+        sentence = f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}"
+    return UserError(sentence, key=key, value=first["input"])
 
 
 def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, Any], dict[str, int]]:
@@ -374,16 +370,14 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
     Raises:
       UserError: it cannot be read, is not YAML or no mapping.
     """
-    text = _read_text(path)
+    text = read_text(path, MAX_FILE_BYTES, "the config file")
     try:
         tree, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
         raise UserError(_yaml_sentence(error, path)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(
-            f"not valid YAML: the character U+{int(error.character):04X} cannot stand in it ({path}, line {line})"
-        ) from None
+        raise UserError(f"not valid YAML: the character U+{int(error.character):04X} ({path}, line {line})") from None
     except RecursionError:
         raise UserError(f"not a config file: lists inside lists, too deep to read ({path})") from None
     if tree is None:
@@ -406,26 +400,6 @@ def _parse(text: str) -> tuple[Any, dict[str, int]]:
         return (None if node is None else loader.construct_document(node)), lines
     finally:
         loader.dispose()
-
-
-def _read_text(path: Path) -> str:
-    """The text of a config file, without a byte-order mark."""
-    try:
-        if path.is_dir():
-            raise UserError(f"{path} is a directory: name the config file in it")
-        if not path.is_file():
-            raise UserError(f"no config file at {path}")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES} bytes: not a config file")
-        content = path.read_bytes()
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path} must be UTF-8 text, got the byte 0x{content[error.start]:02x} in line {line}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{shown(str(path))} cannot be the name of a config file") from None
 
 
 def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:

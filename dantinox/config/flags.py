@@ -76,11 +76,7 @@ def _nearest_flag(flag: str, known: list[str]) -> str:
 
 
 def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The settings given as flags, dotted path → value.
-
-    Raises:
-      UserError: a flat name that stands in two sections.
-    """
+    """The settings given as flags, dotted path → value. Raises a UserError for a flat name that stands in two sections."""
     found: dict[str, Any] = {}
     for dest, given in vars(namespace).items():
         kind, colon, name = dest.partition(":")

@@ -38,9 +38,7 @@ class _Request(Section):
     stop_token_ids: Tokens = field((), "tokens that end the text as the end token does: ids, or texts of one token")
     ignore_eos: bool = field(False, "go on after the end-of-text token")
     use_cache: bool = field(True, "keep keys and values between tokens; off recomputes the whole text")
-    weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
-        "auto", "precision of the weights while decoding (auto: as the run computes)"
-    )
+    weights: Literal["auto", "float32", "bfloat16", "int8"] = field("auto", "of the weights (auto: as the run computes)")
     products: Annotated[
         Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", ("bfloat16", "int8").__contains__))
     ] = field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")
@@ -112,10 +110,7 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
     if sampler_order is None or all(isinstance(code, int) for code in given):
         if preset not in KOBOLD_ORDERS:
             if sampler_order is not None:
-                raise ValueError(
-                    f"as codes needs generation.preset kobold or koboldcpp, got {preset}: "
-                    "any other order is a list of step names"
-                )
+                raise ValueError(f"as codes needs generation.preset kobold or koboldcpp, got {preset}: give names of steps")
             return PRESETS[preset]
         try:
             names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else given)  # type: ignore[arg-type]
@@ -128,11 +123,7 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
 
 
 def order_of(g: GenerationSection) -> tuple[str, ...]:
-    """The steps behind the edits, in the order that a section asks for.
-
-    Raises:
-      ValueError: as `step_order`.
-    """
+    """The steps behind the edits, in the order that a section asks for. Errors are those of `step_order`."""
     return (*PENALTIES, *ROUTED) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
 
 
@@ -173,7 +164,4 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     if low > high:
         yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"
     if {"temperature", "dynamic_temperature"} <= on and not greedy:
-        yield (
-            "generation.temperature",
-            f"and generation.dynatemp_high both set the temperature: leave temperature at 1, got {g.temperature:g}",
-        )
+        yield "generation.temperature", f"must be 1 where generation.dynatemp_high sets it, got {g.temperature:g}"

@@ -31,18 +31,13 @@ class KVSection(Section):
         "which tokens stay: by their attention (snapkv+ema, tova, h2o), the last ones (streaming), or any (random)",
     )
     signal: Annotated[Signal, BUDGET] = field(
-        "loss",
-        "what a head's share of the slots goes by, as measured by `calibrate --what kv` (uniform: all alike)",
+        "loss", "what decides a head's share, by `calibrate --what kv` (uniform: nothing)"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = field(
-        "auto", "precision of the cached keys and values (auto: the compute dtype)"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = field("auto", "of keys and values (auto: the compute dtype)")
     sinks: Annotated[CountOrZero, BUDGET] = field(4, "first tokens of the text that always stay")
     recent: Annotated[Count, BUDGET] = field(16, "last tokens that always stay, at most half of a head's slots")
     window: Annotated[Count, *SNAPKV] = field(32, "snapkv+ema: last tokens of a prompt whose attention says what stays")
-    pool: Annotated[Count, *SNAPKV] = field(
-        7, "snapkv+ema: tokens around one whose largest importance is its own; odd (1: itself)"
-    )
+    pool: Annotated[Count, *SNAPKV] = field(7, "snapkv+ema: window of the maximum over importances; odd (1: none)")
     decay: Annotated[Fraction | Literal["entropy"], *SNAPKV] = field(
         0.98, "snapkv+ema: factor of an importance per token (entropy: from the measured entropy of the head)"
     )
@@ -83,9 +78,6 @@ class KVSection(Section):
 def kv_conflicts(kv: KVSection) -> Iterator[Conflict]:
     """Yields the rules across keys of the section that are broken."""
     if kv.budget is not None and kv.budget_tokens is not None:
-        yield (
-            "kv.budget",
-            f"and kv.budget_tokens both say how many slots are kept: give one of them, got {kv.budget} and {kv.budget_tokens}",
-        )
+        yield "kv.budget", f"and kv.budget_tokens exclude each other: give one, got {kv.budget} and {kv.budget_tokens}"
     if kv.pool % 2 == 0:
         yield "kv.pool", f"must be odd, got {kv.pool}"

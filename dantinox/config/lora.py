@@ -16,10 +16,7 @@ LORA = Needs(("lora.rank", given))
 class LoraSection(Section):
     """Low-rank adapters, in place of training all weights."""
 
-    rank: Count | None = field(
-        None,
-        "train adapters of this rank on the weights of training.init_from, which stay as they are (null: train all weights)",
-    )
+    rank: Count | None = field(None, "rank of adapters on the frozen weights of training.init_from (null: train all weights)")
     alpha: Annotated[Positive | None, LORA] = field(None, "what adapters add is multiplied by alpha / rank (null: 2 · rank)")
     dropout: Annotated[float, Field(ge=0, lt=1), LORA] = field(0.0, "dropout of what adapters read, in training only")
     targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), LORA] = field(

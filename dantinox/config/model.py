@@ -31,9 +31,7 @@ class ModelSection(Section):
     )
     weight_tying: bool = field(True, "the output layer is the embedding table")
     head_bias: bool = field(False, "a bias of the logits")
-    final_logit_softcapping: Positive | None = field(
-        None, "logits of the next token are capped at ± this: cap · tanh(logit / cap) (null: not)"
-    )
+    final_logit_softcapping: Positive | None = field(None, "softcap of the output logits: cap · tanh(logit / cap) (null: none)")
     scale_embeddings: bool = field(False, "embeddings are multiplied by √dim")
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
     mlp_bias: bool = field(False, "biases in the feed-forward")
@@ -54,12 +52,9 @@ class ModelSection(Section):
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
         "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
     )
-    scan_layers: bool = field(
-        False,
-        "train with the layers stacked, in a loop: compiles in a fraction of the time; files hold them apart all the same",
-    )
+    scan_layers: bool = field(False, "train with stacked layers in a loop, which compiles faster; files are the same")
     dtype: Literal["auto", "float32", "bfloat16"] = field(
-        "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
+        "auto", "to compute in (auto: bfloat16 on GPU and TPU); weights stay float32"
     )
 
 
@@ -77,9 +72,7 @@ class MoESection(Section):
     score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field("softmax", "the scores of a token's experts")
     norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "the weights of a token's experts sum to 1")
     alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, the mean over layers")
-    router_z_loss: Annotated[NonNegative, EXPERTS] = field(
-        0.0, "weight of the squared log-normaliser of the router's scores, the mean over layers"
-    )
+    router_z_loss: Annotated[NonNegative, EXPERTS] = field(0.0, "weight of the router's z-loss, the mean over layers")
     bias_update_rate: Annotated[NonNegative, EXPERTS] = field(
         0.0, "balance without a loss: what a step adds to the choice of experts with few tokens (0: off)"
     )
@@ -106,9 +99,7 @@ class AttentionSection(Section):
     rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), ROTARY] = field(
         (True,), "which layers rotate queries and keys, repeated over the depth"
     )
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
-        1.0, "share of a head that is rotated, its first numbers"
-    )
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(1.0, "share of a head that is rotated")
     rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope"], ROTARY] = field(
         "none", "lower rotary frequencies, for texts longer than those of a first training: all, the low ones, or each its way"
     )
@@ -118,13 +109,9 @@ class AttentionSection(Section):
     rope_original_context: Annotated[
         Count | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
     ] = field(None, "llama3, yarn, longrope: tokens of the texts before the scaling")
-    low_freq_factor: Annotated[Positive, LLAMA3] = field(
-        1.0, "llama3: frequencies that turn less often than this in the original context are divided"
-    )
+    low_freq_factor: Annotated[Positive, LLAMA3] = field(1.0, "llama3: frequencies with fewer turns in it are divided")
     high_freq_factor: Annotated[Positive, LLAMA3] = field(4.0, "llama3: those that turn more often are kept")
-    beta_fast: Annotated[Positive, YARN] = field(
-        32.0, "yarn: frequencies that turn more often in the original context are kept"
-    )
+    beta_fast: Annotated[Positive, YARN] = field(32.0, "yarn: frequencies with more turns in the original context are kept")
     beta_slow: Annotated[Positive, YARN] = field(1.0, "yarn: those that turn less often are divided")
     rope_attention_factor: Annotated[
         Positive | None, Needs(("attention.rope_scaling", "yarn"), ("attention.rope_scaling", "longrope"))
@@ -135,12 +122,10 @@ class AttentionSection(Section):
         None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
     )
     rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
-        None, "longrope: the same where it is longer"
+        None, "longrope: where it is longer"
     )
     sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
-    context_window: Annotated[CountOrZero | None, SLIDING] = field(
-        None, "keys before the query's own that a sliding layer sees"
-    )
+    context_window: Annotated[CountOrZero | None, SLIDING] = field(None, "earlier keys that a query of a sliding layer sees")
     layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), SLIDING] = field(
         ("sliding",), "with sliding_window: the kind of each layer, repeated over the depth"
     )
@@ -153,9 +138,7 @@ class AttentionSection(Section):
     query_pre_attn_scalar: Positive | None = field(None, "scores are divided by the root of it (null: head_size)")
     no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
     gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(False, "a bias in that gate")
-    attn_logit_softcapping: Positive | None = field(
-        None, "scores are capped at ± this before the softmax: cap · tanh(score / cap) (null: not)"
-    )
+    attn_logit_softcapping: Positive | None = field(None, "softcap of attention scores: cap · tanh(score / cap) (null: none)")
     kv_lora_rank: Count | None = field(
         None, "latent attention: size of the vector that keys and values of all heads are made of (null: attention without one)"
     )
@@ -357,10 +340,8 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if a.rope_scaling in ("llama3", "yarn", "longrope") and a.rope_original_context is None:
         yield "attention.rope_original_context", f"must be given with attention.rope_scaling: {a.rope_scaling}"
     if a.rope_scaling == "llama3" and a.low_freq_factor >= a.high_freq_factor:
-        yield (
-            "attention.low_freq_factor",
-            f"must be less than attention.high_freq_factor, got {a.low_freq_factor:g} and {a.high_freq_factor:g}",
-        )
+        factors = f"got {a.low_freq_factor:g} and {a.high_freq_factor:g}"
+        yield "attention.low_freq_factor", f"must be less than attention.high_freq_factor, {factors}"
     if a.rope_scaling == "yarn" and (a.beta_slow >= a.beta_fast or a.rope_theta <= 1):
         yield (
             "attention.rope_scaling",

@@ -52,9 +52,7 @@ class TokenizerSection(Section):
     vocab_size: Annotated[int, Field(ge=260, le=1_000_000), Needs(("tokenizer.tokenizer_type", "bpe"))] = field(
         4096, "symbols a trained BPE vocabulary has, the three special ones included"
     )
-    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = field(
-        None, "a tokenizer.json to use (tokenizer_type: file)"
-    )
+    tokenizer_path: Annotated[str | None, Needs(("tokenizer.tokenizer_type", "file"))] = field(None, "a tokenizer.json to use")
     byte_fallback: Annotated[bool, Needs(("tokenizer.tokenizer_type", "char"))] = field(
         False, "char: spell unknown characters as bytes instead of refusing them"
     )
@@ -85,23 +83,19 @@ class DataSection(Section):
         None, "with a list as path: how often a row of a batch is from each of its entries, relative to the others"
     )
     chat_template: Annotated[str | None, CHAT] = field(
-        None, "sft, dpo: a file of Jinja, plain or chatml (null: that of the run init_from, else plain)"
+        None, "sft, dpo: Jinja file, plain, chatml (null: of init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows", "windows of the running text, or rows of whole documents that are cut only where they are longer"
     )
     val_path: str | None = field(None, "a separate validation text (null: the end of the corpus)")
-    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
-        0.1, "share of the text kept for validation"
-    )
+    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(0.1, "share kept for validation")
     text_field: Annotated[
         str,
         Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path"))),
         Needs(("training.objective", "next_token")),
     ] = field("text", "the field of a JSON Lines record that holds the text")
-    dataset_source: Literal["local", "huggingface"] = field(
-        "local", "what path names: files, or data sets of Hugging Face (needs the extra `hf`)"
-    )
+    dataset_source: Literal["local", "huggingface"] = field("local", "path names files, or Hugging Face data sets (extra `hf`)")
     dataset_split: Annotated[str, HUB] = field("train", "huggingface: which part of the data set")
     dataset_config: Annotated[str | None, HUB] = field(None, "huggingface: which configuration of it (null: its default)")
     streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
@@ -122,27 +116,21 @@ class TrainingSection(Section):
         0.1, "dpo: how much a log-probability gained over the starting weights counts"
     )
     steps: Count | None = field(None, "optimizer steps (null: as many as `epochs` passes need)")
-    epochs: Annotated[Positive, Needs(("training.steps", None))] = field(
-        1.0, "passes over the training text, when steps is null"
-    )
+    epochs: Annotated[Positive, Needs(("training.steps", None))] = field(1.0, "passes over the training text if steps is null")
     batch_size: Count = field(32, "sequences (dpo: pairs of them) per optimizer step, all accumulation steps together")
     grad_accum: Count = field(1, "parts a batch is split into to save memory; must divide batch_size")
     seed: Seed = field(42, "seeds weights, data order and dropout")
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = field(
-        "adamw", "muon: matrices by Muon, all else by AdamW"
+        "adamw", "muon: matrices by Muon, the rest by AdamW"
     )
     lr: Positive = field(3e-4, "peak learning rate (muon: of all that is no hidden matrix)")
     muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(0.02, "peak learning rate of Muon's matrices")
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = field(
         0.1, "last learning rate as a share of the peak"
     )
-    warmup_steps: CountOrZero | None = field(
-        None, "steps of linear warm-up from zero (null: a tenth of the steps, at most 100)"
-    )
+    warmup_steps: CountOrZero | None = field(None, "steps of linear warm-up (null: a tenth of the steps, at most 100)")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning rate after warm-up")
-    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(
-        0.2, "wsd: share of the steps spent in the final decay"
-    )
+    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(0.2, "wsd: share of the final decay")
     weight_decay: NonNegative = field(0.1, "decoupled decay, on matrices only")
     beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", lambda kind: kind != "adafactor"))] = field(
         0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
@@ -161,18 +149,14 @@ class TrainingSection(Section):
     eval_tokens: Count | None = field(None, "validation tokens used per evaluation (null: all)")
     checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
     sample_every: Count | None = field(None, "steps between text samples (null: none)")
-    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field(
-        "", "what the samples start from (empty: a newline)"
-    )
+    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field("", "their prompt (empty: a newline)")
     keep_last: Count = field(2, "latest checkpoints kept, at least two, besides the best")
     patience: Count | None = field(None, "stop after this many evaluations without a better loss")
     init_from: str | None = field(None, "run directory whose weights to start from")
     nan_policy: Literal["stop", "skip", "rewind"] = field(
         "stop", "a loss or gradient that is no finite number: stop, skip that update, or go back to a checkpoint and past it"
     )
-    deterministic: bool = field(
-        False, "the same bits from run to run on a GPU too, and slower; a CPU and a TPU give them anyway"
-    )
+    deterministic: bool = field(False, "the same bits from run to run on a GPU too, but slower; others give them anyway")
 
 
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
@@ -208,9 +192,7 @@ class LoggingSection(Section):
     summary_file: FileName = field("model_summary.json", "model summary in the run directory")
     plot: bool = field(True, "draw plots/loss.png at the end (needs the extra `plot`)")
     tensorboard: bool = field(False, "event files for TensorBoard in tensorboard/ (needs the extra `logs`)")
-    wandb: bool = field(
-        False, "a run at Weights & Biases, or in wandb/ with WANDB_MODE=offline in the environment (needs the extra `logs`)"
-    )
+    wandb: bool = field(False, "a run at Weights & Biases, or in wandb/ if WANDB_MODE=offline (needs the extra `logs`)")
     wandb_project: Annotated[str | None, Needs(("logging.wandb", True))] = field(
         None, "the project of that run (null: that of WANDB_PROJECT, or of the account)"
     )
@@ -224,10 +206,7 @@ def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
             yield f"distributed.{name}", "must be at least 1, or -1 for all devices that are left, got 0"
     left = [f"distributed.{name}" for name, size in axes.items() if size == -1]
     if len(left) > 1:
-        yield (
-            left[0],
-            f"and {' and '.join(left[1:])} exclude each other as -1: only one axis can take all devices that are left",
-        )
+        yield left[0], f"and {' and '.join(left[1:])} exclude each other as -1: only one axis can take the devices left"
     if is_address(d.coordinator):
         if d.processes is None or d.process is None:
             missing = "processes" if d.processes is None else "process"
@@ -337,6 +316,5 @@ def without(config: Config, keys: Iterable[str]) -> Config:
     for key in keys:
         section, _, name = key.partition(".")
         defaults.setdefault(section, {})[name] = DEFAULTS[key]
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in defaults.items()}
-    )
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in defaults.items()}
+    return config.model_copy(update=changed)

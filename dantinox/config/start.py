@@ -80,15 +80,11 @@ def build_training(
     base = load_config(file)
     given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
     below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED}
-    filled = {section: {**below.get(section, {}), **(keys or {})} for section, keys in tree.items() if _is_section(keys)}
+    filled = {name: {**below.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
     config, unused = merge(tree | below | filled, overrides, where, source, origin)
     _check_start(base, config, sorted(given), where | dict.fromkeys(overrides, origin), str(init_from))
     report({key: reason for key, reason in unused.items() if key in given}, where, source)
     return without(config, [key for key in unused if key not in given])
-
-
-def _is_section(keys: Any) -> bool:
-    return keys is None or isinstance(keys, dict)
 
 
 def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:

@@ -135,7 +135,7 @@ class StepSettings(Section):
     no_repeat_ngram: int = field(0, "no sequence of this many tokens occurs twice (0: off)")
     logit_bias: Biases = field({}, "added to the logits of tokens, by id or text of one token (null or -inf: banned)")
     sequence_bias: SequenceBiases = field(
-        (), "texts, or lists of ids, and what is added to the last token of each behind its others"
+        (), "texts, or lists of ids, and what is added to the last token of each behind the others"
     )
     allowed_tokens: Tokens = field((), "no other tokens are generated: ids, or texts of one token")
     banned_tokens: Tokens = field((), "tokens never generated: ids, or texts of one token")
@@ -143,9 +143,7 @@ class StepSettings(Section):
     min_tokens: int = field(0, "tokens before the end token, a stop id or a stop string may end the text")
     repetition_penalty: Positive = field(1.0, "divides positive and multiplies negative logits of seen tokens (1: off)")
     repetition_range: CountOrZero = field(0, "only this many last tokens are penalised (0: all)")
-    repetition_slope: Annotated[NonNegative, *RANGED] = field(
-        0.0, "how much more the newest of them are penalised (0: all alike)"
-    )
+    repetition_slope: Annotated[NonNegative, *RANGED] = field(0.0, "how much more the newest are penalised (0: all alike)")
     repetition_scope: Scope = field("all", "repetition penalty: of prompt and output, or of output")
     presence_penalty: Finite = field(0.0, "subtracted once from the logits of generated tokens")
     frequency_penalty: Finite = field(0.0, "subtracted for each time a token was generated")

@@ -90,10 +90,7 @@ def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None
     low, high, log = given.get("min"), given.get("max"), given.get("log", False)
     numbers = [x for x in (low, high) if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     _must(
-        len(numbers) == 2 and numbers[0] < numbers[1],
-        f"{key} must have min < max, got {shown(low)} and {shown(high)}",
-        where,
-        at,
+        len(numbers) == 2 and numbers[0] < numbers[1], f"{key} must have min < max, got {shown(low)}, {shown(high)}", where, at
     )
     _must(isinstance(log, bool), f"log of {key} must be true or false, got {shown(log)}", where, at)
     _must(not log or numbers[0] > 0, f"min of {key} must be > 0 with log: true, got {shown(low)}", where, at)
@@ -113,13 +110,8 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
     """Draws, none twice; a higher `trials` goes on behind those of a lower one."""
     trials, seed = tree.get("trials", 0), tree.get("seed", 0)
     is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MOST_TRIALS
-    _must(
-        is_count,
-        f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {shown(tree.get('trials'))}",
-        where,
-        "trials",
-        "random",
-    )
+    sentence = f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {shown(tree.get('trials'))}"
+    _must(is_count, sentence, where, "trials", "random")
     _must(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {shown(seed)}", where, "seed")
     source, drawn = random.Random(seed), list[dict[str, Any]]()
     while len(drawn) < trials:
@@ -148,12 +140,7 @@ def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
     """What makes the settings of a trial from its choices and the place they are from."""
     if isinstance(base, dict):
         return lambda chosen, origin: build_training(base, chosen, {}, f"base of {path}", origin)
-    _must(
-        isinstance(base, str),
-        f"base must be a YAML file, a config of the package or sections, got {shown(base)}",
-        where,
-        "base",
-    )
+    _must(isinstance(base, str), f"base must be a YAML file, a packaged config or sections, got {shown(base)}", where, "base")
     file = find_config(base)
     tree, lines = read_yaml(file)
     places = {key: f"{file}, line {line}" for key, line in lines.items()}

@@ -76,17 +76,12 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
       UserError: there are fewer, or heads and features cannot be divided by it.
     """
     devices = jax.local_devices() if devices is None else devices
-    if count > len(devices):
-        raise UserError(
-            f"generation.tensor_parallel must be at most the {len(devices)} devices of this machine, got {count}",
-            key="generation.tensor_parallel",
-        )
-    for what, number in _divided(model).items():
-        if number % count:
-            raise UserError(
-                f"generation.tensor_parallel must divide the {number} {what} of a layer, got {count}",
-                key="generation.tensor_parallel",
-            )
+    bounds = [(f"be at most the {len(devices)} devices of this machine", count > len(devices))]
+    bounds += [(f"divide the {number} {what} of a layer", number % count > 0) for what, number in _divided(model).items()]
+    for bound, broken in bounds:
+        if broken:
+            key = "generation.tensor_parallel"
+            raise UserError(f"{key} must {bound}, got {count}", key=key, value=count)
     kinds = (jax.sharding.AxisType.Auto,)
     return Mesh(np.array(devices[:count]), ("tensor",), axis_types=kinds)
 
@@ -130,10 +125,8 @@ def shardings_of(model: Transformer, mesh: Mesh) -> Any:
 
 def weight_places(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """Where the weights of a file stand, by their paths."""
-    return {
-        name: NamedSharding(mesh, spec_of(name, tuple(leaf.shape), False, mesh.shape["tensor"]))
-        for name, leaf in shapes.items()
-    }
+    tensor = mesh.shape["tensor"]
+    return {name: NamedSharding(mesh, spec_of(name, tuple(leaf.shape), False, tensor)) for name, leaf in shapes.items()}
 
 
 def shared_over(model: Transformer, mesh: Mesh, rows: tuple[str, ...] = ()) -> Transformer:

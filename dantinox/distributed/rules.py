@@ -42,10 +42,8 @@ RULES = (
     Rule("position_embed", "TD", {}, "DT"),
     Rule("head/kernel", "DV", {}, "DV"),
     Rule("head_bias", "V", {}, ""),
-    Rule("*norm?/scale", "D", {}, ""),
-    Rule("*norm?/bias", "D", {}, ""),
-    Rule("norm_f/scale", "D", {}, ""),
-    Rule("norm_f/bias", "D", {}, ""),
+    Rule("*norm?/*", "D", {}, ""),
+    Rule("norm_f/*", "D", {}, ""),
     Rule("attention/qkv/kernel", "DKGH", HEADS, "HD"),
     Rule("attention/gate/kernel", "DKGH", HEADS, "HD"),
     Rule("attention/gate/bias", "KGH", HEADS, ""),
@@ -129,11 +127,7 @@ class Split(NamedTuple):
 
 
 def rule_of(name: str, ndim: int) -> Rule:
-    """The rule for a parameter of a layer, or of the model, of so many axes.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """The rule for a parameter of a layer, or of the model, of so many axes. Raises a ValueError if there is none."""
     for rule in RULES:
         if fnmatch(name, rule.path) and len(rule.axes) == ndim:
             return rule

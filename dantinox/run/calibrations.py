@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from dantinox.config import ModelConfig
 from dantinox.config.base import Count, NonNegative, Section
 from dantinox.config.router import MEASURED, Scale
-from dantinox.files import UserError, atomic_write, on_one_line
+from dantinox.files import UserError, atomic_write, on_one_line, read_text
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import MANIFEST, damage_if_named, put
 from dantinox.run.weights import weights_digest
@@ -58,14 +58,10 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
 def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
     """What a file holds, checked; `again` says in errors how to make another."""
     try:
-        if path.stat().st_size > limit:
-            raise UserError(f"the calibration {path} is larger than {limit >> 20} MiB: {again}")
-        found = kind.model_validate_json(path.read_bytes())
+        found = kind.model_validate_json(read_text(path, limit, "the calibration"))
         if problem := damage_if_named(path):
             raise UserError(f"the calibration {problem}: {again}")
         return found
-    except OSError as error:
-        raise UserError(f"cannot read the calibration {path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = on_one_line(": ".join(map(str, first["loc"])))
@@ -143,9 +139,7 @@ class KVCalibration:
         """
         found = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LKC}[name]
         if found is None:
-            raise UserError(
-                f"the calibration {self.path} holds no {name}: {_again(self.path, 'kv')}, or choose another kv.signal"
-            )
+            raise UserError(f"the calibration {self.path} holds no {name}: {_again(self.path, 'kv')}, or set another kv.signal")
         return found
 
     def lacks(self, name: str) -> str:

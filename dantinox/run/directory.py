@@ -108,9 +108,7 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
         reason = "a file is in its way" if isinstance(error, FileExistsError) else error.strerror
         raise UserError(f"cannot make the run directory {run.path}: {reason}") from None
     if occupied:
-        raise UserError(
-            f"the run directory {run.path} is not empty: add --resume to go on with it, or choose another --run_dir"
-        )
+        raise UserError(f"the run directory {run.path} is not empty: add --resume to continue, or choose another --run_dir")
     return run
 
 
@@ -206,11 +204,7 @@ def take_along(source: RunDirectory, run: RunDirectory) -> None:
 
 
 def load_run_config(run: RunDirectory) -> Config:
-    """The settings the run was started with.
-
-    Raises:
-      UserError: they are no settings, or not those that were written.
-    """
+    """The settings the run was started with. Raises a UserError if they are no settings, or not those that were written."""
     config = load_config(run.config)  # what is wrong with a line that somebody wrote is said first
     run.check(run.config)
     return config

@@ -37,11 +37,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(path: Path, size: int | None = None) -> Entry:
-    """Reads a file, or its first `size` bytes, a piece at a time.
-
-    Raises:
-      OSError: it cannot be read.
-    """
+    """Reads a file, or its first `size` bytes, a piece at a time. Raises an OSError if it cannot be read."""
     with open(path, "rb") as file:
         if size is None:
             digest = hashlib.file_digest(file, "sha256")

@@ -45,11 +45,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def verify_run(run: RunDirectory) -> Verified:
-    """Reads every file that a manifest of the run names.
-
-    Raises:
-      UserError: there is no run.
-    """
+    """Reads every file that a manifest of the run names. Raises a UserError if there is no run."""
     if not run.config.is_file() and not (run.path / MANIFEST).is_file():
         raise UserError(f"{run.path} is not a run directory: it has neither {run.config.name} nor {MANIFEST}")
     found = Verified()

@@ -299,10 +299,7 @@ class Reader:
         if self._take(">B") != 0x93:
             raise ValueError("an array without shape, type and content")
         shape = tuple(self._integer() for _ in range(self._length(range(0x90, 0xA0), (), "a shape")))
-        kind, count = (
-            np.dtype(getattr(ml_dtypes, name) if (name := self._text()) == BFLOAT16 else name),
-            self._length(range(0), BINARY, "the content of an array"),
-        )
+        name, count = self._text(), self._length(range(0), BINARY, "the content of an array")
         kind = np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
         if math.prod(shape) * kind.itemsize != count or self.at + count != end or end > self.end:
             raise ValueError(f"an array of shape {shape} whose content has another size")

@@ -70,8 +70,6 @@ class ChatTemplate:
         Raises:
           UserError: it cannot be read, or is no text.
         """
-        if not Path(path).is_file():
-            raise UserError(f"no chat template at {path}")
         return cls(read_text(path, MAX_TEMPLATE_BYTES, "the chat template"), tokenizer, f"the chat template {path}")
 
     @classmethod

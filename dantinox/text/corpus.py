@@ -105,11 +105,7 @@ class Corpus:
             yield from _objects(source, content)
 
     def scan(self) -> Extent:
-        """Reads everything once.
-
-        Raises:
-          UserError: something that is not text, or no text but white space.
-        """
+        """Reads everything once. Raises a UserError for something that is not text, or no text but white space."""
         digest, sizes, blank = self.digest(), array("q"), True
         for document, text in self.pieces(digest):
             blank = blank and text.isspace()

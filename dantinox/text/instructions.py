@@ -30,10 +30,7 @@ class Function(NamedTuple):
         """The question and the answer."""
         takes = ", ".join(self.takes)
         answer = f"Takes: {NUMBERS[len(self.takes)]}\nDoes: {self.does}"
-        return [
-            {"role": "user", "content": f"Summarise: {self.name}({takes})"},
-            {"role": "assistant", "content": answer},
-        ]
+        return [{"role": "user", "content": f"Summarise: {self.name}({takes})"}, {"role": "assistant", "content": answer}]
 
 
 def follows(text: str) -> bool:

@@ -71,9 +71,8 @@ def surroundings() -> ImmutableSandboxedEnvironment:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = tojson
     made.globals |= {
         "raise_exception": refuse,

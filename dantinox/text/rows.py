@@ -97,10 +97,8 @@ class Pairs:
 
 def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
     """Where each document ends, its end token included; the last one ends with the tokens."""
-    parts = [
-        np.flatnonzero(ids[start : start + READ_AT_ONCE] == eos_id) + start + 1 for start in range(0, len(ids), READ_AT_ONCE)
-    ]
-    ends = np.concatenate(parts)
+    starts = range(0, len(ids), READ_AT_ONCE)
+    ends = np.concatenate([np.flatnonzero(ids[start : start + READ_AT_ONCE] == eos_id) + start + 1 for start in starts])
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))
 
 

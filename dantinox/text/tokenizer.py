@@ -83,10 +83,8 @@ class Tokenizer:
         Raises:
           UserError: it cannot be read, or is no tokenizer.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"no tokenizer file at {path}")
-        return cls(read_text(path, MAX_FILE_BYTES, "the tokenizer"), str(path), read_roles(path.with_name(TOKENIZER_CONFIG)))
+        content, config = read_text(path, MAX_FILE_BYTES, "the tokenizer file"), Path(path).with_name(TOKENIZER_CONFIG)
+        return cls(content, str(path), read_roles(config))
 
     def _take_roles(self) -> None:
         """Lets the tokens be what `roles` says."""
@@ -241,11 +239,7 @@ class Tokenizer:
 
 
 def read_roles(path: Path) -> dict[str, Any]:
-    """The content of a `tokenizer_config.json`; nothing where there is none.
-
-    Raises:
-      UserError: see `read_json`.
-    """
+    """The content of a `tokenizer_config.json`; nothing where there is none. Errors are those of `read_json`."""
     return read_json(path, MAX_FILE_BYTES) if path.is_file() else {}
 
 

@@ -95,9 +95,7 @@ def read_off(key: str, rates: list[float], losses: list[float]) -> RateTest:
     rates, losses, smoothed = rates[:kept], losses[:kept], smoothed[:kept]
     low = int(np.argmin(smoothed)) if smoothed else 0
     if low < 2:
-        raise UserError(
-            f"the loss never fell, from {key} {rates[0]:.1g} on: lower it" if rates else f"no loss at all: lower {key}"
-        )
+        raise UserError(f"the loss never fell from {key} {rates[0]:.1g}: lower it" if rates else f"no loss at all: lower {key}")
     steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
     return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
 

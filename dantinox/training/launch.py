@@ -84,9 +84,7 @@ def _join_in(run: RunDirectory) -> Start:
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:
-        raise UserError(
-            f"process {jax.process_index()} does not see the tokens in {run.data}: all processes need the same files"
-        )
+        raise UserError(f"process {jax.process_index()} does not see the tokens in {run.data}: all need the same files")
     return config, tokenizer, store, make_sampler(config, tokenizer)
 
 
@@ -165,9 +163,7 @@ def _check_rebuilt(run: RunDirectory) -> None:
         run.check(*(run.path / name for name in run.tokens(named=True)))
     except UserError:
         shutil.rmtree(run.data)
-        raise UserError(
-            f"the tokens of {run.path} are gone, and its corpus has changed since the run began: put one of them back"
-        ) from None
+        raise UserError(f"the tokens of {run.path} are gone, and its corpus has changed since: restore one of them") from None
 
 
 def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Iterator[str]:

@@ -21,17 +21,9 @@ from dantinox.run.adapters import run_weights
 from dantinox.text import Tokenizer, vocabulary_size
 
 # None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
-FREE = [
-    "steps",
-    "epochs",
-    "eval_every",
-    "checkpoint_every",
-    "sample_every",
-    "sample_prompt",
-    "keep_last",
-    "patience",
-    "nan_policy",
-]
+FREE = {
+    "steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "nan_policy",
+}  # fmt: skip
 
 
 def resumed_config(saved: Config, given: Config) -> Config:

@@ -15,15 +15,15 @@ LAUGHS = 'a: &a ["x", "x"]\n' + "".join(
 # name → (content, what the sentence must say, the line it must name or None)
 BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     # names
-    "unknown section": ("trainig:\n  lr: 1\n", ("unknown section trainig", "did you mean training?"), 1),
-    "section like nothing": ("zzzz:\n  lr: 1\n", ("unknown section zzzz", "the sections are model, moe,"), 1),
-    "key outside of its section": ("lr: 1\n", ("unknown section lr", "did you mean training.lr?"), 1),
+    "unknown section": ("trainig:\n  lr: 1\n", ("no section trainig", "did you mean training?"), 1),
+    "section like nothing": ("zzzz:\n  lr: 1\n", ("no section zzzz", "the sections are model, moe,"), 1),
+    "key outside of its section": ("lr: 1\n", ("no section lr", "did you mean training.lr?"), 1),
     "key of two sections outside": ("seed: 1\n", ("did you mean training.seed or generation.seed?",), 1),
     "unknown key": ("model:\n  dims: 4\n", ("unknown key model.dims", "did you mean model.dim?"), 2),
     "key of another section": ("model:\n  lr: 1\n", ("unknown key model.lr", "did you mean training.lr?"), 2),
     "name of other programs": ("training:\n  learning_rate: 1\n", ("did you mean training.lr?",), 2),
     "upper case": ("training:\n  LR: 1\n", ("unknown key training.LR", "did you mean training.lr?"), 2),
-    "line break in a section": ('"a\\nb": 1\n', (r"unknown section a\nb",), 1),
+    "line break in a section": ('"a\\nb": 1\n', (r"no section a\nb",), 1),
     "line break in a key": ('training:\n  "l\\nr": 1\n', (r"unknown key training.l\nr",), 2),
     "key of 900 letters": ("training:\n  " + "a" * 900 + ": 1\n", ("unknown key training.aaaa",), 2),
     "number as a section": ("1: 2\n", ("a key must be a name, got 1",), 1),
@@ -75,12 +75,12 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "duplicate section": ("model:\n  dim: 8\nmodel:\n  dim: 8\n", ("the key 'model' appears twice, in lines 1 and 3",), 3),
     "both names of a setting": (
         "generation:\n  max_new_tokens: 6\n  max_generations: 5\n",
-        ("generation.max_generations is another name of generation.max_new_tokens: give one of them",),
+        ("generation.max_generations is an alias of generation.max_new_tokens: give one of them",),
         3,
     ),
     "both names across sections": (
         "logging:\n  eval_iters: 5\ntraining:\n  eval_every: 6\n",
-        ("logging.eval_iters is another name of training.eval_every",),
+        ("logging.eval_iters is an alias of training.eval_every",),
         2,
     ),
     "width and heads": ("model:\n  dim: 65\n", ("model.dim must be a multiple of model.n_heads", "got 65 and 8"), 2),
@@ -97,7 +97,7 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "tokenizer without file": ("tokenizer:\n  tokenizer_type: file\n", ("tokenizer.tokenizer_path must be given",), None),
     "two names of the corpus": (
         "data:\n  path: a\n  dataset_name: b\n",
-        ("data.dataset_name is another name of data.path: give one of them",),
+        ("data.dataset_name is an alias of data.path: give one of them",),
         3,
     ),
     "empty stop string": ("generation:\n  stop: ['']\n", ("generation.stop must not hold an empty string",), 2),
@@ -138,10 +138,10 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
     "null": ("null\n", ("is empty: a config needs at least one section",), None),
     "list": ("- a\n- b\n", ("must hold sections (model, moe,", "got ['a', 'b']"), None),
     "text": ("hello\n", ("must hold sections (model, moe,", "got 'hello'"), None),
-    "not UTF-8": (b"training:\n  # caf\xe9\n", ("must be UTF-8 text, got the byte 0xe9 in line 2",), None),
-    "UTF-16": ("training:\n".encode("utf-16"), ("must be UTF-8 text, got the byte 0xff in line 1",), None),
-    "too large": (b"#" * ((1 << 20) + 1), ("is larger than 1048576 bytes: not a config file",), None),
-    "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ("must be UTF-8 text",), None),
+    "not UTF-8": (b"training:\n  # caf\xe9\n", ("is not UTF-8 text: the byte 0xe9 in line 2",), None),
+    "UTF-16": ("training:\n".encode("utf-16"), ("is not UTF-8 text: the byte 0xff in line 1",), None),
+    "too large": (b"#" * ((1 << 20) + 1), ("is larger than 1 MiB",), None),
+    "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ("is not UTF-8 text",), None),
 }
 
 
@@ -172,13 +172,13 @@ def test_a_bad_file_is_one_sentence(tmp_path, name, capfd):
 
 
 def test_paths_that_are_no_file(tmp_path):
-    assert sentence(tmp_path) == f"{tmp_path} is a directory: name the config file in it"
+    assert sentence(tmp_path) == f"no config file at {tmp_path}: it is a directory"
     assert sentence(tmp_path / "no.yaml") == f"no config file at {tmp_path / 'no.yaml'}"
     os.mkfifo(tmp_path / "pipe")
     assert sentence(tmp_path / "pipe") == f"no config file at {tmp_path / 'pipe'}"
     (tmp_path / "loop").symlink_to("loop")
     assert sentence(tmp_path / "loop") == f"no config file at {tmp_path / 'loop'}"
-    with pytest.raises(UserError, match=r"no config file at|cannot be the name of a config file"):
+    with pytest.raises(UserError, match="no config file at"):
         load_config("a\0b")
 
 

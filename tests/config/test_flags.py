@@ -100,7 +100,7 @@ def test_no_flag_changes_nothing():
         ("--log_file a/b", "logging.log_file must be a file name of letters, digits, - and _ and ., got 'a/b' (command line)"),
         (
             "--max_generations 5 --max_new_tokens 6",
-            "generation.max_generations is another name of generation.max_new_tokens: give one of them (command line)",
+            "generation.max_generations is an alias of generation.max_new_tokens: give one of them (command line)",
         ),
         ("--kv_heads 3", "model.kv_heads must divide model.n_heads, got 3 and 8 (command line)"),
         ("--sample_prompt \udcff", "training.sample_prompt must be valid Unicode text, got '\\udcff' (command line)"),

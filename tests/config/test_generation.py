@@ -66,7 +66,7 @@ REFUSED = {
         {"dynatemp_low": 2, "dynatemp_high": 1.5},
         "dynatemp_low must be at most generation.dynatemp_high, got 2",
     ),
-    "two temperatures": ({"temperature": 0.5, "dynatemp_high": 2}, "both set the temperature: leave temperature at 1, got 0.5"),
+    "two temperatures": ({"temperature": 0.5, "dynatemp_high": 2}, "must be 1 where generation.dynatemp_high sets it, got 0.5"),
     "a slope without a range": (
         {"repetition_penalty": 1.2, "repetition_slope": 1},
         "generation.repetition_slope has no effect while generation.repetition_range is 0",
@@ -247,7 +247,7 @@ def test_values_laid_over_a_section():
     """Another name of a key, an order of names over a Kobold preset, and a key that is no text."""
     base = section(mirostat=2, mirostat_tau=3.0)
     assert laid(base, {"mirostat": 0, "max_generations": 7}) == section(max_new_tokens=7)
-    with pytest.raises(UserError, match="another name of"):
+    with pytest.raises(UserError, match="an alias of"):
         laid(base, {"max_generations": 7, "max_new_tokens": 7})
     kobold = section(preset="kobold", sampler_order=[5, 4, 3, 2, 1, 0], top_k=9)
     assert laid(kobold, {"sampler_order": ["top_k"]}) == section(sampler_order=["top_k"], top_k=9)

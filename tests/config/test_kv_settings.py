@@ -69,7 +69,7 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
     [
         (
             {"budget": 0.2, "budget_tokens": 64},
-            "kv.budget and kv.budget_tokens both say how many slots are kept: give one of them, got 0.2 and 64",
+            "kv.budget and kv.budget_tokens exclude each other: give one, got 0.2 and 64",
         ),
         *(
             (
@@ -203,7 +203,7 @@ def test_the_other_sections_stay():
         ({}, {"kv_policy": "tova"}, f"kv.policy {OFF}"),
         ({"budget": 0.2}, {"kv_budget": None, "kv_policy": "tova"}, f"kv.policy {OFF}"),
         ({"budget": 0.2, "policy": "tova"}, {"kv_pool": 5}, "kv.pool has no effect while kv.policy is tova"),
-        ({"budget": 0.2}, {"kv_budget": 0.1, "kv_budget_tokens": 9}, "kv.budget and kv.budget_tokens both say"),
+        ({"budget": 0.2}, {"kv_budget": 0.1, "kv_budget_tokens": 9}, "kv.budget and kv.budget_tokens exclude each other"),
         ({}, {"use_cache": False, "kv_budget": 0.2}, "kv.budget has no effect while generation.use_cache is false"),
         ({}, {"kv_budget": 2}, "kv.budget must be a number in (0, 1], or null, got 2"),
         ({}, {"kv_budgets": 0.2}, "unknown key kv_budgets, did you mean kv_budget?"),

@@ -94,7 +94,7 @@ def load_sweep_base(name):
         ("grid: {training.muon_lr: [0.1]}", r"training.muon_lr has no effect while .*adamw.* \(.*trial_001\)"),
         ("grid: {training.lr: [0.1]}\ntrials: 3", r"trials has no effect with grid.* \(.*line 3\)"),
         ("random: {training.lr: [0.1]}", "trials must be an integer in .1, 10000. with random, got null"),
-        ("random: {training.lr: {min: 1}}\ntrials: 1", "training.lr must have min < max, got 1 and null"),
+        ("random: {training.lr: {min: 1}}\ntrials: 1", "training.lr must have min < max, got 1, null"),
         ("random: {training.lr: {min: 0, max: 1, log: true}}\ntrials: 1", "min of training.lr must be > 0 with log: true"),
         ("random: {training.lr: {low: 1}}\ntrials: 1", "training.lr may have min, max and log, got low"),
         ("random: {training.optimizer: {min: 0, max: 1}}\ntrials: 1", "training.optimizer is no number: give a list"),

@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
         other.write_text(json.dumps(measured[1] | {key: "0" * 64}), encoding="utf-8")
         assert f"was measured on {what}" in sentence(run_path, from_results=other)
     assert sentence(run_path, output=tmp_path) == f"cannot write {tmp_path}: what is there is no file"
-    assert "cannot read the calibration" in sentence(run_path, from_results=tmp_path / "none.json")
+    assert "no calibration at" in sentence(run_path, from_results=tmp_path / "none.json")
     for more in ({"data_path": "x.txt"}, {"loss": False}):
         assert "from_results measures nothing" in sentence(run_path, from_results=SAMPLE, **more)
     assert not open_run(run_path).kv.exists()
@@ -372,7 +372,7 @@ def test_the_command_prints_lines_and_draws(run_path, capsys, tmp_path, monkeypa
         (["--tokens", 9], "--tokens"),
         (["--from_results", SAMPLE, "--sequences", 3], "--sequences"),
         (["--plot", "a.jpg"], "--plot must name a .png file"),
-        (["--from_results", "none.json"], "cannot read the calibration none.json"),
+        (["--from_results", "none.json"], "no calibration at none.json"),
         (["--output", "none/a.json"], "cannot write none/a.json: there is no directory none"),
     ],
 )

@@ -108,12 +108,12 @@ def test_a_signal_that_was_not_measured_names_the_command(path):
     found = load_kv_calibration(SAMPLE, CONFIG, None)
     for name in ("coverage", "loss"):
         told = sentence(found.signal, name)
-        again = "run `dantinox calibrate --run_dir RUN --what kv` again, or choose another kv.signal"
+        again = "run `dantinox calibrate --run_dir RUN --what kv` again, or set another kv.signal"
         assert told == f"the calibration {SAMPLE} holds no {name}: {again}"
     changed(path, lambda tree: tree.pop("coverage"))
     told = sentence(load_kv_calibration(path, CONFIG, None).signal, "coverage")
     assert told.endswith(
-        f"holds no coverage: run `dantinox calibrate --run_dir {path.parent} --what kv` again, or choose another kv.signal"
+        f"holds no coverage: run `dantinox calibrate --run_dir {path.parent} --what kv` again, or set another kv.signal"
     )
 
 
@@ -199,7 +199,8 @@ def test_null_is_what_was_not_measured(path):
 def test_what_is_no_calibration_is_one_sentence(path, content):
     path.write_bytes(content)
     told = sentence(load_kv_calibration, path, CONFIG, None)
-    assert "is no good (" in told and "--what kv` again" in told and len(told) < 700
+    assert ("is no good (" in told and "--what kv` again" in told) or "is not UTF-8 text" in told
+    assert len(told) < 700
 
 
 def test_a_huge_file_is_not_read(path, monkeypatch):
@@ -210,8 +211,8 @@ def test_a_huge_file_is_not_read(path, monkeypatch):
 
 
 def test_a_file_that_cannot_be_read_or_written_is_one_sentence(tmp_path):
-    assert "cannot read the calibration" in sentence(load_kv_calibration, tmp_path / "none.json", CONFIG, None)
-    assert "Is a directory" in sentence(load_kv_calibration, tmp_path, CONFIG, None)
+    assert "no calibration at" in sentence(load_kv_calibration, tmp_path / "none.json", CONFIG, None)
+    assert "it is a directory" in sentence(load_kv_calibration, tmp_path, CONFIG, None)
     assert "cannot write" in sentence(save_kv_calibration, tmp_path, record())
     with pytest.raises(ValueError):
         save_kv_calibration(tmp_path / "a.json", record() | {"tokens": float("nan")})

@@ -129,7 +129,7 @@ def test_a_huge_calibration_is_not_read(calibrated, monkeypatch):
 def test_a_calibration_that_cannot_be_read_or_written_is_one_sentence(calibrated):
     calibrated.router.unlink()
     calibrated.router.mkdir()
-    assert "cannot read" in sentence(load_router_calibration, calibrated)
+    assert "no calibration at" in sentence(load_router_calibration, calibrated)
     assert "cannot write" in sentence(save_router_calibration, calibrated, {})
     with pytest.raises(ValueError):
         save_router_calibration(calibrated, {"tokens": float("nan")})

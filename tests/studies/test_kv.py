@@ -487,7 +487,7 @@ def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
         ({"tokens": 31}, "--tokens, and the model's context, must be at least 32, got 31"),
         ({"sequences": 5}, "--sequences must be at least 6, got 5"),
         ({"methods": ["uniform"], "sequences": 9999}, "9999 sequences are needed"),
-        ({"methods": ["uniform"], "kv_calibration": "nowhere.json"}, "cannot read the calibration nowhere.json"),
+        ({"methods": ["uniform"], "kv_calibration": "nowhere.json"}, "no calibration at nowhere.json"),
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate_kv(toy, **wrong)

@@ -161,7 +161,9 @@ def test_a_template_that_changes_earlier_turns_cannot_be_trained_on():
         ChatTemplate(source, BYTES).encode_with_loss_mask([USER, SPOKEN, USER])
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(None, "no chat template at"), (b"\xff", "is not UTF-8 text, at byte 0")])
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(None, "no chat template at"), (b"\xff", "is not UTF-8 text: the byte 0xff in line 1")]
+)
 def test_bad_files_are_one_sentence(content, sentence, tmp_path):
     path = tmp_path / "chat_template.jinja"
     if content is not None:

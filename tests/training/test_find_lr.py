@@ -47,7 +47,7 @@ def test_one_rate_is_suggested_with_its_reason(monkeypatch, losses, line):
 
 
 def test_what_gives_no_answer_is_a_sentence():
-    with pytest.raises(UserError, match=r"the loss never fell, from training\.lr 0\.1 on: lower it"):
+    with pytest.raises(UserError, match=r"the loss never fell from training\.lr 0\.1: lower it"):
         read_off("training.lr", [0.1, 0.2, 0.3], [2.0, 9.0, float("nan")])
     with pytest.raises(UserError, match="--tries must be at least 10, got 3"):
         find_lr(small_config(), 3)

@@ -1,10 +1,13 @@
-"""`dantinox import | export`: their flags, what they call, what they print."""
+"""`dantinox import | export | merge-lora | verify`: their flags, what they call, what they print."""
 
 import argparse
 from pathlib import Path
 
+from dantinox.cli.common import add_run
 from dantinox.config import UserError
 from dantinox.config.flags import Parser
+
+DAMAGED = 1
 
 
 def import_flags(command: Parser) -> None:
@@ -46,3 +49,46 @@ def export(options: argparse.Namespace) -> int:
 
     print(f"{dest}: {export_checkpoint(run_dir, dest, named, options.type)}")
     return 0
+
+
+def merge_flags(command: Parser) -> None:
+    command.add_argument("source", type=Path, nargs="?", metavar="RUN", help="the run that adapters were trained in")
+    command.add_argument("--adapter", type=Path, metavar="DIR", help="or a folder of PEFT's, with adapter_config.json in it")
+    command.add_argument("--base", type=Path, metavar="RUN", help="the run that those are for")
+    command.add_argument("--run_dir", type=Path, required=True, help="the run to make: new, or empty")
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Writes a run whose weights are those of the base with what the adapters add."""
+    given = options.source, options.adapter, options.base
+    if [path is None for path in given] not in ([False, True, True], [True, False, False]):
+        raise UserError("merge-lora needs the run of the adapters, or --adapter and --base")
+    from dantinox.interop.peft import merge_adapter
+    from dantinox.run import open_run
+
+    run = merge_adapter(options.run_dir, open_run(options.source or options.base), options.adapter)
+    print(f"run directory {run.path}")
+    return 0
+
+
+def verify_flags(command: Parser) -> None:
+    add_run(command, "the run directory")
+    accept = "take settings, tokenizer, weights and tokens as they are now for what was written; checkpoints stay as they are"
+    command.add_argument("--accept", action="store_true", help=accept)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Exits with 0 where every file is what was written, else with 1."""
+    from dantinox.report.tables import human_bytes
+    from dantinox.run import RunDirectory, accept_run, verify_run
+
+    run = RunDirectory(options.run_dir)
+    if options.accept:
+        for name in accept_run(run):
+            print(f"accepted {run.path / name}")
+    found = verify_run(run)
+    for sentence in (*found.remarks, *found.damage):
+        print(sentence)
+    whole = "all as they were written" if not found.damage else f"{len(found.damage)} damaged or missing"
+    print(f"{found.files} files, {human_bytes(found.bytes)}: {whole}")
+    return DAMAGED if found.damage else 0
