@@ -313,11 +313,8 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             if getattr(a, key) != AttentionSection.model_fields[key].default:
                 yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
-            yield (
-                "attention.kv_lora_rank",
-                "needs attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false: "
-                "every head has its own keys, and the latents are normalised",
-            )
+            needed = "attention.use_rotary_pos: true, model.kv_heads: null and model.qk_norm: false"
+            yield "attention.kv_lora_rank", f"needs {needed}: heads have their own keys, and latents are normalised"
         if (a.qk_rope_head_dim or head_size // 2) % 2:
             yield "attention.qk_rope_head_dim", f"must be even, got {a.qk_rope_head_dim or head_size // 2}"
     elif a.use_rotary_pos and head_size % 2:
@@ -343,11 +340,8 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         factors = f"got {a.low_freq_factor:g} and {a.high_freq_factor:g}"
         yield "attention.low_freq_factor", f"must be less than attention.high_freq_factor, {factors}"
     if a.rope_scaling == "yarn" and (a.beta_slow >= a.beta_fast or a.rope_theta <= 1):
-        yield (
-            "attention.rope_scaling",
-            "yarn needs attention.beta_slow < attention.beta_fast and attention.rope_theta > 1, "
-            f"got {a.beta_slow:g}, {a.beta_fast:g} and {a.rope_theta:g}",
-        )
+        needed = "attention.beta_slow < attention.beta_fast and attention.rope_theta > 1"
+        yield "attention.rope_scaling", f"yarn needs {needed}, got {a.beta_slow:g}, {a.beta_fast:g} and {a.rope_theta:g}"
     if a.rope_scaling == "longrope":
         for key in ("rope_short_factors", "rope_long_factors"):
             if (count := len(getattr(a, key) or ())) != rotated // 2:

@@ -259,11 +259,9 @@ class Config(Section):
         if d.path == ():
             yield "data.path", "must name at least one file, got []"
         if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:
-            yield (
-                "logging.log_file",
-                "and logging.summary_file must differ from each other and from the run's own files "
-                f"({', '.join(RUN_FILES[:3])} and so on), got {log.log_file} and {log.summary_file}",
-            )
+            others = f"each other and from the run's own files ({', '.join(RUN_FILES[:3])} and so on)"
+            got = f"got {log.log_file} and {log.summary_file}"
+            yield "logging.log_file", f"and logging.summary_file must differ from {others}, {got}"
         if self.kv.compresses and self.attention.kv_lora_rank is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, "must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"

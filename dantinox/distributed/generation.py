@@ -24,29 +24,28 @@ from dantinox.model.parallelism import Parallelism
 
 @dataclass(frozen=True)
 class TensorParallelism(Parallelism):
-    """What a model is given whose weights stand on the axis `tensor` of a mesh, its rows on `rows`."""
+    """What a model is given whose weights stand on the axis `tensor` of a mesh."""
 
     mesh: Mesh | None = None
-    rows: tuple[str, ...] = ()
 
     def reduce_from_tp(self, x: jax.Array) -> jax.Array:
         return self.all_gather(x)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         assert self.mesh is not None
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows or None)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None)))
 
     def shard_features(self, x: jax.Array) -> jax.Array:
         """Else narrow weights, gate above up in one array, leave their parts where `down` is gathered for them."""
         assert self.mesh is not None
-        at = PartitionSpec(self.rows or None, *[None] * (x.ndim - 2), "tensor")
+        at = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, at))
 
     def shard_map_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        by_row, by_head = PartitionSpec(self.rows or None), PartitionSpec(self.rows or None, None, "tensor")
+        everywhere, by_head = PartitionSpec(None), PartitionSpec(None, None, "tensor")
 
         def shared(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
-            inputs = by_head, by_head, by_head, by_row, PartitionSpec("tensor")
+            inputs = by_head, by_head, by_head, everywhere, PartitionSpec("tensor")
 
             def of_own(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
                 return kernel(q, k, v, segments, window, softmax._replace(sinks_KG=sinks_KG))
@@ -129,20 +128,17 @@ def weight_places(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedShard
     return {name: NamedSharding(mesh, spec_of(name, tuple(leaf.shape), False, tensor)) for name, leaf in shapes.items()}
 
 
-def shared_over(model: Transformer, mesh: Mesh, rows: tuple[str, ...] = ()) -> Transformer:
-    """The same model with its weights on a mesh."""
+def shared_over(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put) -> Transformer:
+    """The same model with its weights on a mesh, where `put` places them by their shardings."""
     graph, state = nnx.split(model)
-    shared = nnx.merge(graph, jax.device_put(state, shardings_of(model, mesh)))
-    shared.parallelism = TensorParallelism(mesh=mesh, rows=rows)
+    shared = nnx.merge(graph, put(state, shardings_of(model, mesh)))
+    shared.parallelism = TensorParallelism(mesh=mesh)
     return shared
 
 
 def shapes_over(model: Transformer, mesh: Mesh) -> Transformer:
     """`shared_over` of a model of shapes."""
-    graph, state = nnx.split(model)
-    shared = nnx.merge(graph, placed(state, shardings_of(model, mesh)))
-    shared.parallelism = TensorParallelism(mesh=mesh)
-    return shared
+    return shared_over(model, mesh, placed)
 
 
 def place_shared(mesh: Mesh, tree: Any) -> Any:

@@ -81,14 +81,10 @@ class RunDirectory:
                 raise UserError(f"another process is working on {self.path}: wait, or use another run directory") from None
             except OSError as error:
                 raise UserError(f"cannot lock {self.path}: {error.strerror}") from None
-            self._remove_leftovers()
+            for left in (*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp")):  # of a killed `atomic_write`
+                with contextlib.suppress(OSError):
+                    left.unlink()
             yield
-
-    def _remove_leftovers(self) -> None:
-        """Removes what a killed `atomic_write` left; only the holder of the lock may."""
-        for left in (*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp")):
-            with contextlib.suppress(OSError):
-                left.unlink()
 
 
 def create_run(path: str | Path | None = None) -> RunDirectory:

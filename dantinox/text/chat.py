@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,12 +41,8 @@ CHATML = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-class _Builtin(NamedTuple):
-    source: str
-    specials: tuple[str, ...]  # that a vocabulary must have
-
-
-BUILTIN = {"plain": _Builtin(PLAIN, ("eos_token",)), "chatml": _Builtin(CHATML, ("<|im_start|>", "<|im_end|>"))}
+# Name → source, and the special tokens that a vocabulary must have.
+BUILTIN = {"plain": (PLAIN, ("eos_token",)), "chatml": (CHATML, ("<|im_start|>", "<|im_end|>"))}
 
 
 class ChatTemplate:

@@ -52,12 +52,9 @@ def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
 
 
 def _resolve(name: str) -> list[Source]:
-    if name == BUILTIN:
-        return _builtin()
-    if name == RECALL:
-        return [_recall()]
-    if name == INSTRUCTIONS:
-        return [_instructions()]
+    builtin = {BUILTIN: _builtin, RECALL: _recall, INSTRUCTIONS: _instructions}
+    if name in builtin:
+        return builtin[name]()
     if name.startswith("builtin:"):
         raise UserError(f"unknown corpus {name}, did you mean {BUILTIN}, {RECALL} or {INSTRUCTIONS}?")
     path = Path(os.path.expanduser(name))
@@ -143,15 +140,15 @@ def _builtin() -> list[Source]:
     return chosen
 
 
-def _recall() -> Source:
+def _recall() -> list[Source]:
     """The texts of `builtin:python` with tasks between them: records, made once and held in memory (12 MB)."""
     texts = (source.path.read_text(encoding="utf-8") for source in _builtin())
-    return Source(Path(RECALL), records=True, named=False, content=b"".join(with_tasks(t for t in texts if t.strip())))
+    return [Source(Path(RECALL), records=True, named=False, content=b"".join(with_tasks(t for t in texts if t.strip())))]
 
 
-def _instructions() -> Source:
+def _instructions() -> list[Source]:
     """Conversations about the functions in the modules of `builtin:python`: records, made once and held in memory."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = ((".".join(source.path.relative_to(root).with_suffix("").parts), source.path) for source in _builtin())
     modules = ((name.removesuffix(".__init__"), path.read_text(encoding="utf-8")) for name, path in names)
-    return Source(Path(INSTRUCTIONS), records=True, named=False, content=b"".join(instructions(modules)))
+    return [Source(Path(INSTRUCTIONS), records=True, named=False, content=b"".join(instructions(modules)))]

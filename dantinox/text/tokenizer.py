@@ -70,7 +70,12 @@ class Tokenizer:
         )
         self.vocab_size = size_of(self.core)
         self.roles = dict(roles or {})
-        self._take_roles()
+        for role in ROLES:
+            if role in self.roles:
+                setattr(self, role.replace("token", "id"), self.id_of(self.roles[role]))
+        stops = [self.id_of(token) for token in self.roles.get("stop_tokens", [])]
+        self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
+        self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
         self._decoder: dict[str, Any] | None = tree["decoder"]
         self.kind: Kind = _kind_of(tree, len(self.special_ids))
         if self.kind == "char":
@@ -84,16 +89,7 @@ class Tokenizer:
           UserError: it cannot be read, or is no tokenizer.
         """
         content, config = read_text(path, MAX_FILE_BYTES, "the tokenizer file"), Path(path).with_name(TOKENIZER_CONFIG)
-        return cls(content, str(path), read_roles(config))
-
-    def _take_roles(self) -> None:
-        """Lets the tokens be what `roles` says."""
-        for role in ROLES:
-            if role in self.roles:
-                setattr(self, role.replace("token", "id"), self.id_of(self.roles[role]))
-        stops = [self.id_of(token) for token in self.roles.get("stop_tokens", [])]
-        self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
-        self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
+        return cls(content, str(path), read_json(config, MAX_FILE_BYTES) if config.is_file() else None)
 
     def id_of(self, token: Any) -> int | None:
         """The id of a token by its name, or by the object in which transformers keeps it; None where there is no such token."""
@@ -236,11 +232,6 @@ class Tokenizer:
         out[fallen] = self._byte_base + np.frombuffer(data, np.uint8).astype(np.int32)
         out[~fallen] = ids[~unknown]
         return out
-
-
-def read_roles(path: Path) -> dict[str, Any]:
-    """The content of a `tokenizer_config.json`; nothing where there is none. Errors are those of `read_json`."""
-    return read_json(path, MAX_FILE_BYTES) if path.is_file() else {}
 
 
 def _parse(content: str, name: str) -> tuple[dict[str, Any], Core]:

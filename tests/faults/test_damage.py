@@ -180,7 +180,7 @@ def test_tokens_are_those_the_run_began_with(copied):
         size = corpus.tell()
         corpus.write("nel mezzo del cammin\n")
     try:
-        with pytest.raises(UserError, match="its corpus has changed since the run began: put one of them back"):
+        with pytest.raises(UserError, match="its corpus has changed since: restore one of them"):
             launch(settings, run.path, resume=True)
         assert not run.data.exists()
     finally:
