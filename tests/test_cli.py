@@ -368,7 +368,7 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--greedy", "maybe"], ["generation.greedy", "true or false", "'maybe'"]),
         (["--weights", "int3"], ["generation.weights", "int8"]),
         (["--stop", ""], ["generation.stop"]),
-        (["--max_new_tokens", "3", "--max_generations", "4"], ["max_generations", "another name"]),
+        (["--max_new_tokens", "3", "--max_generations", "4"], ["max_generations", "an alias"]),
         (["--no_cache", "--use_cache", "true"], ["--no_cache", "contradict"]),
         (["--no_cache", "--kv_budget", "0.5"], ["kv.budget has no effect", "generation.use_cache is false"]),
         (["--kv_budget", "0"], ["kv.budget must be a number in (0, 1]", "got 0"]),

@@ -59,14 +59,16 @@ def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
     """What a file holds, checked; `again` says in errors how to make another."""
     try:
         found = kind.model_validate_json(read_text(path, limit, "the calibration"))
-        if problem := damage_if_named(path):
-            raise UserError(f"the calibration {problem}: {again}")
-        return found
+    except UserError as error:
+        raise UserError(f"{error}: {again}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = on_one_line(": ".join(map(str, first["loc"])))
         wrong = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
         raise UserError(f"the calibration {path} {wrong}: {again}") from None
+    if problem := damage_if_named(path):
+        raise UserError(f"the calibration {problem}: {again}")
+    return found
 
 
 class _Method(Section):
