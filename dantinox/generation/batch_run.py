@@ -53,6 +53,7 @@ class BatchRun:
         configs = [request.config for request in requests for _ in range(n)]
         for request in requests:
             model.check_ids(request.ids)
+        kv, calibration = model.kv(first.config)
         params = model.params(
             configs, [*range(n)] * len(requests), score_fn=first.score_fn, show_candidates=first.show_candidates
         )
@@ -63,7 +64,6 @@ class BatchRun:
         for row, request in zip(prompt_PT, requests, strict=True):
             row[: len(request.ids)] = request.ids
         stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
-        kv, calibration = model.kv(first.config)
         self.batch = StaticBatch(
             model.prepared(section, head_order(model.model.config, kv, calibration)),
             prompt_PT,
