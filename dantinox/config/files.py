@@ -134,7 +134,7 @@ def find_config(name: str | Path) -> Path:
     return path
 
 
-def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
     """Reads a YAML file, or the package's own config of that name, and lays `overrides` (dotted path → value) over it.
 
     Raises:
@@ -148,7 +148,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 
 def build_config(
     tree: dict[str, Any],
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     where: dict[str, str] | None = None,
     source: str = "",
     origin: str = "command line",
@@ -172,7 +172,7 @@ def build_config(
 
 
 def merge(
-    tree: dict[str, Any], overrides: dict[str, Any], where: dict[str, str], source: str, origin: str
+    tree: dict[str, Any], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
 ) -> tuple[Config, dict[str, str]]:
     """`build_config`, with the settings to be reported: dotted path → while what is so they have no effect."""
     where, written = dict(where), dict[str, Any]()
@@ -336,8 +336,8 @@ def _place(key: str, where: Mapping[str, str], source: str) -> str:
     return f" ({place})" if place else ""
 
 
-def _resolve_aliases(flat: dict[str, Any], where: dict[str, str], source: str) -> dict[str, Any]:
-    flat = dict(flat)
+def _resolve_aliases(given: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:
+    flat = dict[str, Any](given)
     for old, new in ALIASES.items():
         if old not in flat:
             continue

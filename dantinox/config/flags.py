@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         self.flags: list[str] = []  # those added so far, without the groups'
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         self.flags += names
         return super().add_argument(*names, **options)
 

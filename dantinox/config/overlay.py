@@ -25,7 +25,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {name: values[key] for name, key in KEYS.items()}
 
 
-def overlay(base: Config, given: Mapping[str, Any], origin: str = "", under: Mapping[str, Any] | None = None) -> Config:
+def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: Mapping[str, object] | None = None) -> Config:
     """A config with the settings of a request laid over its `generation`, `router` and `kv` sections.
 
     What the request leaves without effect is reported in one line and not part of the outcome. Another preset takes the place
@@ -57,7 +57,7 @@ def overlay(base: Config, given: Mapping[str, Any], origin: str = "", under: Map
     return base.model_copy(update={name: getattr(merged, name) for name in REQUEST})
 
 
-def _without_superseded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
     """The settings below a request, without those whose place it takes."""
     order = given.get("sampler_order")
     gone = {SUPERSEDES.get(name) for name in given}
@@ -68,7 +68,7 @@ def _without_superseded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dic
     return {name: value for name, value in own.items() if name not in gone or name in given}
 
 
-def _with_bases(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, Any]:
     """A request's settings, numbers that equal the chain's default as the router's base values."""
     if given.get("strategy", own.get("strategy")) != "entropy":
         return dict(given)

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 
-class RequestSettings(TypedDict, total=False):
-    """Keys of the sections `generation`, `router` and (as `kv_…`) `kv`."""
+class SamplingSettings(TypedDict, total=False):
+    """Keys of the sections `generation`, `router` and (as `kv_…`) `kv`, without `max_new_tokens`."""
 
-    max_new_tokens: int
     seed: int | None
     stop: Sequence[str]
     keep_stop: bool
@@ -131,3 +130,9 @@ class RequestSettings(TypedDict, total=False):
     kv_scale_max: float
     kv_grouping: Literal["max", "mean", "min"]
     kv_calibration: str | None
+
+
+class RequestSettings(SamplingSettings, total=False):
+    """Keys of the sections `generation`, `router` and (as `kv_…`) `kv`."""
+
+    max_new_tokens: int

@@ -169,7 +169,7 @@ class Layout:
         None where the first device at hand has everything.
         """
         if self.mesh is None:
-            return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)  # type: ignore[arg-type]
+            return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)
         shapes = self.shapes
 
         def place(path: Any, leaf: Any) -> NamedSharding:

@@ -149,20 +149,23 @@ def allocate(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: i
 
 
 def _floors(caps: np.ndarray, floor: int) -> np.ndarray:
-    return np.minimum(-(-floor // UNIT) * UNIT, caps)
+    floors: np.ndarray = np.minimum(-(-floor // UNIT) * UNIT, caps)
+    return floors
 
 
 def _in_units(shares_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray) -> np.ndarray:
     """The nearest whole units, but a cap exactly where it is reached."""
     units_LK = np.floor(shares_LK / UNIT + 0.5).astype(np.int64) * UNIT
-    return np.where(shares_LK >= caps_L1, caps_L1, np.clip(units_LK, floors_L1, caps_L1))
+    exact_LK: np.ndarray = np.where(shares_LK >= caps_L1, caps_L1, np.clip(units_LK, floors_L1, caps_L1))
+    return exact_LK
 
 
 def _totals(wishes_LK: np.ndarray) -> np.ndarray:
     """The padded total of a layer for every way to cut it, `[L, K]`: h heads in the first group, or all in one for h = 0."""
     K = wishes_LK.shape[-1]
     heads_K = np.arange(K)
-    return heads_K * wishes_LK[..., :1] + (K - heads_K) * wishes_LK
+    totals_LK: np.ndarray = heads_K * wishes_LK[..., :1] + (K - heads_K) * wishes_LK
+    return totals_LK
 
 
 def _cut(wishes_K: np.ndarray) -> Layer:
@@ -190,7 +193,8 @@ def _slots(layer: Layer) -> np.ndarray:
 
 def _lack(shares_K: np.ndarray, slots_XK: np.ndarray) -> np.ndarray:
     """How much slots fall short of the shares; too many do no harm."""
-    return (np.maximum(shares_K - slots_XK, 0) ** 2).sum(axis=-1)
+    lack_X: np.ndarray = (np.maximum(shares_K - slots_XK, 0) ** 2).sum(axis=-1)
+    return lack_X
 
 
 def _give_rest(layers: list[Layer], shares_LK: np.ndarray, floors_L: list[int], caps_L: list[int], total: int) -> None:

@@ -29,7 +29,7 @@ class Template(Protocol):
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
         """The conversation; with a generation prompt up to where the assistant is to begin."""
 
 
@@ -44,10 +44,10 @@ class PlainText:
     def __init__(self, run: LoadedModel):
         self._run = run
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
         text = ""
         for message in messages:
-            text += "\n" * (message["role"] == "user" and text != "" and not text.endswith("\n")) + message["content"]
+            text += "\n" * (message["role"] == "user" and text != "" and not text.endswith("\n")) + str(message["content"])
         return self._run.prompt_ids(text)
 
 
@@ -63,7 +63,7 @@ class Chat:
       completes: whether the model has no template, and continues a plain text.
     """
 
-    def __init__(self, run: LoadedModel, template: Template | None = None, given: Mapping[str, Any] | None = None):
+    def __init__(self, run: LoadedModel, template: Template | None = None, given: Mapping[str, object] | None = None):
         """Begins a conversation.
 
         Args:
@@ -82,7 +82,7 @@ class Chat:
 
     # --- settings
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: object) -> None:
         """Changes a setting of `generation`, `router` or `kv`.
 
         One that was changed before and is now without effect is left out, which a warning says.

@@ -70,7 +70,7 @@ _compiled: Any = partial(
 )
 
 
-@_compiled
+@_compiled  # type: ignore[untyped-decorator]
 def _generate_toks(
     model: Transformer | Split,
     cache: KVCache | None,

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
 
-from dantinox.config import Config, KVSection, UserError, overlay
+from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
+from dantinox.config.request_settings import SamplingSettings
 from dantinox.files import shown
 from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.loaded_model import LoadedModel
@@ -24,12 +25,46 @@ DEFAULTS = Config().generation
 REFUSED = ("stop", "keep_stop", "weights", "products", "tensor_parallel")
 
 
+Ids = jax.Array | np.ndarray | Sequence[Sequence[int]]
+
+
+class GenerateIdsOptions(SamplingSettings, total=False):
+    """The keyword arguments of `generate` besides `max_new_tokens` and `return_info`."""
+
+    max_generations: int
+    prompt_lengths: jax.Array | np.ndarray | Sequence[int] | None
+    eos_ids: Sequence[int]
+    pad_id: int
+    logprobs: int | None
+    score_fn: ScoreFn | None
+    show_candidates: bool
+    router_calibration: str | Path | Mapping[str, float] | None
+
+
+@overload
 def generate(
     model: Transformer,
-    input_ids: Any,
+    input_ids: Ids,
+    max_new_tokens: int = ...,
+    *,
+    return_info: Literal[False] = ...,
+    **options: Unpack[GenerateIdsOptions],
+) -> np.ndarray: ...
+@overload
+def generate(
+    model: Transformer,
+    input_ids: Ids,
+    max_new_tokens: int = ...,
+    *,
+    return_info: Literal[True],
+    **options: Unpack[GenerateIdsOptions],
+) -> tuple[np.ndarray, dict[str, object]]: ...
+def generate(
+    model: Transformer,
+    input_ids: Ids,
     max_new_tokens: int = DEFAULTS.max_new_tokens,
     *,
-    prompt_lengths: Any = None,
+    prompt_lengths: jax.Array | np.ndarray | Sequence[int] | None = None,
     eos_ids: Sequence[int] = (),
     pad_id: int = 0,
     logprobs: int | None = None,
@@ -37,8 +72,8 @@ def generate(
     score_fn: ScoreFn | None = None,
     show_candidates: bool = False,
     router_calibration: str | Path | Mapping[str, float] | None = None,
-    **settings: Any,
-) -> Any:
+    **settings: object,
+) -> np.ndarray | tuple[np.ndarray, dict[str, object]]:
     """Continues token sequences.
 
     Args:
@@ -64,7 +99,7 @@ def generate(
       UserError: ids outside the vocabulary, an empty or overlong prompt, a parameter out of range.
     """
     use_compilation_cache()
-    max_new_tokens = settings.pop("max_generations", max_new_tokens)
+    new_tokens = settings.pop("max_generations", max_new_tokens)
     prompts, T = _prompts(input_ids, prompt_lengths)
     for name in REFUSED:
         if name in settings:
@@ -72,7 +107,7 @@ def generate(
     if show_candidates and not return_info:
         raise UserError("show_candidates reports with each token: give logprobs and return_info too")
     eos = [] if len(np.atleast_1d(eos_ids)) == 0 else _integers("eos_ids", eos_ids).tolist()
-    config = overlay(Config(), {"max_new_tokens": max_new_tokens, **settings})
+    config = overlay(Config(), {"max_new_tokens": new_tokens, **settings})
     ids_model = _IdsModel(config, model, eos, router_calibration, "kv_signal" in settings)
     report: dict[str, Any] = {
         "logprobs": logprobs if return_info else None,
@@ -157,7 +192,7 @@ class _IdsModel(LoadedModel):
         remedy = "name the file of what was measured on them by kv_calibration, or give kv_signal uniform"
         return measured_or_uniform(kv, None, remedy), None
 
-    def prepared(self, generation: Any, order: HeadOrder | None = None) -> Transformer:
+    def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
         return with_head_order(self.model, order)
 
 
@@ -166,9 +201,10 @@ def _stacked(steps: Sequence[StepInfo | None]) -> StepInfo | None:
     if any(one is None for one in steps):
         return None
     width = max(len(one.logprob) for one in steps if one is not None)
-    return jax.tree.map(
+    stacked: StepInfo = jax.tree.map(
         lambda *rows: np.stack([np.pad(x, [(0, width - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in rows]), *steps
     )
+    return stacked
 
 
 def _integers(name: str, given: Any) -> np.ndarray:

@@ -79,7 +79,8 @@ class NarrowLinear(nnx.Module):
         if self.scale is not None:
             weights_OI = weights_OI * self.scale[...][:, None]
         kernel = jax.lax.optimization_barrier(weights_OI.T).reshape(*self.shape_in, *self.shape_out)
-        return _with_kernel(self, kernel)
+        plain: Linear = _with_kernel(self, kernel)
+        return plain
 
 
 class NarrowExperts(nnx.Module):
@@ -115,7 +116,9 @@ class NarrowExperts(nnx.Module):
         if self.scale is not None:
             weights_EOI = weights_EOI * self.scale[...][:, :, None]
         E, _, I = weights_EOI.shape  # noqa: E741
-        return _with_kernel(self, jax.lax.optimization_barrier(weights_EOI.swapaxes(1, 2)).reshape(E, I, *self.shape_out))
+        kernel = jax.lax.optimization_barrier(weights_EOI.swapaxes(1, 2)).reshape(E, I, *self.shape_out)
+        plain: ExpertLinear = _with_kernel(self, kernel)
+        return plain
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])

@@ -6,7 +6,7 @@ Prompts are read in parts of a fixed length, each part by the same program, so t
 is bit for bit what would be read again.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
@@ -133,9 +133,9 @@ class SlotBatch(RunningBatch):
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._loaded, self._config = context, model, config
         self._model = split(model.prepared(config.generation, head_order(self._architecture, kv, calibration)))
-        self._make_cache = lambda rows: jax.jit(make_cache, static_argnums=range(6))(
-            self._architecture, rows, *plan, platform_of(self._architecture.platform).parted_cache
-        )
+        segmented = platform_of(self._architecture.platform).parted_cache
+        compiled = jax.jit(make_cache, static_argnums=range(6))
+        self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
         self.cache: KVCache = self._make_cache(self.count)
         # Only a compressed cache keeps what a new request must not see.
         self._fresh: KVCache | None = self._make_cache(1) if self.cache.compressed else None
@@ -220,7 +220,8 @@ class SlotBatch(RunningBatch):
         tokens_1S = np.zeros((1, self.context), np.int32)
         state = _init_row(row, tokens_1S, jnp.int32(1), jnp.int32(0), ends_1E, vocab_size=V)
         idle = replace(row, on=jax.tree.map(jnp.zeros_like, row.on)), replace(state, done_B=jnp.ones(1, bool))
-        return jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
+        rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
+        return rows
 
     def row_params(self, config: Config) -> RowParams:
         """How a request with these settings is decoded; from any thread.
@@ -343,7 +344,7 @@ class SlotBatch(RunningBatch):
     def reset(self) -> None:
         """Empties all slots after a failed program, which may have consumed the cache."""
         self.cache = self._make_cache(self.count)
-        self._rows = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
+        self._rows = [_SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
         for program, (params, state) in [*self._states.items()]:
             self._states[program] = params, replace(state, done_B=jnp.ones(self.count, bool))
@@ -441,9 +442,10 @@ def _prefill_part(
 @partial(jax.jit, donate_argnames=("cache",))
 def _copy_slot(cache: KVCache, source: jax.Array, to: jax.Array) -> KVCache:
     """The cache with what one slot holds in another too."""
-    return jax.tree.map(
+    copied: KVCache = jax.tree.map(
         lambda x: jax.lax.dynamic_update_slice_in_dim(x, jax.lax.dynamic_slice_in_dim(x, source, 1), to, 0), cache
     )
+    return copied
 
 
 def _put_row(rows: Any, row: Any, slot: jax.Array) -> Any:

@@ -53,7 +53,8 @@ def clamp_to_context(lengths_B: np.ndarray, wanted_B: np.ndarray, max_context: i
             f"{lengths_B[row]}: {cut} fewer than asked for",
             stacklevel=3,
         )
-    return np.minimum(wanted_B, room_B)
+    limits_B: np.ndarray = np.minimum(wanted_B, room_B)
+    return limits_B
 
 
 class Chunk(NamedTuple):

@@ -89,7 +89,7 @@ def _own(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
     kind = i.opcode.removesuffix("-start")
     if kind not in SENT or (n := _group(i.attributes, devices)) == 1:
         return Work()
-    return Work(count=Counter({kind: 1}), sent=Counter({kind: SENT[kind](sum(map(_bytes, operands)), n)}))  # type: ignore[dict-item]
+    return Work(count=Counter({kind: 1}), sent=Counter({kind: SENT[kind](sum(map(_bytes, operands)), n)}))
 
 
 def _contracted(i: Instruction, operands: list[str]) -> int:

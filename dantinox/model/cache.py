@@ -60,7 +60,7 @@ class Ring:
         if positions_BT.shape[1] == 1:
             store, held_B1S = after.store, self._held(positions_BT[:, 0])
         else:
-            store = self.store.join(type(self.store).of(k_BTKH, v_BTKH, self.store.dtype))  # type: ignore[arg-type]
+            store = self.store.join(type(self.store).of(k_BTKH, v_BTKH, self.store.dtype))
             held_B1S = jnp.concatenate([self._held(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
         out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
@@ -72,7 +72,7 @@ class Ring:
             return Ring(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
         wanted_B1S, first_B11 = self._held(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
         new = type(self.store).of(k_BTKH, v_BTKH, self.store.dtype).take(jnp.clip(wanted_B1S - first_B11, 0))
-        return Ring(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))  # type: ignore[arg-type]
+        return Ring(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))
 
     def _held(self, last_B: jax.Array) -> jax.Array:
         """The position in each slot `[B, 1, W]` once `last_B` is the newest written; negative where none is."""

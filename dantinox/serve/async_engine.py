@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from dantinox.config import Config, overlay
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
@@ -93,7 +92,7 @@ class AsyncEngine:
         context: int | None = None,
         queue: int = 64,
         name: str = "dantinox",
-        given: Mapping[str, Any] | None = None,
+        given: Mapping[str, object] | None = None,
     ):
         """Takes the memory of all slots; nothing is compiled before `start`.
 
@@ -130,7 +129,7 @@ class AsyncEngine:
         """Begins to warm up and then to decode; returns at once."""
         self._thread.start()
 
-    def settings(self, given: Mapping[str, Any]) -> Config:
+    def settings(self, given: Mapping[str, object]) -> Config:
         """The server's settings with these over them, one sample if they name none.
 
         Raises:
@@ -138,14 +137,14 @@ class AsyncEngine:
         """
         seed = given.get("seed")
         apart = type(seed) is int and 0 <= seed < 2**32  # the one setting that differs in every request
-        rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "seed" or not apart}
+        rest: Mapping[str, object] = {name: value for name, value in given.items() if name != "seed" or not apart}
         key = CacheKey(rest, rest)
         config: Config = self._overlaid(key) if len(key.text) <= LONGEST_REMEMBERED else self._laid_over(key)
         if not apart:
             return config
         return config.model_copy(update={"generation": config.generation.model_copy(update={"seed": seed})})
 
-    def _laid_over(self, given: CacheKey[Mapping[str, Any]]) -> Config:
+    def _laid_over(self, given: CacheKey[Mapping[str, object]]) -> Config:
         config = overlay(self._config, given.value)
         self._batch.program_key(config)
         return config

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from dantinox.config import Config
 from dantinox.generation.loaded_model import LoadedModel
@@ -99,7 +99,7 @@ class EngineProtocol(Protocol):
     run: LoadedModel
     name: str
 
-    def settings(self, given: Mapping[str, Any]) -> Config:
+    def settings(self, given: Mapping[str, object]) -> Config:
         """The server's settings with these over them, validated, and served by this engine.
 
         Raises:

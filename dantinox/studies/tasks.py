@@ -195,7 +195,7 @@ def evaluate_tasks(
 
     model = LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress)
 
-    class Model(LM):  # type: ignore[misc]
+    class Model(LM):
         """The harness's own interface: requests hold their arguments."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

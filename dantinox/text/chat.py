@@ -146,7 +146,7 @@ class ChatTemplate:
         if isinstance(found, dict):
             words = "refuses these messages" if "refusal" in found else "cannot be rendered"
             raise UserError(f"{self.name} {words}: {next(iter(found.values()))}")
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _checked(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):
