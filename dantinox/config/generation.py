@@ -38,7 +38,9 @@ class _Request(Section):
     stop_token_ids: Tokens = field((), "tokens that end the text as the end token does: ids, or texts of one token")
     ignore_eos: bool = field(False, "go on after the end-of-text token")
     use_cache: bool = field(True, "keep keys and values between tokens; off recomputes the whole text")
-    weights: Literal["auto", "float32", "bfloat16", "int8"] = field("auto", "of the weights (auto: as the run computes)")
+    weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
+        "auto", "precision of the weights while decoding (auto: the compute dtype of the run)"
+    )
     products: Annotated[
         Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", ("bfloat16", "int8").__contains__))
     ] = field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")

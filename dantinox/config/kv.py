@@ -31,13 +31,15 @@ class KVSection(Section):
         "which tokens stay: by their attention (snapkv+ema, tova, h2o), the last ones (streaming), or any (random)",
     )
     signal: Annotated[Signal, BUDGET] = field(
-        "loss", "what decides a head's share, by `calibrate --what kv` (uniform: nothing)"
+        "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = field("auto", "of keys and values (auto: the compute dtype)")
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = field(
+        "auto", "precision of the cached keys and values (auto: the compute dtype)"
+    )
     sinks: Annotated[CountOrZero, BUDGET] = field(4, "first tokens of the text that always stay")
     recent: Annotated[Count, BUDGET] = field(16, "last tokens that always stay, at most half of a head's slots")
     window: Annotated[Count, *SNAPKV] = field(32, "snapkv+ema: last tokens of a prompt whose attention says what stays")
-    pool: Annotated[Count, *SNAPKV] = field(7, "snapkv+ema: window of the maximum over importances; odd (1: none)")
+    pool: Annotated[Count, *SNAPKV] = field(7, "snapkv+ema: window of max pooling over token importances; odd (1: no pooling)")
     decay: Annotated[Fraction | Literal["entropy"], *SNAPKV] = field(
         0.98, "snapkv+ema: factor of an importance per token (entropy: from the measured entropy of the head)"
     )

@@ -52,9 +52,11 @@ class ModelSection(Section):
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
         "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
     )
-    scan_layers: bool = field(False, "train with stacked layers in a loop, which compiles faster; files are the same")
+    scan_layers: bool = field(
+        False, "train with stacked layers in a loop, which compiles in a fraction of the time; files hold separate layers"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = field(
-        "auto", "to compute in (auto: bfloat16 on GPU and TPU); weights stay float32"
+        "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
     )
 
 
@@ -72,7 +74,9 @@ class MoESection(Section):
     score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field("softmax", "the scores of a token's experts")
     norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "the weights of a token's experts sum to 1")
     alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, the mean over layers")
-    router_z_loss: Annotated[NonNegative, EXPERTS] = field(0.0, "weight of the router's z-loss, the mean over layers")
+    router_z_loss: Annotated[NonNegative, EXPERTS] = field(
+        0.0, "weight of the router z-loss (squared log-normalizer of the scores), averaged over layers"
+    )
     bias_update_rate: Annotated[NonNegative, EXPERTS] = field(
         0.0, "balance without a loss: what a step adds to the choice of experts with few tokens (0: off)"
     )
@@ -99,7 +103,9 @@ class AttentionSection(Section):
     rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), ROTARY] = field(
         (True,), "which layers rotate queries and keys, repeated over the depth"
     )
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(1.0, "share of a head that is rotated")
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
+        1.0, "share of each head that is rotated, from its first dimension"
+    )
     rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope"], ROTARY] = field(
         "none", "lower rotary frequencies, for texts longer than those of a first training: all, the low ones, or each its way"
     )
@@ -109,7 +115,9 @@ class AttentionSection(Section):
     rope_original_context: Annotated[
         Count | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
     ] = field(None, "llama3, yarn, longrope: tokens of the texts before the scaling")
-    low_freq_factor: Annotated[Positive, LLAMA3] = field(1.0, "llama3: frequencies with fewer turns in it are divided")
+    low_freq_factor: Annotated[Positive, LLAMA3] = field(
+        1.0, "llama3: frequencies with fewer turns in the original context are divided by rope_factor"
+    )
     high_freq_factor: Annotated[Positive, LLAMA3] = field(4.0, "llama3: those that turn more often are kept")
     beta_fast: Annotated[Positive, YARN] = field(32.0, "yarn: frequencies with more turns in the original context are kept")
     beta_slow: Annotated[Positive, YARN] = field(1.0, "yarn: those that turn less often are divided")
@@ -122,7 +130,7 @@ class AttentionSection(Section):
         None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
     )
     rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
-        None, "longrope: where it is longer"
+        None, "longrope: divisors of the frequencies for contexts longer than the original one"
     )
     sliding_window: bool = field(False, "limit attention to the last context_window + 1 keys")
     context_window: Annotated[CountOrZero | None, SLIDING] = field(None, "earlier keys that a query of a sliding layer sees")

@@ -60,7 +60,9 @@ class RouterSection(Section):
 
     needs = (Needs(("generation.strategy", "entropy")),)
 
-    router_preset: Literal["guide", "calibrated"] = field("guide", "null keys are those of the entropix guide, or measured")
+    router_preset: Literal["guide", "calibrated"] = field(
+        "guide", "source of the keys that are null: the entropix guide, or measurements of this model"
+    )
     use_attention: bool = field(True, "let attention metrics adjust the numbers; off drops their terms")
     low_entropy: Threshold = field(None, "greedy: H below this (null: the preset's, guide 0.1 bits)")
     low_varentropy: Threshold = field(None, "greedy and clarify: V below this (null: the preset's, guide 0.1 bits²)")
@@ -69,7 +71,9 @@ class RouterSection(Section):
     high_varentropy: Threshold = field(None, "explore and resample: V above this (null: the preset's, guide 5.0 bits²)")
     entropy_scale: Scale | None = field(None, "divides H in the formulas (null: the preset's, guide 1)")
     varentropy_scale: Scale | None = field(None, "divides V in the formulas (null: the preset's, guide 1)")
-    temperature_min: NonNegative | None = field(None, "smallest temperature (null: the preset's, guide 0, calibrated 0.1)")
+    temperature_min: NonNegative | None = field(
+        None, "smallest temperature, greedy excepted (null: the preset's, guide 0, calibrated 0.1)"
+    )
     temperature_max: NonNegative | None = field(None, "largest temperature (null: the preset's, guide none, calibrated 2.0)")
     base_temperature: Annotated[NonNegative, Needs(("generation.temperature", 1.0))] = field(
         0.666, "T₀ where no temperature is set"
@@ -78,13 +82,13 @@ class RouterSection(Section):
     base_top_k: Annotated[Count, Needs(("generation.top_k", None))] = field(27, "k₀ of requests that set no top_k")
     base_min_p: Annotated[Fraction, Needs(("generation.min_p", 0.0))] = field(0.03, "m₀ of requests that set no min_p")
     candidates: Annotated[int, Field(ge=1, le=4096)] = field(
-        12, "adaptive: draws of which the likeliest is kept (1: a plain draw)"
+        12, "adaptive: draws of which the one likeliest under the model is kept (1: a plain draw)"
     )
     clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = field(
         None, "clarify: the token to emit, its id or a text of one token (null: sample at a higher temperature)"
     )
     clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", given))] = field(
-        32, "clarify: tokens between two of them"
+        32, "clarify: least number of tokens between two clarify tokens"
     )
     clarify_temperature_factor: Coefficient = field(1.3, "clarify: factor of T₀")
     clarify_temperature_attn_entropy: AttentionTerm = field(0.2, "clarify: what attn_entropy adds to the factor")
@@ -97,7 +101,7 @@ class RouterSection(Section):
     resample_temperature_factor: Coefficient = field(2.0, "resample: factor of T₀")
     resample_temperature_attn_varentropy: AttentionTerm = field(0.5, "resample: what attn_varentropy adds to the factor")
     resample_temperature_min: NonNegative | None = field(
-        None, "resample: its minimum (null: the preset's, guide 2, calibrated 0)"
+        None, "resample: smallest temperature (null: the preset's, guide 2.0, calibrated 0)"
     )
     resample_temperature_min_factor: NonNegative | None = field(
         None, "resample: smallest temperature, as a factor of T₀ (null: the preset's, guide 0, calibrated 1.2)"
@@ -105,7 +109,9 @@ class RouterSection(Section):
     resample_top_p_attn_entropy: AttentionTerm = field(0.2, "resample: what attn_entropy takes from p₀")
     resample_top_p_min: Fraction = field(0.5, "resample: smallest top_p")
     adaptive_temperature_uncertainty: Coefficient = field(0.3, "adaptive: what H + V adds to the factor of T₀")
-    adaptive_temperature_attn_uncertainty: AttentionTerm = field(0.2, "adaptive: what attn_entropy + attn_varentropy add to it")
+    adaptive_temperature_attn_uncertainty: AttentionTerm = field(
+        0.2, "adaptive: what attn_entropy + attn_varentropy adds to the factor of T₀"
+    )
     adaptive_temperature_agreement: AttentionTerm = field(0.2, "adaptive: what attn_agreement takes from it")
     adaptive_top_p_attn_varentropy: AttentionTerm = field(0.1, "adaptive: what attn_varentropy adds to the factor of p₀")
     adaptive_top_p_min: Fraction = field(0.1, "adaptive: smallest top_p")
@@ -117,8 +123,12 @@ class RouterSection(Section):
     adaptive_min_p_uncertainty: Coefficient = field(0.5, "adaptive: what H + V takes from the factor of m₀")
     adaptive_min_p_min: Fraction = field(0.01, "adaptive: smallest min_p")
     adaptive_min_p_max: Fraction = field(0.5, "adaptive: largest min_p")
-    score_logprob: Coefficient = field(1.0, "a candidate's score: weight of its ln p (0: the first, below: the least likely)")
-    score_entropy: Coefficient = field(0.1, "a candidate's score: weight of 1 − H; as the five below, alike for all candidates")
+    score_logprob: Coefficient = field(
+        1.0, "a candidate's score: weight of its ln p (0: the first candidate is taken, below 0: the least likely)"
+    )
+    score_entropy: Coefficient = field(
+        0.1, "a candidate's score: weight of 1 − H; like the five below, it moves all candidates of a token alike"
+    )
     score_attn_entropy: AttentionTerm = field(0.2, "a candidate's score: weight of 1 − attn_entropy")
     score_varentropy: Coefficient = field(0.3, "a candidate's score: weight of 1 − V")
     score_attn_varentropy: AttentionTerm = field(0.4, "a candidate's score: weight of 1 − attn_varentropy")

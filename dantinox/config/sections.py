@@ -83,19 +83,23 @@ class DataSection(Section):
         None, "with a list as path: how often a row of a batch is from each of its entries, relative to the others"
     )
     chat_template: Annotated[str | None, CHAT] = field(
-        None, "sft, dpo: Jinja file, plain, chatml (null: of init_from, else plain)"
+        None, "sft, dpo: a Jinja file, plain or chatml (null: that of the run init_from, else plain)"
     )
     packing: Annotated[Literal["windows", "best_fit"], Needs(("training.objective", "next_token"))] = field(
         "windows", "windows of the running text, or rows of whole documents that are cut only where they are longer"
     )
     val_path: str | None = field(None, "a separate validation text (null: the end of the corpus)")
-    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(0.1, "share kept for validation")
+    val_fraction: Annotated[float, Field(gt=0, lt=1), Needs(("data.val_path", None))] = field(
+        0.1, "share of the text held out for validation"
+    )
     text_field: Annotated[
         str,
         Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path"))),
         Needs(("training.objective", "next_token")),
     ] = field("text", "the field of a JSON Lines record that holds the text")
-    dataset_source: Literal["local", "huggingface"] = field("local", "path names files, or Hugging Face data sets (extra `hf`)")
+    dataset_source: Literal["local", "huggingface"] = field(
+        "local", "whether path names local files or Hugging Face data sets (needs the extra `hf`)"
+    )
     dataset_split: Annotated[str, HUB] = field("train", "huggingface: which part of the data set")
     dataset_config: Annotated[str | None, HUB] = field(None, "huggingface: which configuration of it (null: its default)")
     streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
@@ -128,9 +132,13 @@ class TrainingSection(Section):
     min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = field(
         0.1, "last learning rate as a share of the peak"
     )
-    warmup_steps: CountOrZero | None = field(None, "steps of linear warm-up (null: a tenth of the steps, at most 100)")
+    warmup_steps: CountOrZero | None = field(
+        None, "steps of linear warm-up from zero (null: a tenth of the steps, at most 100)"
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = field("cosine", "learning rate after warm-up")
-    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(0.2, "wsd: share of the final decay")
+    decay_fraction: Annotated[Fraction, Needs(("training.schedule", "wsd"))] = field(
+        0.2, "wsd: share of the steps spent in the final decay"
+    )
     weight_decay: NonNegative = field(0.1, "decoupled decay, on matrices only")
     beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", lambda kind: kind != "adafactor"))] = field(
         0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
@@ -149,14 +157,16 @@ class TrainingSection(Section):
     eval_tokens: Count | None = field(None, "validation tokens used per evaluation (null: all)")
     checkpoint_every: Count | None = field(None, "steps between checkpoints (null: at each evaluation)")
     sample_every: Count | None = field(None, "steps between text samples (null: none)")
-    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field("", "their prompt (empty: a newline)")
+    sample_prompt: Annotated[str, Needs(("training.sample_every", given))] = field(
+        "", "prompt of the samples (empty: a newline)"
+    )
     keep_last: Count = field(2, "latest checkpoints kept, at least two, besides the best")
     patience: Count | None = field(None, "stop after this many evaluations without a better loss")
     init_from: str | None = field(None, "run directory whose weights to start from")
     nan_policy: Literal["stop", "skip", "rewind"] = field(
         "stop", "a loss or gradient that is no finite number: stop, skip that update, or go back to a checkpoint and past it"
     )
-    deterministic: bool = field(False, "the same bits from run to run on a GPU too, but slower; others give them anyway")
+    deterministic: bool = field(False, "bitwise reproducible training on a GPU, at a cost in speed; CPU and TPU always are")
 
 
 Axis = Annotated[int, Field(ge=-1, le=2**20)]
