@@ -1,4 +1,4 @@
-"""The ground floor: a mistake as one sentence, values inside such sentences, and the one way files are written."""
+"""Atomic file writes, bounded reads, checks of output paths, and `UserError` with quoted values."""
 
 import contextlib
 import json

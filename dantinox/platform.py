@@ -1,4 +1,4 @@
-"""What is built for: the kind of machine and what its units like. Only here is asked what this machine is.
+"""The target hardware: preferred dtypes, matrix product form and attention kernel. Only this module asks for the hardware.
 
 A platform is a value that a model carries in its `ModelConfig`, so that a program can be compiled for a machine other than the
 one at hand. `auto` is the machine at hand.

@@ -1,4 +1,4 @@
-"""Compiled programs: the chips that they are for, what they take, and what there is."""
+"""Compiled programs: target chips and memory analysis; and `exit_now`, the one way to end the process at once."""
 
 import math
 import os

@@ -1,5 +1,4 @@
-"""The command line, `dantinox train | find-lr | sweep | init | merge-lora | generate | chat | serve | import | export |
-explain | calibrate | eval | info | verify | plan | plot | profile | doctor`: parses, calls, prints."""
+"""The command line: the table of all commands, and `main`, which parses `dantinox COMMAND …` and calls one."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`dantinox chat`: its flags, the commands of a conversation, and the terminal or pipe that it is held over."""
+"""`dantinox chat`: flags, slash commands, and the conversation at a terminal or through a pipe."""
 
 import argparse
 import contextlib

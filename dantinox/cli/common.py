@@ -1,4 +1,4 @@
-"""What several commands do: read flags and standard input, keep compiled programs."""
+"""Helpers shared by several commands: the run argument, settings from flags, standard input, the compilation cache."""
 
 import argparse
 import json

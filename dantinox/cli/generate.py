@@ -1,4 +1,4 @@
-"""`dantinox generate`: its flags, what may be asked for together, the decoding, and where its outcome goes."""
+"""`dantinox generate`: flags, checks of their combinations, and output as text, JSON, trace or report."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""`dantinox explain | calibrate | eval | info | plan | doctor`: their flags, what they call, what they print."""
+"""`dantinox explain`, `calibrate`, `eval`, `info`, `plan` and `doctor`: flags and output."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""`dantinox import | export | merge-lora | verify`: their flags, what they call, what they print."""
+"""`dantinox import`, `export`, `merge-lora` and `verify`: flags and output."""
 
 import argparse
 from pathlib import Path

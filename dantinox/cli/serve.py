@@ -1,4 +1,4 @@
-"""`dantinox serve`: its flags, who may reach the server, and what it is told before it begins."""
+"""`dantinox serve`: flags, API key, allowed hosts and origins, and the start of the server."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,4 @@
-"""`dantinox train | find-lr | sweep | init`: their flags, and what they call."""
+"""`dantinox train`, `find-lr`, `sweep` and `init`: flags and output."""
 
 import argparse
 import os

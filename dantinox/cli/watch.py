@@ -1,4 +1,4 @@
-"""`dantinox plot | profile`: their flags, and what they call."""
+"""`dantinox plot` and `dantinox profile`: flags and output."""
 
 import argparse
 from collections.abc import Callable

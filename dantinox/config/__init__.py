@@ -1,4 +1,4 @@
-"""The typed settings, their YAML files and their flags. Nothing here imports jax."""
+"""Typed settings, their YAML files and their command-line flags. No module here imports jax."""
 
 from dantinox.config.files import build_config, differences, dump_config, json_schema, load_config
 from dantinox.config.generation import GenerationSection

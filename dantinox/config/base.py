@@ -1,4 +1,4 @@
-"""What all settings are made of: the frozen section and the types of its fields."""
+"""The base class of all settings sections and the types of their fields."""
 
 from typing import Annotated, Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Settings in and out: YAML with line numbers, overrides, and one sentence for whatever is wrong."""
+"""YAML config files: reading with line numbers, overrides, aliases, validation errors as one sentence, writing."""
 
 import difflib
 import json

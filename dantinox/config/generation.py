@@ -1,4 +1,4 @@
-"""How a token is chosen: the keys of the `generation` section, the orders steps may run in, and what contradicts itself."""
+"""The `generation` section: decoding settings, presets of step orders, and combinations that are refused."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal

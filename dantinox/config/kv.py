@@ -1,4 +1,4 @@
-"""The keys of the `kv` section: how many keys and values of a text decoding keeps, which of them, and how they are stored.
+"""The `kv` section: budget, eviction policy and dtype of the KV cache.
 
 As flags and as keyword arguments the keys are called `kv_budget`, `kv_policy` and so on.
 """

@@ -1,4 +1,4 @@
-"""The settings of a training of low-rank adapters."""
+"""The `lora` section: rank, scale and target projections of low-rank adapters."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

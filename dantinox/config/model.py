@@ -1,4 +1,4 @@
-"""The settings that decide what the transformer is, and the architecture they resolve to."""
+"""The `model`, `attention` and `moe` sections, and `ModelConfig`, the architecture that they define."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Settings of one request laid over those of a run: keys by their name alone."""
+"""Settings of one request applied over those of a run, by setting name without section."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a setting needs of the others, and which settings are inactive: set, and without effect beside the others.
+"""Prerequisites of settings, and the settings that are inactive because a prerequisite is missing.
 
 The marks stand on the types of the settings. An inactive flag or argument is refused, one in a file is reported in a line.
 """

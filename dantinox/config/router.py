@@ -1,4 +1,4 @@
-"""The keys of the `router` section: thresholds and coefficients of the entropy router, and what its two presets put in.
+"""The `router` section: thresholds and coefficients of the entropy router, and its presets.
 
 H and V are the entropy (bits) and varentropy (bits²) of the model's distribution; T₀, p₀, k₀ and m₀ are the temperature, top_p,
 top_k and min_p that the router starts from. The formulas stand in `dantinox.sampling.router`; the numbers are those of the

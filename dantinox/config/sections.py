@@ -1,4 +1,4 @@
-"""The settings: names, types, ranges, defaults, help and what they need to have an effect, each written here once.
+"""`Config` and its sections (`data`, `training`, `logging`, …), and the table of every setting.
 
 The tree `Config` has one frozen section per YAML section. Flags, error sentences, the JSON Schema and the sampling parameters
 are derived from it.

@@ -1,5 +1,4 @@
-"""Where settings begin: the configs that travel with the package, a commented one to start from, and the run whose weights a
-training starts from."""
+"""The configs in the package, the config that `dantinox init` writes, and the config of a training with `init_from`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of sampling steps: by what each is set, when it is on, what it reads, and whether it cuts the row down.
+"""The table of sampling steps: the settings of each, when it is active, and what it reads.
 
 Everything that knows the steps follows from `STEPS`: the keys of the `generation` section with their flags and help, what is
 refused while a step is off, the default order, the compiled chain and its window, the parameters of `process_logits`, and the

@@ -1,4 +1,4 @@
-"""Sweeps: a YAML file that says which settings to try. The settings of all trials are checked before the first is trained."""
+"""Sweep files: a YAML file with a grid or random choices of settings, validated before the first trial."""
 
 import itertools
 import math

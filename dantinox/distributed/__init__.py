@@ -1,4 +1,4 @@
-"""Many devices, by JAX's own means. Only here are the axes of a mesh spelled."""
+"""Training and generation on many devices. Only this package names mesh axes."""
 
 from dantinox.distributed.generation import (
     place_shared,

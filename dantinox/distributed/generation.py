@@ -1,4 +1,4 @@
-"""A model that generates on several devices: each holds some heads and features of every layer, and XLA adds up what they find.
+"""Tensor-parallel generation: placement of the weights of a model over several devices.
 
 Unlike in training nothing is gathered: weights stay where they are, and a token's residual stream passes between the devices
 twice in a layer.

@@ -1,4 +1,4 @@
-"""Where the arrays of a training stand on a mesh, and what passes between its devices."""
+"""Sharded training: the mesh, the placement of parameters, optimizer state and batches, and the collectives of a step."""
 
 import math
 from collections.abc import Callable, Mapping

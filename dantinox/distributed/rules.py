@@ -1,4 +1,4 @@
-"""The axes of the mesh, and the one table that says how every parameter is split over them.
+"""Mesh axes, and the table that maps parameter paths to mesh axes.
 
 Every device runs the same program, on rows of the batch of its own (`data`, `fsdp`, `expert`), or on the same rows with heads
 and features of its own (`tensor`). Weights, gradients and moments lie in parts over `fsdp`, `expert` and `tensor`; a layer's

@@ -1,4 +1,4 @@
-"""Offline generation: requests that start together, driven to their end on an engine; a `Result` for each sample."""
+"""`BatchRun`: offline requests that start together, run on an engine; one `Result` per sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

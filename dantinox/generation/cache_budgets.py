@@ -1,4 +1,4 @@
-"""How many slots of a compressed cache each key head gets: a share by its weight, in at most two sizes per layer.
+"""Budgets of a compressed cache: how many slots each key head gets.
 
 All of it happens before anything is compiled: the numbers here are the shapes of the buffers.
 """

@@ -1,4 +1,4 @@
-"""From the settings of `kv` to the plan of a batch's cache: slots per head and the eviction policy."""
+"""`CachePlan`: the cache of a batch from the `kv` settings (slots per head, eviction policy, dtype)."""
 
 import warnings
 from functools import lru_cache

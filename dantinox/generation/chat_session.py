@@ -1,4 +1,4 @@
-"""A chat session: messages and settings, answers that are streamed, and the file of a conversation.
+"""Chat sessions: messages, settings, streamed responses, and the file that stores a conversation.
 
 The whole conversation is read anew for each answer. Prompts and caches are padded to powers of two, so that one that grows
 needs a new program each time its length doubles and not with each turn.

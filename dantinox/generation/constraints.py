@@ -1,4 +1,4 @@
-"""Constrained generation: JSON schema, regex or grammar to the mask of the tokens that may come next, by llguidance."""
+"""Constrained generation: token masks from a JSON schema, regex or grammar (llguidance)."""
 
 import json
 import re

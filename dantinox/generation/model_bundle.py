@@ -1,4 +1,4 @@
-"""`ModelBundle`: a model with tokenizer, default settings and calibrations; the base of `LoadedModel`, which engines read."""
+"""`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""Reuse of prompts that slots have read before: which slot holds the longest beginning of a new prompt."""
+"""The prefix cache: slots keep the keys of earlier prompts, and a new prompt reuses its longest prefix."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Prompts from a file: a line each, as text or as a JSON object with settings of its own."""
+"""Prompt files: one prompt per line, as text or as a JSON object with settings."""
 
 import json
 from pathlib import Path

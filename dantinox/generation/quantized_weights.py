@@ -1,5 +1,4 @@
-"""Weights for decoding: int8 or bfloat16 matrices, a transposed copy of a tied table, key heads in the order of a compressed
-cache, and `Split`, a model taken apart so that a call costs little."""
+"""Weights for decoding: int8 or bfloat16 matrices, a transposed tied embedding, reordered key heads."""
 
 import math
 from collections.abc import Callable

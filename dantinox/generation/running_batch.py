@@ -1,4 +1,4 @@
-"""Rows that are decoded together, chunk by chunk: the base of a batch of fixed prompts and of a batch of refilled slots."""
+"""`RunningBatch`: rows decoded together chunk by chunk; the base class of `StaticBatch` and `SlotBatch`."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The queue of the engine: which request gets which slots, first come, first served; a full queue raises `Full`."""
+"""The request queue: assigns free slots in order of arrival; raises `Full` when too many requests wait."""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A running batch whose slots are refilled: what a server decodes with.
+"""`SlotBatch`: continuous batching, the batch of a server; free slots are refilled with new requests.
 
 The number of slots is fixed, and a request gives the same tokens in any slot, with any neighbours: each program is compiled for
 all slots and for every sampling step, whatever the slots hold (a step that no row has on is skipped when the program runs).

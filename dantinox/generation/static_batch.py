@@ -1,4 +1,4 @@
-"""A batch of fixed prompts: padded, prefilled in one call and decoded until every row has ended."""
+"""`StaticBatch`: the batch of offline generation; prompts are padded, prefilled in one call and decoded to their end."""
 
 import time
 import warnings

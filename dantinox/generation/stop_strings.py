@@ -1,4 +1,4 @@
-"""Stop strings, found in the text and across the edges of tokens."""
+"""Stop strings, found in streamed text and across token boundaries."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Settings that name tokens by their text (banned words, biases, DRY breakers, stop tokens), resolved to token ids."""
+"""Settings that name tokens by text (banned words, biases, DRY breakers, stop tokens), resolved to token ids."""
 
 from collections.abc import Sequence
 from functools import lru_cache

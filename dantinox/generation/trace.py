@@ -1,4 +1,4 @@
-"""Reports of decoding as JSON documents: a column per quantity (`--json`), or a record per token (`--trace`, logprobs)."""
+"""Result records: a column per quantity (`--json`), or a record per token (`--trace`, log-probabilities)."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,1 +1,1 @@
-"""Checkpoints of other programs in and out: one table of names and shapes per family of models, read in both directions."""
+"""Foreign checkpoint formats (Hugging Face, GGUF, PEFT): one table per model family, used for import and export."""

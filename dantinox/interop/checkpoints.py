@@ -1,4 +1,4 @@
-"""`dantinox import | export`: checkpoints of other programs as run directories, and runs as checkpoints."""
+"""`import_checkpoint` and `export_checkpoint`: a foreign checkpoint to a run directory, and a run to a checkpoint."""
 
 import json
 import os

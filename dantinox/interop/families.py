@@ -1,4 +1,4 @@
-"""The families of models that Hugging Face's transformers has and we can say: one table each, read in both directions.
+"""Hugging Face model families: one table of settings and tensor names per family, used for import and export.
 
 Axes: V vocabulary, D model, K key heads, G query heads per key head, H head size, F feed-forward, C gate and up, P positions,
 E experts.

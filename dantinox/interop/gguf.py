@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: a checkpoint of one, and one of a model.
+"""GGUF checkpoints (llama.cpp): import of settings, weights and tokenizer, and export.
 
 Three things change numbers on the way: heads of the Llama family are stored for rotations of neighbouring numbers, norms of
 Gemma as 1 + w, and GPT-2's matrices transposed.

@@ -1,4 +1,4 @@
-"""What llama.cpp's metadata says of a model, as transformers' `config.json` says it, and back: one table for each family.
+"""GGUF metadata of each model family, mapped to the keys of Hugging Face's `config.json` and back.
 
 The facts of an architecture are those of llama.cpp, `conversion/` and `src/models/`.
 """

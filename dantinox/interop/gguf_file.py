@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensors, read without believing what a header says, and written tensor by tensor.
+"""The GGUF file format: a validating reader of metadata and tensors, and a streaming writer.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantised types are the business of the library `gguf`.
 """

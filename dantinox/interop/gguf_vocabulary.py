@@ -1,4 +1,4 @@
-"""Tokenizers as GGUF's metadata has them, in both directions; what only one side can say is refused.
+"""Tokenizers in GGUF metadata: import and export of byte-level BPE and SentencePiece vocabularies.
 
 GGUF knows two ways to cut text up. `gpt2` is byte-level BPE: merges in order, and a name (`pre`) for the rule that splits
 text into words. `llama` is SentencePiece's BPE: the space is ▁, neighbours that together are a token are merged, best score

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers as ours, and ours as theirs, by the tables of their families."""
+"""Weights of Hugging Face checkpoints: tensors to parameters and back, by the tables of the families."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A `config.json` of Hugging Face's transformers as our settings, and our settings as one."""
+"""Hugging Face's `config.json`: mapped to the model settings and back."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face's transformers writes it, read and written."""
+"""Hugging Face model folders: their files, read and written."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Low-rank adapters in the file format of PEFT (Hugging Face), merged into the weights of a run."""
+"""The PEFT adapter format (Hugging Face): reading adapters, and merging them into the weights of a run."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A checkpoint of another program, whatever its format, as Hugging Face's transformers has it: settings, tensors, tokenizer."""
+"""`Source`: a checkpoint of any foreign format as settings, tensors and tokenizer in Hugging Face's terms."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

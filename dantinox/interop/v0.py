@@ -1,4 +1,4 @@
-"""Run directories of DantinoX 0: their settings, weights and tokenizer as ours.
+"""Run directories of DantinoX 0: settings, weights and tokenizer, converted on reading.
 
 What differs: layers are numbered by integers, `qkv` is one matrix [q | k | v], rotary pairs stand side by side (even, odd) and
 not half a head apart, gate and data of SwiGLU are one matrix, names changed over the versions. Dense models that read one way

@@ -1,1 +1,1 @@
-"""Measures a model, its weights and the machine it runs on."""
+"""Tools that inspect a model, its weights or the machine."""

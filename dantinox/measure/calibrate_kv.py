@@ -1,4 +1,4 @@
-"""What a head's share of a compressed cache can go by: measured on its attention, and on what the model loses without it."""
+"""`dantinox calibrate --what kv`: measures how much attention each head needs, for the budgets of compressed caches."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

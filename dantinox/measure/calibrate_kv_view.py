@@ -1,4 +1,4 @@
-"""A calibration of attention heads as text and as a picture."""
+"""The KV calibration as text and plot."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Where the router's preset `calibrated` comes from: entropy and varentropy of a model's own distributions on a text."""
+"""`dantinox calibrate --what router`: entropy and varentropy quantiles of a model, for the preset `calibrated`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""A calibration of the router as text and as a picture."""
+"""The router calibration as text and plot."""
 
 import math
 from collections.abc import Iterator, Mapping

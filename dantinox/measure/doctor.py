@@ -1,4 +1,4 @@
-"""What `dantinox doctor` reports of a machine."""
+"""`dantinox doctor`: versions, devices and speed of this machine."""
 
 import os
 import platform

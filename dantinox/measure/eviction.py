@@ -1,4 +1,4 @@
-"""What a head loses that sees only some of its keys: a text read whole, with its attention limited from some position on."""
+"""The loss of a model when one head sees only some of its keys; used by the KV calibration."""
 
 import itertools
 from collections.abc import Callable

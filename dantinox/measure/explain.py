@@ -1,4 +1,4 @@
-"""What each sampling step makes of the next token: the numbers behind `dantinox explain`."""
+"""`dantinox explain`: how each sampling step changes the next-token distribution."""
 
 import secrets
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The chain of sampling steps as a table and as a picture."""
+"""The steps of `dantinox explain` as table and plot."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The reader of XLA's program text: computations, instructions, and the Python lines that they come from."""
+"""A parser of HLO text: computations, instructions and their source lines."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What `dantinox info RUN` reports: the model, its training, its memory, and what narrow weights change."""
+"""`dantinox info`: model, training and memory of a run, and the effect of int8 and bfloat16 weights."""
 
 import math
 from collections.abc import Iterator

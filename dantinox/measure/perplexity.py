@@ -1,4 +1,4 @@
-"""How well a model knows a text: nats per token, perplexity and bits per byte, read in windows that slide over it.
+"""`dantinox eval ppl`: perplexity and bits per byte of a text, in sliding windows.
 
 The windows are those of Hugging Face's guide "Perplexity of fixed-length models": each begins `stride` tokens behind the one
 before it, and of each only the tokens are scored that none before it has scored. So a token is scored once, with at least

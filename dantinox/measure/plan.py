@@ -1,4 +1,4 @@
-"""What the programs of a config take on a machine, from their shapes: bytes, kernels, the least time. Nothing is allocated."""
+"""`dantinox plan`: memory, FLOPs and minimum time of the compiled programs of a config, without allocating anything."""
 
 import re
 import time

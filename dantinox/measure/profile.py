@@ -1,4 +1,4 @@
-"""Where the time goes: a trace of the device, and the operations that took most of it.
+"""`dantinox profile`: a device trace, and the table of its most expensive operations.
 
 XLA's operations are read off the trace, and what each is and which line of this package it comes from off the compiled
 programs. Operations of the same kind and line, as those of all layers are, count as one.

@@ -1,4 +1,4 @@
-"""Texts as a model reads them to be measured: from a file or from the run, in batches of one size."""
+"""Texts to measure a model on, from a file or a run, in batches of equal size."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: the one at hand, and those whose compiler can be had without them."""
+"""Target devices of a plan: this machine, and TPU and GPU topologies that need no such device."""
 
 import contextlib
 import importlib

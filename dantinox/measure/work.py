@@ -1,4 +1,4 @@
-"""What a compiled program multiplies and what it passes between devices, read from its text.
+"""FLOPs and collectives of a compiled program, counted from its HLO.
 
 A compiler's own count takes the body of a loop once; here it is taken as often as the loop turns.
 """

@@ -1,4 +1,4 @@
-"""The transformer and the caches that decoding reads and writes."""
+"""The transformer, and the caches that decoding reads and writes."""
 
 from dantinox.model.cache import KVCache, make_cache
 from dantinox.model.compressed import Compression

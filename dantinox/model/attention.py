@@ -1,4 +1,4 @@
-"""Attention: the layer, and scaled dot products over whatever keys and values its memory holds.
+"""Multi-head attention: the layer, and scaled dot-product attention over a cache.
 
 Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
 """

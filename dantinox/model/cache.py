@@ -1,4 +1,4 @@
-"""What attention reads: the keys and values of a sequence, fresh or remembered.
+"""`KVCache` and `NoCache`: the keys and values that attention reads.
 
 Every kind answers one call, `attend(q, k, v, positions, window, probe, softmax) -> (out, next kind, probed)`: take in the new
 keys and values, let the queries see what they may, hand back the updated self. Attention has no branch per kind. A kind is a

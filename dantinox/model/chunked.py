@@ -1,4 +1,4 @@
-"""Causal attention over the keys of one call, block by block: scores are made, used and forgotten.
+"""Causal attention in blocks of queries and keys, so that memory grows linearly with the length.
 
 The backward pass makes them again from the log-normalisers (Rabe & Staats 2021; Dao et al. 2022, algorithm 4), so memory grows
 with the length and not with its square. Blocks see no keys behind them, which saves almost half of the products.

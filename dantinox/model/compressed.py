@@ -1,4 +1,4 @@
-"""The compressed cache: every key head keeps a number of slots of its own, and what stays in them is decided head by head.
+"""The compressed KV cache: a number of slots per key head, and the eviction policies that decide what stays.
 
 The numbers are known before compilation, so the memory is really saved: the heads of a layer lie in at most two groups, each
 with buffers of its own size. Positions are kept with the keys (which are rotated before they are stored) and stay true.

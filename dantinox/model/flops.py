@@ -1,4 +1,4 @@
-"""What a model computes, by formula: the weights that a token is multiplied by, and its FLOPs."""
+"""FLOPs and active parameters of a model, by formula."""
 
 from dantinox.config import ModelConfig
 from dantinox.model.cache import spans

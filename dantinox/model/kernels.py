@@ -1,4 +1,4 @@
-"""How attention over the keys of one call is computed: with all scores at once, in blocks, by cuDNN, or by TPU's splash kernel.
+"""Attention kernels: plain, chunked, cuDNN (GPU) and splash (TPU), and the choice between them.
 
 A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens that stand in order.
 Where the scores themselves are asked for, all of them are made.

@@ -1,4 +1,4 @@
-"""Attention over a latent: keys and values of all heads come from one small vector per token (DeepSeek-AI 2024, section 2.1).
+"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1).
 
 A call that reads a text from its beginning makes the keys and values of all heads from the latents, as in the paper's figures.
 A cache keeps the latents alone: there the up-projections of keys are applied to the queries, and those of values to what the

@@ -1,4 +1,4 @@
-"""The small parts of a block: projections, normalisation, dropout, feed-forward."""
+"""Linear projections, normalization, dropout and the dense feed-forward layer."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Low-rank adapters on the projections of a model whose other weights stay as they are (Hu et al. 2021, "LoRA").
+"""Low-rank adapters on the projections of a frozen model (Hu et al. 2021, "LoRA").
 
 A projection with kernel W gives W x + scale · B A dropout(x) (equation 3). Projections that are one kernel here have an adapter
 for each of those that others keep apart, under the names by which PEFT (Hugging Face) knows them.

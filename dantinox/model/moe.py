@@ -1,4 +1,4 @@
-"""Experts: a feed-forward layer of many, of which every token takes a few, and no token is dropped.
+"""Mixture of experts: routing, dispatch, combine, and the balancing losses.
 
 A token's copies, one for each expert it takes, are sorted by expert; each expert then multiplies its own stretch of rows. So
 the cost is that of the experts that are taken, however many there are.

@@ -1,4 +1,4 @@
-"""The communication of a model over several devices, as the methods of an object that the model is given.
+"""`Parallelism`: the collectives that a model calls when it runs on several devices.
 
 A model is written for one device. On a mesh every device runs the same program on its own rows of the batch and its own part of
 the weights. What passes between devices are calls of a `Parallelism`, which knows the axes of the mesh; the model does not.

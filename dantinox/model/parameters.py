@@ -1,4 +1,4 @@
-"""The weights of a model as a flat dict from path to array, which is what optimizers and checkpoints work on.
+"""The parameters of a model as a flat dict from path to array, for optimizers and checkpoints.
 
 Paths are `embed`, `norm_f/scale`, `head/kernel`, `blocks/<layer>/<module>/…/<leaf>`; matrices are called `kernel`. With
 `scan_layers` the layers are `rolled/<kind>/<module>/…/<leaf>`, and have one axis more, the first.

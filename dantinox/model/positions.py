@@ -1,4 +1,4 @@
-"""Positions: rotary angles and their scaling for longer texts, sinusoidal embeddings."""
+"""Position embeddings: rotary with its scaling rules, learned and sinusoidal."""
 
 import math
 

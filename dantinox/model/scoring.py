@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, some positions at a time: logits `[B, T, V]` of all positions never exist."""
+"""Log-probabilities of given tokens, computed for some positions at a time to bound memory."""
 
 from collections.abc import Callable
 from typing import Any

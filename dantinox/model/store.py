@@ -1,4 +1,4 @@
-"""Keys and values in slots, or latents that are both, in float32, bfloat16 or int8."""
+"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16 or int8."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The transformer."""
+"""`Transformer`: the model, from token ids to hidden states and logits."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a person sees: the console, the metric files, the plots. It decides nothing."""
+"""Output for people: console, metric files, tables, plots and HTML pages."""
 
 import os
 import sys

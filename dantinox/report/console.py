@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live display at a terminal, plain lines everywhere else. All of it on stderr."""
+"""Progress of a training and of long commands on stderr: a live display at a terminal, plain lines elsewhere."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A generated text at the terminal: each token shaded by the entropy of the distribution that the model gave for it.
+"""Generated text at the terminal, each token shaded by the entropy of its distribution.
 
 Shades run from dark to light (viridis, which colour-blind eyes can tell apart) with black or white letters on them, so that
 they read on dark and light terminals. Where there are no colours each line of text has a line of digits below it, the

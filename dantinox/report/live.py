@@ -1,4 +1,4 @@
-"""The live display at a terminal, drawn by rich. Imported only there."""
+"""The live display of a training at a terminal (rich)."""
 
 from typing import TextIO
 

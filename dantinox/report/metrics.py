@@ -1,4 +1,4 @@
-"""The metric files of a run: a CSV row per evaluation, a line of JSON per evaluation and interval.
+"""Metric files of a run: `training_log.csv` and `metrics.jsonl`.
 
 Every row is on the disk before `append` returns, floats are written so that they read back bitwise, and `cut` takes a log back
 to an earlier step.

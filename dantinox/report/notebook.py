@@ -1,4 +1,4 @@
-"""The display of a training in a notebook: one line with a bar, updated in place. Imported only there."""
+"""The display of a training in a notebook: one progress bar, updated in place."""
 
 from typing import Any
 

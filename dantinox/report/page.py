@@ -1,4 +1,4 @@
-"""A generation as one HTML page: the text shaded token by token, what stood behind each choice, and all of it over position.
+"""The HTML report of a generation: shaded text, the candidates of each token, and plots over position.
 
 The page is a single file that loads nothing. What the model wrote is data in it, never markup: JSON with every `<` escaped, put
 on the screen as text, under a Content-Security-Policy that runs only the script and the style of this package, by their hashes.

@@ -1,4 +1,4 @@
-"""Curves as pictures. matplotlib is an extra and slow to import: it is loaded when a picture is drawn."""
+"""Plots with matplotlib, an optional dependency that is imported when a plot is drawn."""
 
 import io
 import json

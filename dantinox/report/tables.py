@@ -1,4 +1,4 @@
-"""Numbers and tables as a person reads them; one declaration of columns makes text, Markdown and CSV."""
+"""Tables as text, Markdown and CSV from one declaration of columns, and formatted numbers."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Generated texts as JSON Lines, a line per token.
+"""The file of `--trace`: one line of JSON per token.
 
 A sample is a document: a plain dict with `prompt`, `text`, `seed`, `finish_reason`, `strategy`, `settings`, `router`, `stats`,
 `vocab_size` and `tokens`, a list of dicts. Its lines are

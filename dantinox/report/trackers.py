@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard and Weights & Biases, told what `metrics.jsonl` is told, when it is on the disk.
+"""Experiment trackers: TensorBoard and Weights & Biases.
 
 What they show are the numbers of the rows, as `interval/train_loss` and `evaluation/val_loss`, the samples, and the settings.
 

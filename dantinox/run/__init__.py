@@ -1,4 +1,4 @@
-"""A run on disk: its directory, its weights, and what was measured on them. Nothing here imports jax."""
+"""The run directory on disk: config, weights, calibrations, manifest. No module here imports jax."""
 
 from dantinox.run.calibrations import (
     KV_FORMAT,

@@ -1,4 +1,4 @@
-"""The low-rank adapters of a run, and the weights of a run with or without them.
+"""The weights of a run with its low-rank adapters: loaded separately or merged.
 
 The folder `adapter` of a run can be read by PEFT: `adapter_model.safetensors` holds A `[r, in]` and B `[out, r]` of every
 projection under the names of transformers' Llama. The weights of such a run are those of its base plus scale · B A.

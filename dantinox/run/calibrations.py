@@ -1,4 +1,4 @@
-"""What was measured on a run's model, as files in its directory: thresholds of the router, signals of the attention heads."""
+"""Calibration files of a run: router thresholds and signals of the attention heads."""
 
 import itertools
 import json

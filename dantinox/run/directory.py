@@ -1,4 +1,4 @@
-"""The run directory: its paths, its settings and its lock."""
+"""The run directory: paths, config and lock."""
 
 import contextlib
 import fcntl

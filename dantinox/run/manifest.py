@@ -1,4 +1,4 @@
-"""Manifests: what was written, so that what is read can be told from it. Nothing here imports jax.
+"""Manifests: SHA-256 and size of every file that was written, so that damage is detected.
 
 A manifest is a JSON object with SHA-256 and size of every file it records, and with what they were made by: settings,
 tokenizer, versions. Its last line is the SHA-256 of the lines above. There are two kinds: one of the run's own files, beside

@@ -1,4 +1,4 @@
-"""Whether a run is what was written: all its files compared with its manifests. Nothing here imports jax."""
+"""`dantinox verify`: compares the files of a run with its manifests."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The weights of a run: Flax's msgpack format of a tree of arrays, written and read array by array without a copy of any.
+"""The weights file of a run: Flax's msgpack format, read (memory-mapped) and written array by array.
 
 An array is the msgpack extension 1, packed (shape, dtype name, bytes); a large one is a map of flat chunks. Nothing in a file
 is executed, and every size is compared with the bytes that are left before anything is made of it.

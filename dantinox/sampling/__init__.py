@@ -1,4 +1,4 @@
-"""Logits in, a token out: edits, penalties, filters, their order, and the draw."""
+"""Sampling: logits in, a token out."""
 
 from dantinox.config.generation import kobold_order
 from dantinox.sampling.chain import SampleInfo, sample, trace

@@ -1,4 +1,4 @@
-"""Best of n: n tokens are drawn from the filtered logits, and the one that scores highest is taken.
+"""Best of n: draws n candidates and takes the one with the highest score.
 
 The guide scores a candidate by ln p under the model plus a confidence made of the step's metrics. That confidence is the same
 for all candidates of a row, whatever its weights, so what is taken is the likeliest of n draws, and its distribution has a

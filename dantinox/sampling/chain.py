@@ -1,4 +1,4 @@
-"""Logits in, a token out: the plan's steps in order, the greedy choice, the draw, and what is reported about it."""
+"""`sample`: the sampling steps in order, the greedy choice, the draw and the report of one decoding step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The draw: one token from a row of logits, by inverse CDF in two levels."""
+"""The draw: one token from a row of logits by two-level inverse CDF."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The steps that read the text so far or a list of ids: bans, bias, and penalties on what was said before.
+"""Steps that read earlier tokens or lists of ids: bans, biases and repetition penalties.
 
 Pure functions of one row, by the rules of `steps`: removed is -inf, kept is bit for bit, off is an explicit branch. A history
 is an array `history_S` of which the first `length` places count.

@@ -1,4 +1,4 @@
-"""The order of steps: one for all rows as part of the compiled program, or one per row as an array that a program reads."""
+"""The order of sampling steps: static for all rows, or one array per row that a program reads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

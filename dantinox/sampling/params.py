@@ -1,4 +1,4 @@
-"""What every row of a batch asks for, as arrays, with the static plan: which steps run, in which order."""
+"""`SamplingParams`: the sampling numbers of every row as arrays, and the static plan of steps."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Named sampling steps run over rows of logits, for experiments and for comparison with other samplers."""
+"""`process_logits`: named sampling steps applied to rows of logits, for experiments and comparisons."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is reported about a token that was chosen: how likely it was, among what, and what the router read and did."""
+"""`StepInfo`: what is reported about each token, such as log-probability, alternatives and entropy."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The entropy router: metrics of one decoding step, the strategy they call for, and the sampling numbers it brings.
+"""The entropy router (entropix): metrics of a decoding step, the strategy, and its sampling numbers.
 
 Pure functions of one row in float32; batches are `jax.vmap`. Entropies are in bits, varentropies in bits². Strategies and
 formulas are those of the entropix guide. Where its code measures the cache or the batch instead of the model, the metrics are

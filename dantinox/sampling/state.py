@@ -1,4 +1,4 @@
-"""What sampling remembers while decoding: arrays of fixed shape, moved on by one token at a time."""
+"""`SamplerState`: the arrays that sampling carries from token to token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

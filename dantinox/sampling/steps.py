@@ -1,4 +1,4 @@
-"""The functions of the steps that scale a row of logits or cut it down: pure, `f(logits_V, numbers…) -> logits_V`, float32.
+"""The sampling steps as pure functions of one row, `f(logits_V, numbers…) -> logits_V`, in float32.
 
 The table of all steps is `dantinox.config.steps.STEPS`; those that read the text so far are in `dantinox.sampling.history`.
 

@@ -1,4 +1,4 @@
-"""The window: the largest logits of a row, in which most chains end up after their first cut.
+"""The window: the largest logits of a row, on which truncated distributions are computed exactly.
 
 Selecting the largest 256 of 128k logits takes 0.3 ms on a CPU, and from there on every step is a matter of microseconds. A row
 whose first cut leaves tokens outside of its window is computed over the whole vocabulary instead, for that row alone, so its

@@ -1,4 +1,4 @@
-"""The application: the routes of all protocols behind the guard, `/health` and `/metrics`."""
+"""The ASGI application: routes of all protocols, middleware, `/health` and `/metrics`."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

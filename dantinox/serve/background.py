@@ -1,4 +1,4 @@
-"""Work beside the event loop, and log lines that do not repeat: what keeps one client's request from costing the others."""
+"""Bounded work on threads beside the event loop, and rate-limited log lines."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""A connection of HTTP/1.1: uvicorn's protocol with clocks, and with errors that are JSON."""
+"""HTTP/1.1 connections: uvicorn's protocol with timeouts and JSON errors."""
 
 import asyncio
 import json

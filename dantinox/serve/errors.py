@@ -1,4 +1,4 @@
-"""Every error that a client can get besides mistakes in a body: its status, sentence, code and headers.
+"""HTTP errors (bodies that fail validation excepted): status, message, code and headers, the full queue included.
 
 A full queue is `Busy`: 429 with `Retry-After` (KoboldAI's clients get 503), when `limits.QUEUE` requests (`--queue`) wait.
 """

@@ -1,4 +1,4 @@
-"""Every limit of the server in one place: connections, requests, bodies, settings."""
+"""Every limit of the server: connections, requests, bodies and settings."""
 
 from dataclasses import dataclass
 

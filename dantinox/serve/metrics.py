@@ -1,4 +1,4 @@
-"""What a server has done, for Prometheus: `/metrics`."""
+"""Prometheus metrics: `/metrics`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What every request passes before its route: host, origin, key, size and time of the body; and its end when the client leaves.
+"""Middleware: allowed hosts and origins, API key, size and time limits of bodies, cancellation on disconnect.
 
 The route is given a body that was read whole. When the connection is lost while it works, its task is cancelled, so that a
 `finally` that cancels a response stream is all it needs.

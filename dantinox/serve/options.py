@@ -1,4 +1,4 @@
-"""How a server treats its clients: what `dantinox serve` is started with besides the engine's settings."""
+"""`Options`: what `dantinox serve` is started with besides the settings of the engine."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

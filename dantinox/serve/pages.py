@@ -1,4 +1,4 @@
-"""The pages that the server has: our own, with its files, and the user's copy of Kobold Lite."""
+"""Static pages: the web page of DantinoX with its files, and a copy of Kobold Lite."""
 
 from importlib import resources
 from string import Template

@@ -1,4 +1,4 @@
-"""The stream of deltas that one request is answered with, and the interface of an engine that serves it."""
+"""`ResponseStream`, the deltas of one request, and `EngineProtocol`, what the protocols need of an engine."""
 
 import asyncio
 from collections.abc import Callable, Mapping

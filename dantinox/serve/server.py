@@ -1,4 +1,4 @@
-"""The process of a server: its socket, its signals and its end."""
+"""The server process: socket, signals and shutdown."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""One request from its parsed body to the bytes of its response, for every protocol: settings, deltas, cancellation."""
+"""One request from its parsed body to the bytes of its response, for every protocol."""
 
 import asyncio
 import contextlib

@@ -1,1 +1,1 @@
-"""Comparisons that take long and end in tables with intervals: `dantinox eval sampling` and `dantinox eval kv`."""
+"""Long comparisons that end in tables with confidence intervals: `dantinox eval` and `dantinox sweep`."""

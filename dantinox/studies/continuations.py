@@ -1,4 +1,4 @@
-"""Prompts with their real continuations, continuations by a model, and how likely a reference model finds them."""
+"""Prompts with reference continuations, continuations by a model, and their likelihood under a reference model."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

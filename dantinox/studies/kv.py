@@ -1,4 +1,4 @@
-"""What compressed caches cost a model: `dantinox eval kv`.
+"""`dantinox eval kv`: the quality of a model with compressed caches.
 
 Every cache of a ratio has the same number of slots in all, and what they lose is measured beside the full cache on the same
 text: read token by token behind a prompt, continued greedily, and in tasks that ask for something far back. A text in which

@@ -1,4 +1,4 @@
-"""Caches side by side: which are compared, and what each makes of the same text, prompts and tasks."""
+"""The cache variants that `eval kv` compares, run on the same texts, prompts and tasks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What compressed caches are measured on: sequences of the validation text, and tasks whose answer stands far back."""
+"""Test data of `eval kv`: sequences of the validation text, and recall tasks with distant answers."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The comparison of compressed caches as text, Markdown, CSV and a picture."""
+"""The comparison of compressed caches as text, Markdown, CSV and plot."""
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter

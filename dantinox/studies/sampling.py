@@ -1,4 +1,4 @@
-"""Which way of choosing tokens serves a model best: `dantinox eval sampling`.
+"""`dantinox eval sampling`: compares sampling methods on a model, each tuned with the same number of trials.
 
 All methods continue the same prompts. Each has one scale to tune and the same count of trials for it, on prompts of their own.
 Two rules, fixed before any text is written:

@@ -1,4 +1,4 @@
-"""The comparison of sampling methods as text, Markdown, CSV and a picture."""
+"""The comparison of sampling methods as text, Markdown, CSV and plot."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

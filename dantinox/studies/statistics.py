@@ -1,4 +1,4 @@
-"""How varied texts are, and how sure a mean over prompts is: bootstrap intervals, also at equal diversity.
+"""Diversity of texts and bootstrap confidence intervals, also at equal diversity.
 
 An n-gram is n tokens in a row: characters where the vocabulary is one of characters. All measures of a single text depend on
 its length: compare texts of equal length.

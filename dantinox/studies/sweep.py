@@ -1,4 +1,4 @@
-"""Trainings that differ in a few settings, one after the other: `dantinox sweep`.
+"""`dantinox sweep`: trainings that differ in a few settings, run one after the other.
 
 Each trial is a run directory of its own, trained in a process of its own: memory, on a device above all, is free again when it
 ends, and whatever ends it, the kernel included, is noted and the sweep goes on. `plan.json` says what is to be tried and how

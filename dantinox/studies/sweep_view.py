@@ -1,4 +1,4 @@
-"""A sweep as text, Markdown, CSV and a picture."""
+"""A sweep as text, Markdown, CSV and plot."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: what it asks of a model, answered in batches of few programs, and its scores as a table.
+"""`dantinox eval tasks`: lm-evaluation-harness on a run.
 
 Texts are spelt as the harness has it with its own Hugging Face models: a context's trailing spaces belong to what follows it,
 and a continuation's tokens are those of both together behind as many as the context has alone. The begin token stands

@@ -1,4 +1,4 @@
-"""Text: tokenizers, corpora, and the token store with its batches. Nothing here imports jax."""
+"""Tokenizers, corpora, and the token store with its batches. No module here imports jax."""
 
 from dantinox.text.build import Progress, has_changed, open_store, prepare_data, vocabulary_size
 from dantinox.text.chat import ChatTemplate

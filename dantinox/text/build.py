@@ -1,4 +1,4 @@
-"""From settings to a tokenizer and its token store: found again on disk if nothing changed, else built."""
+"""Builds the tokenizer and the token store of a config, or finds those on disk that are up to date."""
 
 import fcntl
 import hashlib

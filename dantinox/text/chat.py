@@ -1,4 +1,4 @@
-"""Conversations as tokens: a chat template, rendered apart, and which of the tokens the assistant says.
+"""Chat templates: conversations as tokens, and the mask of the assistant's tokens.
 
 A message is `{"role": …, "content": text}`; what else it holds is handed to the template. The template is Jinja as
 transformers runs it; a run keeps its own in `chat_template.jinja`.

@@ -1,4 +1,4 @@
-"""Files as they are and files packed by gzip or zstd, read alike; what is wrong with one is one sentence."""
+"""Files that may be compressed by gzip or zstd, read alike."""
 
 import contextlib
 import gzip

@@ -1,4 +1,4 @@
-"""The tokens of conversations in memory-mapped arrays, and the batches made of them."""
+"""The token store of conversations: memory-mapped arrays and their batches."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

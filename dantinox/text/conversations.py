@@ -1,4 +1,4 @@
-"""Records of conversations as tokens, and which of these are answers to learn."""
+"""Records of conversations (JSON Lines) as tokens with a loss mask."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

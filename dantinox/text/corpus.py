@@ -1,4 +1,4 @@
-"""A corpus: documents read in pieces, exactly as they are written, with one sentence for whatever is wrong in them."""
+"""A corpus: documents read in pieces, with errors that name file and line."""
 
 import codecs
 import hashlib

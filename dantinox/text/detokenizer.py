@@ -1,4 +1,4 @@
-"""Tokens in, text out, a few at a time."""
+"""Streaming detokenization: tokens in, text out as soon as it is certain."""
 
 import codecs
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face, on the hub or in a folder: their texts as JSON Lines, which are then read like any other."""
+"""Hugging Face data sets, from the hub or a folder, converted to JSON Lines."""
 
 import contextlib
 import json

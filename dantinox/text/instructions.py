@@ -1,5 +1,6 @@
-"""`builtin:instructions`: questions about functions of the standard library, and answers of one strict form made from their
-docstrings, to see a model learn to answer.
+"""`builtin:instructions`: questions and answers about functions of the Python standard library.
+
+The answers have one strict form, so that a model can be seen to learn it:
 
     user       Summarise: textwrap.dedent(text)
     assistant  Takes: one argument

@@ -1,4 +1,4 @@
-"""`builtin:recall`: text with tasks in it that only a reader with a memory can do, to train models whose attention reaches far.
+"""`builtin:recall`: synthetic recall tasks, for models that have to attend far back.
 
 A task states facts, pairs of a topic and one of its words, and asks for them: among lines of ordinary text or alone, in any
 order, or as a whole record repeated. A topic has words of its own, so one layer can find what was said of it: a model learns

@@ -1,4 +1,4 @@
-"""The process in which a chat template is rendered: somebody else's program, which is given little.
+"""The subprocess that renders chat templates, with limits on time and memory.
 
 It is run as a program, never imported. It reads lines of JSON, each a question with the template, the variables that it
 always has and a list of conversations, and answers each with a line: the texts, or `{"error": …}`, or `{"refusal": …}`.

@@ -1,4 +1,4 @@
-"""The rows of training batches: which stretches of the tokens they are, and in which order they come.
+"""Rows of training batches: which spans of the token store they hold, and their order.
 
 Row number n of a training is a function of (seed, n) alone, so that the position in the data is one integer.
 """

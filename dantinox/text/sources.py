@@ -1,4 +1,4 @@
-"""Which files a corpus is: names, folders, globs and the built-in ones, resolved to regular files in a fixed order."""
+"""The files of a corpus: names, folders, globs and built-in texts, resolved in a fixed order."""
 
 import glob
 import os

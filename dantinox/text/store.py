@@ -1,4 +1,4 @@
-"""The tokens of a corpus in memory-mapped arrays, and the batches made of them."""
+"""The token store of a corpus: memory-mapped arrays and their batches."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

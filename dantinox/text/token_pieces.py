@@ -1,4 +1,4 @@
-"""What one token id spells, in bytes: the table behind decoding and streaming."""
+"""The bytes that each token id stands for."""
 
 import re
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for every kind of vocabulary, from one file format: tokenizer.json."""
+"""`Tokenizer`: text to token ids and back, from a `tokenizer.json`."""
 
 import hashlib
 import json

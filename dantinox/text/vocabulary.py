@@ -1,4 +1,4 @@
-"""Vocabularies made from a corpus: characters, bytes, byte-level BPE."""
+"""Training of vocabularies from a corpus: characters, bytes, byte-level BPE."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The objective, the optimizers, the loop with its validation, checkpoints and exact resume."""
+"""Objectives, optimizers, the training loop, evaluation, checkpoints and exact resume."""
 
 from dantinox.training.dry_run import dry_run
 from dantinox.training.launch import launch

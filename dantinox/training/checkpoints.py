@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written in the background: the latest few and the best."""
+"""Checkpoints of a run, written in the background by Orbax: the latest few and the best."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""A training without a run directory: what it would do and how long it would take; and its step alone, for profiles."""
+"""`dantinox train --dry_run`: memory and time of a training that is not run; and a bare step for profiles."""
 
 import tempfile
 import time

@@ -1,4 +1,4 @@
-"""What a training leaves in its run besides checkpoints and logs: the exported weights, the summary, the plot of the loss."""
+"""The results of a training: exported weights, summary and loss plot."""
 
 import json
 import math

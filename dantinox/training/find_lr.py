@@ -1,4 +1,4 @@
-"""Which learning rate: a short training in which it climbs, and the loss beside it (Smith 2017, section 3.3)."""
+"""`dantinox find-lr`: a learning-rate range test (Smith 2017, section 3.3)."""
 
 import math
 import tempfile

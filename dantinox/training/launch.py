@@ -1,4 +1,4 @@
-"""From settings to a trained run directory: what `dantinox train` does."""
+"""`launch`: from a config to a trained run directory; what `dantinox train` calls."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""The training of one run, from its settings to its weights, resumable at any moment.
+"""The training loop of one run, resumable at any step.
 
 Exact resume rests on three facts: batches and dropout are functions of the step; everything else a step depends on is in
 `State`; a row of the logs is on the disk before the checkpoint of its step, and rows past a restored step are cut off.

@@ -1,4 +1,4 @@
-"""What a run needs and what there is, before anything is allocated; and what it uses while it runs."""
+"""Memory of a training: required, available and used."""
 
 import contextlib
 import ctypes

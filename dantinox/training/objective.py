@@ -1,5 +1,4 @@
-"""What training minimises: the cross-entropy of the next token, with a penalty that keeps the log-normaliser near zero, or the
-loss of direct preference optimisation."""
+"""Training objectives: next-token cross-entropy with z-loss, and direct preference optimization."""
 
 from functools import partial
 from typing import Any, NamedTuple

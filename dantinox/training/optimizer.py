@@ -1,4 +1,4 @@
-"""Learning-rate schedules, the optimizers, and the moving average of the weights."""
+"""Learning-rate schedules, optimizers, and the moving average of the weights."""
 
 import math
 from collections.abc import Callable, Mapping

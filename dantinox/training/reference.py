@@ -1,4 +1,4 @@
-"""The log-probabilities of answers by the model that a training on preferences starts from: computed once, kept in the run."""
+"""Log-probabilities of the reference model in preference training, computed once and stored in the run."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and how long a run is."""
+"""Resuming: which settings may change, and how many steps a run has."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Text samples for whoever watches a training; what they start from is checked before the first step."""
+"""Text samples during training, and the check of their prompt before the first step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks the loop to save and stop, the second ends the process at once.
+"""SIGTERM and SIGINT: the first asks the loop to save and stop, the second ends the process.
 
 The exit code of the process is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
 """

@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation batch, each one compiled program; what they need is known before it is allocated."""
+"""The compiled programs of training: one optimizer step and one evaluation batch."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""The rows of a training: metrics of its steps on their way to the console, the log files and the trackers."""
+"""Metrics of training steps, passed to the console, the log files and the trackers."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Bodies of requests: strict JSON, and the models that it is checked against."""
+"""Request bodies: strict JSON parsing and the base model of their validation."""
 
 import json
 import math

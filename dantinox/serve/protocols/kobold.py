@@ -1,4 +1,4 @@
-"""The protocol of KoboldAI and KoboldCpp, as Kobold Lite and SillyTavern speak it.
+"""The protocol of KoboldAI and KoboldCpp, for Kobold Lite and SillyTavern.
 
 Sources: KoboldCpp's API documentation, and what its clients were seen to send and to read.
 """

@@ -1,4 +1,4 @@
-"""What clients of KoboldAI and KoboldCpp send, checked, and the settings of ours in it.
+"""Request bodies of KoboldAI and KoboldCpp, and their mapping to settings.
 
 Source: KoboldCpp's API documentation, and what Kobold Lite and SillyTavern send.
 """

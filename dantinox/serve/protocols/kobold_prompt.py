@@ -1,4 +1,4 @@
-"""The text that a request of KoboldAI's dialect continues: its instructions, its tokens, what fits, where it ends."""
+"""Prompts of the KoboldAI protocol: placeholders, tokenization, truncation to the context, stop sequences."""
 
 import re
 from collections.abc import Mapping, Sequence

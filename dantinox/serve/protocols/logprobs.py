@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as clients of OpenAI and KoboldCpp read them."""
+"""Log-probabilities in the formats of OpenAI and KoboldCpp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Our own events, in which a model is watched as it decides: `/api/dantinox/about` and `/api/dantinox/generate`."""
+"""The native protocol: `/api/dantinox/about` and `/api/dantinox/generate` with an event per token."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: `/v1/models`, `/v1/completions` and `/v1/chat/completions`, whole and streamed.
+"""The OpenAI protocol: `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
 
 Source: OpenAI's API reference, and the extras that clients of vLLM send.
 """

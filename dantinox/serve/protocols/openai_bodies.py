@@ -1,4 +1,4 @@
-"""What clients of OpenAI send, checked: bodies of completions and of chats, and the settings of ours in them."""
+"""Request bodies of the OpenAI protocol, and their mapping to settings."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tokens as clients see them: a name and bytes for each, and the ids of prompts."""
+"""Tokens as text and bytes for clients, and validation of token ids in prompts."""
 
 from collections.abc import Sequence
 from functools import lru_cache

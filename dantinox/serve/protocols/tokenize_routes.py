@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the clients of vLLM and lm-evaluation-harness ask for it."""
+"""`/tokenize` and `/detokenize`, as vLLM and lm-evaluation-harness define them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
