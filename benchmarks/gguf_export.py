@@ -53,7 +53,7 @@ def families(o: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from dantinox.interop.gguf import export_gguf
     from dantinox.interop.gguf_families import FAMILIES
-    from dantinox.interop.hf import to_hf
+    from dantinox.interop.hf_weights import to_hf
     from dantinox.model.parameters import blueprint
     from tests.interop.test_gguf import SYMBOLS, TOKENIZER, config_of, model_of
 

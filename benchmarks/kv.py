@@ -31,13 +31,13 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.config.kv import KVSection
+from dantinox.config.kv_settings import KVSection
 from dantinox.generation import prepare
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.static_batch import StaticBatch, bucket
 from dantinox.model import KVCache, Transformer, make_cache
-from dantinox.model.compressed import Compressed, Group
+from dantinox.model.compressed_cache import Compressed, Group
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 

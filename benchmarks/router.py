@@ -139,7 +139,7 @@ def timed(call: Any) -> float:
 
 def strategies(o: argparse.Namespace, model: Any, batch: int, case: str) -> dict[str, float]:
     """The share of each strategy in the first tokens."""
-    from dantinox.sampling.router import STRATEGIES
+    from dantinox.sampling.entropy_router import STRATEGIES
 
     told = session(o, model, batch, case, report=0)
     told.start()
@@ -164,7 +164,7 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
 def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:
     """Whether the router has left traces in the chain's program, and whether the program is what it was before."""
     lowered = program(o, model, batch, "chain")
-    file = "sampling/router.py"  # instructions name the source line they come from
+    file = "sampling/entropy_router.py"  # instructions name the source line they come from
     told = {
         "router_in_chain": file in lowered.compile().as_text(),
         "router_in_router": file in program(o, model, batch, "router").compile().as_text(),

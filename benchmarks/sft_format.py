@@ -4,8 +4,8 @@
     python train.py --config configs/sft.yaml --run_dir runs/sft
     python benchmarks/sft_format.py runs/quickstart runs/sft
 
-prints of each run how many of its answers have the form of `dantinox.text.instructions.ANSWER`, and two of them. All runs are
-asked in the words of the last one's chat template.
+prints of each run how many of its answers have the form of `dantinox.text.builtin_instructions.ANSWER`, and two of them. All
+runs are asked in the words of the last one's chat template.
 """
 
 import sys
@@ -14,8 +14,8 @@ import dantinox
 from dantinox.config import DataSection
 from dantinox.run import RunDirectory
 from dantinox.text import ChatTemplate, Corpus
+from dantinox.text.builtin_instructions import follows
 from dantinox.text.conversations import Conversations
-from dantinox.text.instructions import follows
 
 
 def held_back() -> list[str]:

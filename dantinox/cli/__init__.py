@@ -106,7 +106,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "info": ("measure", "info", "Describe a run: settings, size, training, and the error of quantized weights."),
     "verify": ("runs", "verify", "Compare every file of a run with what was written."),
     "plan": ("measure", "plan", "Compile for a target device you need not own; report memory and FLOPs."),
-    "plot": ("watch", "plot", "Draw the losses of runs over each other, by step, tokens or time."),
-    "profile": ("watch", "profile", "Trace steps of a training, or a generation, and list the most expensive operations."),
+    "plot": ("plot", "plot", "Draw the losses of runs over each other, by step, tokens or time."),
+    "profile": ("plot", "profile", "Trace steps of a training, or a generation, and list the most expensive operations."),
     "doctor": ("measure", "doctor", "Show versions, devices and speed of this machine."),
 }

@@ -160,7 +160,7 @@ def _show(documents: list[dict[str, Any]]) -> None:
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """The reported samples as lines and as a page, whatever was asked for; both, even if one fails."""
     from dantinox.report.page import page
-    from dantinox.report.trace import trace_lines
+    from dantinox.report.trace_file import trace_lines
 
     with contextlib.ExitStack() as outputs:
         if options.trace is not None:

@@ -21,7 +21,7 @@ from dantinox.cli.common import (
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
-from dantinox.config.start import DEFAULT, load_training
+from dantinox.config.training_config import DEFAULT, load_training
 from dantinox.files import atomic_write, check_folder
 from dantinox.report.console import show_progress
 

@@ -2,7 +2,7 @@
 
 from dantinox.config.files import build_config, differences, dump_config, json_schema, load_config
 from dantinox.config.generation import GenerationSection
-from dantinox.config.kv import KVSection
+from dantinox.config.kv_settings import KVSection
 from dantinox.config.model import ExpertsConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
 from dantinox.config.overlay import overlay, settings_of
 from dantinox.config.sections import Config, DataSection, TokenizerSection

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
 from dantinox.config.prerequisites import Needs
-from dantinox.config.steps import CHAIN, EDITS, PENALTIES, STEERED, STEPS, StepSettings, Tokens, is_digits
+from dantinox.config.sampling_steps import CHAIN, EDITS, PENALTIES, STEERED, STEPS, StepSettings, Tokens, is_digits
 
 GREEDY_BELOW = 1e-5  # a temperature
 

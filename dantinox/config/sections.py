@@ -26,12 +26,12 @@ from dantinox.config.base import (
     field,
 )
 from dantinox.config.generation import GenerationSection, generation_conflicts
-from dantinox.config.kv import KVSection, kv_conflicts
-from dantinox.config.lora import LoraSection, lora_config, lora_conflicts
+from dantinox.config.kv_settings import KVSection, kv_conflicts
+from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
 from dantinox.config.prerequisites import Needs, given, inactive_settings
-from dantinox.config.router import RouterSection, router_conflicts
-from dantinox.config.steps import needs_of
+from dantinox.config.router_settings import RouterSection, router_conflicts
+from dantinox.config.sampling_steps import needs_of
 from dantinox.files import UserError
 
 # Names in a run directory that its own files bear.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.config.kv import KVSection
+from dantinox.config.kv_settings import KVSection
 from dantinox.generation.cache_budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
 from dantinox.generation.quantized_weights import HeadOrder
 from dantinox.model import Compression, compute_dtype

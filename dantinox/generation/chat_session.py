@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from dantinox.config import Config, UserError, overlay, settings_of
 from dantinox.files import atomic_write, check_writable, first_line, shown
-from dantinox.generation.batch_run import BatchRun
 from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import bucket
 

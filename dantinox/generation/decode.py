@@ -18,7 +18,7 @@ from dantinox.generation.quantized_weights import NARROW_ROWS, Split, widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.scoring import token_logprobs
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
-from dantinox.sampling.router import AttentionMetrics, combine, layer_attention
+from dantinox.sampling.entropy_router import AttentionMetrics, combine, layer_attention
 
 CHUNK = 32
 PART = 2048  # tokens of a prompt that a compressed cache takes in at once

@@ -13,9 +13,9 @@ from dantinox.config import Config, UserError
 from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_places
 from dantinox.files import shown
-from dantinox.generation.batch_run import BatchRun
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import Result
 from dantinox.generation.static_batch import bucket

@@ -13,9 +13,9 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
+from dantinox.model.cache_store import rounded
 from dantinox.model.layers import Linear, biased
 from dantinox.model.moe import ExpertLinear, Rows, grouped_product
-from dantinox.model.store import rounded
 from dantinox.model.transformer import output_layer
 from dantinox.platform import WORTHWHILE, bfloat16_gain, platform_of
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.config.generation import order_of
-from dantinox.config.steps import EDITS
+from dantinox.config.sampling_steps import EDITS
 from dantinox.files import shown
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import PART, DecodeState, Emitted, _generate_toks

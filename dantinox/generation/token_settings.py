@@ -6,7 +6,7 @@ from typing import Any
 
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation import steps_on
-from dantinox.config.steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
+from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer
 

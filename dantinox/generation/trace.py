@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.config.router import STRATEGIES, RouterSection
+from dantinox.config.router_settings import STRATEGIES, RouterSection
 from dantinox.generation.result import Result
-from dantinox.report.trace import LISTS
+from dantinox.report.trace_file import LISTS
 from dantinox.sampling import SamplingParams, StepInfo
-from dantinox.sampling.router import ADAPTIVE
+from dantinox.sampling.entropy_router import ADAPTIVE
 from dantinox.text import Tokenizer
 
 OTHERS = ("seed", "max_new_tokens", "n")  # a document has them elsewhere

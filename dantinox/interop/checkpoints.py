@@ -15,9 +15,9 @@ from dantinox.config.model import ARCHITECTURE
 from dantinox.files import os_errors, read_json, read_text, shown
 from dantinox.interop.gguf import export_gguf, source_of
 from dantinox.interop.gguf_file import open_gguf
-from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, fetch, open_folder, write_folder
+from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint

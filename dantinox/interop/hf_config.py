@@ -8,7 +8,7 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flat
 from dantinox.files import on_one_line, shown
-from dantinox.interop.families import FAMILIES, ONLY, UNUSED, Family
+from dantinox.interop.hf_families import FAMILIES, ONLY, UNUSED, Family
 
 # How transformers names the scaling of rotary frequencies, how we do, and the keys that each has.
 FACTOR = {"factor": "attention.rope_factor"}

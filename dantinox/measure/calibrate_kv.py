@@ -13,11 +13,11 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import check_writable
 from dantinox.generation import load
-from dantinox.measure.eviction import loss_rises
-from dantinox.measure.reading import in_batches, padded, read_text, stored
+from dantinox.measure.head_loss import loss_rises
+from dantinox.measure.texts import in_batches, padded, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
-from dantinox.report.trace import finite
+from dantinox.report.trace_file import finite
 from dantinox.run import (
     KV_FORMAT,
     HeadFile,

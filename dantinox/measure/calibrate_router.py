@@ -11,15 +11,15 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.router import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
+from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
 from dantinox.generation.quantized_weights import widen
-from dantinox.measure.reading import in_batches, read_text, stored
+from dantinox.measure.texts import in_batches, read_text, stored
 from dantinox.model import Transformer
 from dantinox.model.scoring import by_position
 from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
-from dantinox.sampling.router import Metrics, RouterConfig, logit_metrics, strategy_of
+from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, strategy_of
 
 TOKENS = 32768  # of the text, by default
 WINDOW = 1024  # tokens read at a time, at most: attention takes memory by the square of it

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.config.router import MEASURED, PRESET_NUMBERS, RULES, intervals
+from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, RULES, intervals
 from dantinox.measure.calibrate_router import RouterCalibration
 from dantinox.report.plots import as_png, new_figure
 from dantinox.report.tables import percent, side_by_side, wrapped

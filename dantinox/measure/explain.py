@@ -12,18 +12,18 @@ from flax import nnx
 
 from dantinox.config import GenerationSection
 from dantinox.config.generation import ROUTED
-from dantinox.config.router import EVERY, STRATEGIES
-from dantinox.config.steps import NUMBERS, STEPS
+from dantinox.config.router_settings import EVERY, STRATEGIES
+from dantinox.config.sampling_steps import NUMBERS, STEPS
 from dantinox.generation import LoadedModel
 from dantinox.generation.decode import attention_of, probe_of
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket, clamp_to_context
 from dantinox.generation.token_settings import seeded
-from dantinox.measure.reading import positions_of
+from dantinox.measure.texts import positions_of
 from dantinox.model import Transformer
-from dantinox.report.trace import finite
+from dantinox.report.trace_file import finite
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
-from dantinox.sampling.router import ADAPTIVE, Route
+from dantinox.sampling.entropy_router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
 
 Given = tuple[str, dict[str, Any]]  # a step's name and settings

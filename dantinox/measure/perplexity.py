@@ -22,7 +22,7 @@ from dantinox.generation import load
 from dantinox.generation.decode import PREFILL
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket
-from dantinox.measure.reading import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
+from dantinox.measure.texts import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
 from dantinox.model import Transformer
 from dantinox.model.scoring import by_position
 from dantinox.report import human_count, table

@@ -18,8 +18,8 @@ from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch, slots_needed
+from dantinox.measure.program_cost import SENT, work_of
 from dantinox.measure.topology import Topology
-from dantinox.measure.work import SENT, work_of
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import spans
 from dantinox.model.flops import adapter_parameters, attention_flops, matrix_parameters, training_flops

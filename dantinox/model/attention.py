@@ -13,11 +13,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.chunked import BLOCK
+from dantinox.model.cache_store import AnyStore, OneStore, SegmentedStore, StorePrefix
+from dantinox.model.chunked_attention import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import rotate
-from dantinox.model.store import AnyStore, OneStore, SegmentedStore, StorePrefix
 
 Angles = tuple[jax.Array, jax.Array] | None
 Probe = Callable[[jax.Array, jax.Array], Any]

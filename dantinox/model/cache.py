@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import attend, attention, probed, probed_alone, visible
-from dantinox.model.compressed import Compressed, Compression
+from dantinox.model.cache_store import BITS, AnyStore, LatentStore, SegmentedStore, Store
+from dantinox.model.compressed_cache import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
-from dantinox.model.store import BITS, AnyStore, LatentStore, SegmentedStore, Store
 from dantinox.platform import platform_of
 
 

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dantinox.config import UserError
-from dantinox.model.chunked import BLOCK, chunked_attention
+from dantinox.model.chunked_attention import BLOCK, chunked_attention
 from dantinox.model.layers import SOFTMAX, Softmax
 from dantinox.platform import platform_of
 

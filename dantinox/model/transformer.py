@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
 from dantinox.model.cache import KVCache, NoCache
-from dantinox.model.latent import LatentAttention
+from dantinox.model.latent_attention import LatentAttention
 from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.lora import adapt, hold
 from dantinox.model.moe import MixtureOfExperts

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 import numpy as np
 from rich.cells import cell_len
 
-from dantinox.report.trace import Document
+from dantinox.report.trace_file import Document
 
 Colours = Literal["truecolor", "256", "none"]
 Piece = tuple[str, float | None, str | None]  # text of one or more tokens, entropy and strategy; neither in the prompt

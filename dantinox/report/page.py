@@ -14,8 +14,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from dantinox.config.router import RULES, STRATEGIES
-from dantinox.report.trace import LISTS, finite
+from dantinox.config.router_settings import RULES, STRATEGIES
+from dantinox.report.trace_file import LISTS, finite
 
 Words = dict[tuple[int, str], int]  # (token id, text) → its place in the table that all samples share
 

@@ -26,7 +26,7 @@ from dantinox.run.directory import (
     take_along,
 )
 from dantinox.run.manifest import Damage, entry_while_unchanged, log_damage, put, record_files, step_damage, write_step_manifest
-from dantinox.run.verify import ASIDE, SAVING, Verified, accept_run, own_damage, saved_steps, verify_run
+from dantinox.run.verify_files import ASIDE, SAVING, Verified, accept_run, own_damage, saved_steps, verify_run
 from dantinox.run.weights import load_weights, save_weights, weights_digest
 
 __all__ = [

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from dantinox.config import ModelConfig
 from dantinox.config.base import Count, NonNegative, Section
-from dantinox.config.router import MEASURED, Scale
+from dantinox.config.router_settings import MEASURED, Scale
 from dantinox.files import UserError, atomic_write, on_one_line, read_text
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import MANIFEST, damage_if_named, put

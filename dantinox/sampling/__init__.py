@@ -2,8 +2,8 @@
 
 from dantinox.config.generation import kobold_order
 from dantinox.sampling.chain import SampleInfo, sample, trace
+from dantinox.sampling.named_steps import process_logits
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.pipeline import process_logits
 from dantinox.sampling.report import StepInfo
 from dantinox.sampling.state import SamplerState, init_state, update
 

@@ -14,9 +14,9 @@ from jax import Array
 
 from dantinox.config import UserError
 from dantinox.sampling.draw import pick
+from dantinox.sampling.entropy_router import TINY, Metrics, RouterConfig
 from dantinox.sampling.params import ScoreFn
-from dantinox.sampling.router import TINY, Metrics, RouterConfig
-from dantinox.sampling.search import largest
+from dantinox.sampling.selection import largest
 from dantinox.sampling.steps import Number, finite_max, log_mass
 from dantinox.sampling.window import WINDOW
 

@@ -12,14 +12,23 @@ from jax import Array, lax
 import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
 from dantinox.config.generation import GREEDY_BELOW, ROUTED
-from dantinox.config.steps import EDITS, PENALTIES, STEPS
+from dantinox.config.sampling_steps import EDITS, PENALTIES, STEPS
 from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, draws_behind, guide_score
 from dantinox.sampling.draw import draw, row_key
+from dantinox.sampling.entropy_router import (
+    ADAPTIVE,
+    AttentionMetrics,
+    Metrics,
+    Route,
+    RouterConfig,
+    clarify_now,
+    logit_metrics,
+    route,
+)
 from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.report import Routed, StepInfo, step_info
-from dantinox.sampling.router import ADAPTIVE, AttentionMetrics, Metrics, Route, RouterConfig, clarify_now, logit_metrics, route
-from dantinox.sampling.search import first_in_order
+from dantinox.sampling.selection import first_in_order
 from dantinox.sampling.state import SamplerState, update
 from dantinox.sampling.window import Context, run_chain, run_steps
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dantinox.sampling.search import blocks, first_past
+from dantinox.sampling.selection import blocks, first_past
 
 
 def row_key(seed: Array, sample_index: Array, n_generated: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.config.steps import EDITS, STEPS
+from dantinox.config.sampling_steps import EDITS, STEPS
 
 # The steps that may stand in any order; an entry of an order array is an index into them, -1 an unused place.
 ORDERED = tuple(name for name in STEPS if name not in EDITS)

@@ -11,8 +11,8 @@ from jax import Array
 
 from dantinox.config import Config, GenerationSection, UserError, build_config
 from dantinox.config.generation import GREEDY_BELOW, ROUTED, order_of, steps_on
-from dantinox.config.router import RouterSection
-from dantinox.config.steps import (
+from dantinox.config.router_settings import RouterSection
+from dantinox.config.sampling_steps import (
     EDITS,
     NUMBERS,
     PENALTIES,
@@ -26,9 +26,9 @@ from dantinox.config.steps import (
     Tokens,
     is_digits,
 )  # fmt: skip
+from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import word_arrays
 from dantinox.sampling.order import ORDERED, order_array
-from dantinox.sampling.router import Metrics, RouterConfig
 
 # Settings that choose among programs: arguments of steps that are words.
 WORDS = tuple(dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBERS))

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.sampling.best_of_n import Candidates
-from dantinox.sampling.router import AttentionMetrics, Route, logit_metrics
-from dantinox.sampling.search import total
+from dantinox.sampling.entropy_router import AttentionMetrics, Route, logit_metrics
+from dantinox.sampling.selection import total
 from dantinox.sampling.steps import finite_max
 
 

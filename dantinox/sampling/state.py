@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dantinox.config.steps import STEPS
+from dantinox.config.sampling_steps import STEPS
 from dantinox.sampling.history import lengthened, repeat_lengths
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.steps import mirostat_update

@@ -1,6 +1,7 @@
 """The sampling steps as pure functions of one row, `f(logits_V, numbers…) -> logits_V`, in float32.
 
-The table of all steps is `dantinox.config.steps.STEPS`; those that read the text so far are in `dantinox.sampling.history`.
+The table of all steps is `dantinox.config.sampling_steps.STEPS`; steps that read earlier tokens are in
+`dantinox.sampling.history`.
 
 A removed token is -inf, a kept logit comes back bit for bit. A mask never empties a row: the first token in canonical order
 (logit descending, ties by ascending id) survives. A disabled number returns the row unchanged by an explicit branch.
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.config.generation import GREEDY_BELOW
-from dantinox.sampling.search import crossing_key, first_in_order, nth_true, ordered_keys, total
+from dantinox.sampling.selection import crossing_key, first_in_order, nth_true, ordered_keys, total
 
 Number = Array | float
 # A choice in words is part of a program; as an array, True stands for the second of them.

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.config.steps import STEERED, STEPS
+from dantinox.config.sampling_steps import STEERED, STEPS
 from dantinox.sampling.order import Order, SharedOrder
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.search import largest
+from dantinox.sampling.selection import largest
 from dantinox.sampling.steps import FARTHEST, Rest, entropy, finite_max, log_mass
 
 WINDOW = 256

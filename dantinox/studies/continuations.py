@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError, settings_of
-from dantinox.config.router import STRATEGIES, THRESHOLDS, forcing
+from dantinox.config.router_settings import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import load_model
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.perplexity import Text, score
-from dantinox.measure.reading import batches
+from dantinox.measure.texts import batches
 from dantinox.run import load_run_config, open_run
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore

@@ -19,7 +19,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.reading import stored
+from dantinox.measure.texts import stored
 from dantinox.run import open_run
 from dantinox.studies.kv_bench import (
     FREE_TOKENS,

@@ -16,10 +16,10 @@ from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.measure.eviction import divergence, read_limited, rows_at_once
-from dantinox.measure.reading import batches, in_batches, positions_of
+from dantinox.measure.head_loss import divergence, read_limited, rows_at_once
+from dantinox.measure.texts import batches, in_batches, positions_of
 from dantinox.model import KVCache, Transformer, make_cache
-from dantinox.model.compressed import Compressed
+from dantinox.model.compressed_cache import Compressed
 from dantinox.report.console import Progress
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams

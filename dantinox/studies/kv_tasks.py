@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.measure.reading import padded
+from dantinox.measure.texts import padded
 from dantinox.studies.statistics import repetition
-from dantinox.text import Tokenizer, TokenStore, recall
+from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
 SEEDS = 3
 STREAM_TOKENS = 1 << 22  # sequences are taken from so many first tokens of the validation text
@@ -97,7 +97,7 @@ class Tasks(NamedTuple):
 def spells_words(tokenizer: Tokenizer) -> bool:
     """Whether every word of the tasks is one token, so that a model can have learnt them."""
     try:
-        words = [word for topic, words in recall.TOPICS.items() for word in (topic, *words)]
+        words = [word for topic, words in builtin_recall.TOPICS.items() for word in (topic, *words)]
         return all(len(ids) == 1 for ids in tokenizer.encode_batch([f" {word}" for word in words]))
     except UserError:
         return False
@@ -106,7 +106,7 @@ def spells_words(tokenizer: Tokenizer) -> bool:
 def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
     """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long."""
     T = sequences.ids.shape[1]
-    context = T - len(tokenizer.encode(recall.copy(random.Random(0), FACTS).question))  # the longest
+    context = T - len(tokenizer.encode(builtin_recall.copy(random.Random(0), FACTS).question))  # the longest
     made = [
         _task(tokenizer, sequences.ids, rng, kind, context)
         for kind in KINDS
@@ -121,11 +121,11 @@ def _task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: st
     """Tokens of a prompt, `context` of them before the question, and the token of its answer."""
     for _ in range(TRIES):
         lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
-        lines = [line for line in lines if not line.startswith(f"{recall.MARK} ")]
+        lines = [line for line in lines if not line.startswith(f"{builtin_recall.MARK} ")]
         if kind == "needle":
-            task = recall.facts(rng, lines, FACTS)
+            task = builtin_recall.facts(rng, lines, FACTS)
         else:
-            task = recall.copy(rng, FACTS)
+            task = builtin_recall.copy(rng, FACTS)
             task = task._replace(context="".join(lines) + task.context)
         ids = tokenizer.encode(task.context)[-context:]
         if len(ids) == context and task.question + task.answer in tokenizer.decode(ids):

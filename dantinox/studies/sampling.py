@@ -21,7 +21,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel, load
-from dantinox.measure.reading import stored
+from dantinox.measure.texts import stored
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
 from dantinox.studies.statistics import OF_TEXT, Interval, Measured, chosen, excess, mean_interval, percentiles, self_bleu

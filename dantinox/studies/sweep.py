@@ -23,7 +23,7 @@ from typing import Any
 
 from dantinox.config import Config
 from dantinox.config.sections import DEFAULTS, flat
-from dantinox.config.sweep import Sweep, Trial
+from dantinox.config.sweep_file import Sweep, Trial
 from dantinox.files import UserError, atomic_write, os_errors, shown
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory

@@ -20,7 +20,7 @@ from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, shown
 from dantinox.generation import LoadedModel, load
 from dantinox.measure.perplexity import Text, score
-from dantinox.measure.reading import batches, begin_ids
+from dantinox.measure.texts import batches, begin_ids
 from dantinox.report.tables import Column, text_table
 from dantinox.studies.continuations import NEUTRAL, ROWS
 

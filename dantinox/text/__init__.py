@@ -1,10 +1,10 @@
 """Tokenizers, corpora, and the token store with its batches. No module here imports jax."""
 
-from dantinox.text.build import Progress, has_changed, open_store, prepare_data, vocabulary_size
+from dantinox.text.build_store import Progress, has_changed, open_store, prepare_data, vocabulary_size
 from dantinox.text.chat import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, Preferences
 from dantinox.text.corpus import Corpus
-from dantinox.text.store import Batch, Counts, TokenStore
+from dantinox.text.token_store import Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
 

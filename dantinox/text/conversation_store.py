@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError
+from dantinox.text.batch_rows import NOTHING, Filled, Pairs, Rows
 from dantinox.text.conversations import COUNTED, FIRST
-from dantinox.text.rows import NOTHING, Filled, Pairs, Rows
-from dantinox.text.store import Batch, Counts, TokenStore
+from dantinox.text.token_store import Batch, Counts, TokenStore
 
 
 class Preferences(NamedTuple):

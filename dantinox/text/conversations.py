@@ -10,7 +10,7 @@ from dantinox.config import DataSection
 from dantinox.files import UserError, shown
 from dantinox.text.chat import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
-from dantinox.text.store import Counts
+from dantinox.text.token_store import Counts
 
 COUNTED, FIRST = 1, 2  # bits of a token's mark: its loss counts; the first token of a conversation
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError, shown
+from dantinox.text.builtin_recall import FIELD
 from dantinox.text.compressed_files import opened
-from dantinox.text.recall import FIELD
 from dantinox.text.sources import Source, find_sources
 
 BLOCK_BYTES = 4 << 20

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
+from dantinox.text.builtin_instructions import corpus as instructions
+from dantinox.text.builtin_recall import corpus as with_tasks
 from dantinox.text.compressed_files import unpacked_name
-from dantinox.text.instructions import corpus as instructions
-from dantinox.text.recall import corpus as with_tasks
 
 BUILTIN, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
 BUILTIN_BYTES = 8_000_000

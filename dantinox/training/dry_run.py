@@ -17,8 +17,8 @@ from dantinox.text import Batch, Preferences, prepare_data
 from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.resume import starting_tokenizer, total_steps
-from dantinox.training.samples import make_sampler
 from dantinox.training.step import Metrics, Programs, TrainStep
+from dantinox.training.text_samples import make_sampler
 from dantinox.training.training_log import duration
 
 STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read

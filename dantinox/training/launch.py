@@ -30,7 +30,7 @@ from dantinox.run import (
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.resume import resumed_config, starting_tokenizer, total_steps
-from dantinox.training.samples import Sampler, make_sampler
+from dantinox.training.text_samples import Sampler, make_sampler
 
 Start = tuple[Config, Tokenizer, TokenStore, Sampler | None]
 FEW_STEPS = 20  # of a training that counts in passes: fewer are warned of

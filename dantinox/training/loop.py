@@ -37,13 +37,13 @@ from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, put, weights_digest
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
-from dantinox.training.exports import export_weights, write_summary
+from dantinox.training.dpo_reference import reference_of, saved_or_computed
 from dantinox.training.memory import check_memory, give_back_freed_memory, keep_freed_memory, out_of_memory
-from dantinox.training.reference import reference_of, saved_or_computed
+from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
-from dantinox.training.samples import Sampler, sampled_model
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.step import Programs, State, TrainStep, chosen
+from dantinox.training.text_samples import Sampler, sampled_model
 from dantinox.training.training_log import NotFinite, TrainingLog, named_rewards
 
 AHEAD = 4  # batches

@@ -75,10 +75,10 @@ def draw_candidates(d: Distribution, record: dict[str, Any], count: int = 10_000
     import jax
     import jax.numpy as jnp
 
-    from dantinox.config.router import RouterSection
+    from dantinox.config.router_settings import RouterSection
     from dantinox.sampling import process_logits
     from dantinox.sampling.best_of_n import best_candidate, best_of_n
-    from dantinox.sampling.router import ADAPTIVE, Metrics, RouterConfig, logit_metrics, route
+    from dantinox.sampling.entropy_router import ADAPTIVE, Metrics, RouterConfig, logit_metrics, route
 
     figure, panels = plt.subplots(1, len(PRESETS), figsize=(6.8, 2.0), dpi=200, layout="constrained", sharey=True)
     order = d.ranked(SHOWN)

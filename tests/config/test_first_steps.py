@@ -14,7 +14,7 @@ from dantinox.cli.common import given_prompt
 from dantinox.config import UserError, build_config, dump_config, load_config
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import FIELDS
-from dantinox.config.start import load_training, starting_config
+from dantinox.config.training_config import load_training, starting_config
 from dantinox.training.resume import total_steps
 
 

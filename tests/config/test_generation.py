@@ -16,8 +16,8 @@ from dantinox.config import (
 )
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.generation import PRESETS, ROUTED, kobold_order, step_order, steps_on
-from dantinox.config.router import RouterSection, bases_of
-from dantinox.config.steps import SETTINGS, STEPS
+from dantinox.config.router_settings import RouterSection, bases_of
+from dantinox.config.sampling_steps import SETTINGS, STEPS
 
 BAN = -float("inf")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.config.sweep import load_sweep
+from dantinox.config.sweep_file import load_sweep
 
 BASE = "base: {model: {dim: 16, n_heads: 2}, training: {steps: 200}}\n"
 
@@ -71,7 +71,7 @@ def test_a_base_is_a_file_or_a_config_of_the_package(sweep, tmp_path):
 
 def load_sweep_base(name):
     from dantinox.config import load_config
-    from dantinox.config.start import find_config
+    from dantinox.config.training_config import find_config
 
     return load_config(find_config(name)).data.path
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dantinox.config import Config, build_config
 from dantinox.distributed import Layout, make_layout
-from dantinox.measure.work import Work, work_of
+from dantinox.measure.program_cost import Work, work_of
 from dantinox.programs import bytes_of, size
 from dantinox.text import Batch, TokenStore
 from dantinox.training.objective import sums

@@ -8,7 +8,7 @@ import re
 from training.small import SETTINGS
 
 from dantinox.config import build_config
-from dantinox.config.router import MEASURED
+from dantinox.config.router_settings import MEASURED
 from dantinox.report import Console
 from dantinox.run import RunDirectory, head_names, save_kv_calibration, save_router_calibration, weights_digest
 

@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.kv import KVSection
+from dantinox.config.kv_settings import KVSection
 from dantinox.generation import decode, generate, prepare
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.quantized_weights import with_head_order
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import attention, kernels, make_cache
-from dantinox.model.compressed import Compressed
+from dantinox.model.compressed_cache import Compressed
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 
@@ -335,7 +335,7 @@ def test_the_router_reads_what_the_cache_holds():
     scores_BNS, valid_BNS = probe(running.cache)["probe"][0]
     assert scores_BNS.shape == valid_BNS.shape == (1, 4, 88)
     np.testing.assert_array_equal(np.sum(valid_BNS[0], axis=1), [PROMPT + 1] * 2 + [24] * 2)
-    from dantinox.sampling.router import layer_attention
+    from dantinox.sampling.entropy_router import layer_attention
 
     found = layer_attention(scores_BNS[0], valid_BNS[0])
     for head in range(4):

@@ -18,7 +18,7 @@ from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
 from dantinox.sampling.best_of_n import best_of_n, guide_score
-from dantinox.sampling.router import (
+from dantinox.sampling.entropy_router import (
     CLARIFY,
     STRATEGIES,
     AttentionMetrics,

@@ -13,8 +13,8 @@ from dantinox.generation.trace import trace_document
 from dantinox.model import Transformer
 from dantinox.report.entropy_view import show_entropy
 from dantinox.report.page import page
-from dantinox.report.trace import trace_lines
-from dantinox.sampling.router import STRATEGIES
+from dantinox.report.trace_file import trace_lines
+from dantinox.sampling.entropy_router import STRATEGIES
 from dantinox.text import Tokenizer, train_tokenizer
 
 from . import builder

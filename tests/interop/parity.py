@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dantinox.config import build_config
-from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import open_tensors, write_tensors
+from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import blueprint
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,12 +12,12 @@ import pytest
 
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.interop import families
+from dantinox.interop import hf_families as families
 from dantinox.interop.gguf import TYPES, export_gguf, source_of
 from dantinox.interop.gguf_families import FAMILIES, llama3_factors
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
-from dantinox.interop.hf import _shapes, from_hf, to_hf
 from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_weights import _shapes, from_hf, to_hf
 from dantinox.run import RunDirectory, load_weights, save_config, save_tokenizer, save_weights
 from dantinox.text.vocabulary import train_tokenizer
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.interop.hf import from_hf, to_hf
 from dantinox.interop.hf_config import config_of, settings_of
 from dantinox.interop.hf_folder import open_tensors
+from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import blueprint
 
 from .families import FAMILIES

@@ -16,9 +16,9 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
 from dantinox.interop.checkpoints import export_checkpoint, export_hf, import_run
-from dantinox.interop.families import FAMILIES as TABLES
-from dantinox.interop.families import UNUSED
 from dantinox.interop.hf_config import REQUIRED, settings_of
+from dantinox.interop.hf_families import FAMILIES as TABLES
+from dantinox.interop.hf_families import UNUSED
 from dantinox.interop.hf_folder import ONE_FILE, fetch, open_folder, open_tensors, write_tensors
 from dantinox.interop.source import Arrays, Tensor
 from dantinox.run import verify_run

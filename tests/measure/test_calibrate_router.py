@@ -13,16 +13,16 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router import MEASURED, RULES, STRATEGIES, RouterSection, intervals
+from dantinox.config.router_settings import MEASURED, RULES, STRATEGIES, RouterSection, intervals
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
 from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration, largest_varentropy, meaning
-from dantinox.measure.reading import read_text
+from dantinox.measure.texts import read_text
 from dantinox.model.parameters import parameters_of
 from dantinox.report.tables import percent
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
-from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
+from dantinox.sampling.entropy_router import Metrics, RouterConfig, strategy_of
 from dantinox.text import prepare_data, train_tokenizer
 
 T, CONTEXT = 128, 32

@@ -12,7 +12,7 @@ from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.measure.perplexity import Text, measure_perplexity, score, windows
-from dantinox.measure.reading import read_documents
+from dantinox.measure.texts import read_documents
 
 TEXT = "aè€😀b\nc, and what no circle says: " * 4
 CONTEXT, STRIDE = 32, 12

@@ -12,8 +12,8 @@ from flax import nnx
 from dantinox.config import build_config
 from dantinox.distributed import make_layout
 from dantinox.measure.plan import generation_programs, kernels_in, training_programs
+from dantinox.measure.program_cost import Work, work_of
 from dantinox.measure.topology import COMPILERS, find_topology
-from dantinox.measure.work import Work, work_of
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.programs import Bytes, bytes_of, size

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dantinox.measure.work import Work, work_of
+from dantinox.measure.program_cost import Work, work_of
 
 PROGRAM = """HloModule example, is_scheduled=true, num_partitions=8
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from dantinox.model import make_cache
 from dantinox.model.attention import attend, attention, visible
-from dantinox.model.store import Store
+from dantinox.model.cache_store import Store
 
 from . import reference
 from .builder import PLACES, TOKENS, Built, build, config, loss_of, quick

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.model import KVCache, make_cache
-from dantinox.model import store as stores
+from dantinox.model import cache_store as stores
 from dantinox.model.cache import Full, Ring
 
 from . import reference

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dantinox.model import Compression
 from dantinox.model.cache import Full
-from dantinox.model.compressed import Compressed, hashed
+from dantinox.model.cache_store import Store
+from dantinox.model.compressed_cache import Compressed, hashed
 from dantinox.model.layers import Softmax
-from dantinox.model.store import Store
 
 from .kv_reference import HeadReference
 

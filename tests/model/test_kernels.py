@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.model import chunked
-from dantinox.model.chunked import chunked_attention
+from dantinox.model import chunked_attention as chunked
+from dantinox.model.chunked_attention import chunked_attention
 from dantinox.model.kernels import KERNELS, kernel_for
 from dantinox.model.layers import SOFTMAX, Softmax, product
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dantinox.sampling.router import RULES, RouterConfig
+from dantinox.sampling.entropy_router import RULES, RouterConfig
 
 TEXT = (
     "Nel mezzo del cammin di nostra vita\nmi ritrovai per una selva oscura,\nché la diritta via era smarrita.\n\n"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dantinox.report.page import page
-from dantinox.report.trace import LISTS
+from dantinox.report.trace_file import LISTS
 
 from .page_sample import HOSTILE, trace
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dantinox.report.page import page
-from dantinox.sampling.router import RULES, RouterConfig
+from dantinox.sampling.entropy_router import RULES, RouterConfig
 
 from .page_sample import HOSTILE, STRATEGY_NAMES, trace
 

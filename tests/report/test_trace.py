@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dantinox.report.trace import LISTS, trace_lines
+from dantinox.report.trace_file import LISTS, trace_lines
 
 TEXTS = st.text(max_size=8) | st.sampled_from(
     ["\n", "\r\n", "\x1b[2J", "\u2028", "\x85", "\ud800", '"', "\\", "e\u0301", "\x00"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dantinox.config.router import MEASURED, RouterSection
+from dantinox.config.router_settings import MEASURED, RouterSection
 from dantinox.files import atomic_write
 from dantinox.run import (
     RunDirectory,

@@ -14,7 +14,7 @@ import pytest
 from dantinox.config import UserError
 from dantinox.sampling import best_of_n as module
 from dantinox.sampling import steps
-from dantinox.sampling.router import AttentionMetrics, Metrics, RouterConfig
+from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterConfig
 
 GOLDEN = json.loads(Path(__file__).with_name("entropy_router.json").read_text())
 BEST = jax.jit(module.best_of_n)

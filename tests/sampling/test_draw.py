@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dantinox.sampling.draw import pick, row_key
-from dantinox.sampling.search import blocks, first_past, nth_true
+from dantinox.sampling.selection import blocks, first_past, nth_true
 
 PICK, NTH_TRUE = jax.jit(pick), jax.jit(nth_true)
 

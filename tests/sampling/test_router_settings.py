@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from dantinox.config import UserError
-from dantinox.config.router import EVERY, MEASURED, RouterSection, router_conflicts, with_request
-from dantinox.sampling.router import AttentionMetrics, Metrics, RouterConfig, route
+from dantinox.config.router_settings import EVERY, MEASURED, RouterSection, router_conflicts, with_request
+from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterConfig, route
 
 PRESET = json.loads(Path(__file__).with_name("entropy_router.json").read_text())["preset"]
 MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(MEASURED)}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.sampling.search import (
+from dantinox.sampling.selection import (
     _bit_by_bit,
     _by_ranks,
     _by_top_k,

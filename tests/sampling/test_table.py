@@ -10,7 +10,7 @@ import pytest
 from traced import traced
 
 from dantinox.config.generation import PRESETS, GenerationSection, step_order
-from dantinox.config.steps import NUMBERS, SETTINGS, STEPS
+from dantinox.config.sampling_steps import NUMBERS, SETTINGS, STEPS
 from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.config.generation import GenerationSection
-from dantinox.config.router import RouterSection
+from dantinox.config.router_settings import RouterSection
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 

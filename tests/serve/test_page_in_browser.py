@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dantinox.report.page import page
-from dantinox.report.trace import trace_lines
+from dantinox.report.trace_file import trace_lines
 from tests.report.page_sample import HOSTILE
 from tests.report.test_page import tokens_of
 from tests.report.test_page_in_browser import browser as browser

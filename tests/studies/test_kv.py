@@ -16,7 +16,7 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.generation.quantized_weights import prepare, with_head_order
-from dantinox.measure import eviction
+from dantinox.measure import head_loss as eviction
 from dantinox.model import Transformer
 from dantinox.model.parameters import blueprint
 from dantinox.run import (
@@ -46,7 +46,8 @@ from dantinox.studies.kv_bench import (
 from dantinox.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, shares, spells_words
 from dantinox.studies.kv_view import kv_lines
 from dantinox.studies.statistics import mean_interval
-from dantinox.text import TokenStore, open_store, prepare_data, recall, train_tokenizer
+from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
+from dantinox.text import builtin_recall as recall
 
 SEEDS_S = np.repeat([0, 1, 2], 20)
 

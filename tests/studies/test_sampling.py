@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.config.router import MEASURED, STRATEGIES, THRESHOLDS, forcing
+from dantinox.config.router_settings import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
-from dantinox.measure.reading import batches
+from dantinox.measure.texts import batches
 from dantinox.model.parameters import blueprint
 from dantinox.run import (
     create_run,
@@ -27,7 +27,7 @@ from dantinox.run import (
     weights_digest,
 )
 from dantinox.sampling import SamplingParams
-from dantinox.sampling.router import Metrics, RouterConfig, strategy_of
+from dantinox.sampling.entropy_router import Metrics, RouterConfig, strategy_of
 from dantinox.studies import continuations, statistics
 from dantinox.studies.continuations import Judge, Windows, Written, draw_strategies, draw_windows, prompt_tokens, write
 from dantinox.studies.sampling import (

@@ -13,7 +13,7 @@ import pytest
 
 from dantinox import cli
 from dantinox.config import UserError
-from dantinox.config.sweep import load_sweep
+from dantinox.config.sweep_file import load_sweep
 from dantinox.report import MetricsLog
 from dantinox.run import RunDirectory, save_config
 from dantinox.studies.sweep import run_sweep

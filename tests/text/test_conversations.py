@@ -168,7 +168,7 @@ def test_another_template_or_objective_encodes_anew(prepared):
 
 
 def test_instructions_have_their_form():
-    from dantinox.text.instructions import follows, functions
+    from dantinox.text.builtin_instructions import follows, functions
 
     source = 'def f(a, b=1):\n    """Do it.\n\n    More."""\ndef _g(a):\n    """No."""\n'
     source += 'def h():\n    """None."""\ndef i(x): pass\n'

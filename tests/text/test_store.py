@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dantinox.config import UserError
 from dantinox.text import Batch, TokenStore
-from dantinox.text.rows import best_fit
+from dantinox.text.batch_rows import best_fit
 
 EOS, PAD = 1, 2
 

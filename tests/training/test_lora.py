@@ -21,8 +21,8 @@ from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
 from dantinox.run.adapters import run_weights
-from dantinox.training.samples import sampled_model
 from dantinox.training.step import Programs, TrainStep
+from dantinox.training.text_samples import sampled_model
 
 from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
 from .test_resume import TIMES, Stumbles

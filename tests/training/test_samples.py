@@ -6,7 +6,7 @@ from dantinox.config import Config, TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.text import Tokenizer, train_tokenizer
 from dantinox.training.resume import resumed_config
-from dantinox.training.samples import make_sampler
+from dantinox.training.text_samples import make_sampler
 
 
 def letters(text: str) -> Tokenizer:

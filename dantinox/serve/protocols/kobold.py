@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from dantinox import __version__
 from dantinox.config import GenerationSection, UserError
-from dantinox.config.steps import is_digits
+from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.token_settings import containing
 from dantinox.serve.background import run_in_thread, run_sized

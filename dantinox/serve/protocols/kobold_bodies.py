@@ -10,7 +10,7 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from dantinox.config import GenerationSection
 from dantinox.config.overlay import KEYS
-from dantinox.config.steps import is_digits
+from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.limits import SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody, parse_json

@@ -14,12 +14,12 @@ from starlette.routing import Route
 from dantinox.config import UserError
 from dantinox.config.generation import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
 from dantinox.config.overlay import settings_of
-from dantinox.config.router import RouterSection
+from dantinox.config.router_settings import RouterSection
+from dantinox.config.sampling_steps import STEPS
 from dantinox.config.sections import Config
-from dantinox.config.steps import STEPS
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.generation.trace import changed_settings, router_numbers
-from dantinox.report.trace import finite
+from dantinox.report.trace_file import finite
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
 from dantinox.serve.protocols.bodies import ALTERNATIVES, Alternatives, Message, StrictBody, parse_body

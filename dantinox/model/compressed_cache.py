@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.model.attention import Reading, attend
+from dantinox.model.cache_store import Store
 from dantinox.model.layers import SOFTMAX
-from dantinox.model.store import Store
 
 MOST_DECAY = 0.999
 

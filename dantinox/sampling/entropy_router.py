@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array, lax
 
 from dantinox.config import UserError
-from dantinox.config.router import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
-from dantinox.sampling.search import total
+from dantinox.config.router_settings import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
+from dantinox.sampling.selection import total
 from dantinox.sampling.steps import LARGEST, Number, finite_max
 
 LN2 = float(np.log(2))

@@ -19,7 +19,7 @@ from dantinox.text.conversation_store import ConversationStore
 from dantinox.text.conversations import Conversations, Encoded, options_of
 from dantinox.text.corpus import Corpus, Extent, cut_up
 from dantinox.text.hub import fetched
-from dantinox.text.store import Counts, TokenStore
+from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
 

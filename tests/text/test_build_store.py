@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import Config, TokenizerSection, UserError, build_config
-from dantinox.text import Tokenizer, TokenStore, build, corpus, has_changed, open_store, prepare_data, train_tokenizer
+from dantinox.text import Tokenizer, TokenStore, corpus, has_changed, open_store, prepare_data, train_tokenizer
+from dantinox.text import build_store as build
 
 TEXT = (
     "Nel mezzo del cammin di nostra vita\n\n mi ritrovai per una <eos> selva oscura,\r\nché la diritta via era smarrita.\n" * 9

@@ -10,8 +10,8 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import on_one_line
-from dantinox.interop.families import FAMILIES, Family, Form
 from dantinox.interop.hf_config import config_of, family_of, settings_of
+from dantinox.interop.hf_families import FAMILIES, Family, Form
 from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import UserError
-from dantinox.text import Corpus, recall, sources
+from dantinox.text import Corpus, sources
+from dantinox.text import builtin_recall as recall
 from dantinox.text.sources import find_sources
 
 WORDS = {word for words in recall.TOPICS.values() for word in words}

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from generation import builder
 
-from dantinox.measure import eviction
-from dantinox.measure.eviction import SINKS, Limited, loss_rises, read_limited
+from dantinox.measure import head_loss as eviction
+from dantinox.measure.head_loss import SINKS, Limited, loss_rises, read_limited
 
 B, T, K, G, H = 2, 14, 2, 2, 4
 

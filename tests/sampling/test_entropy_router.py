@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.config.router import MEASURED, RouterSection
-from dantinox.sampling import router, steps
-from dantinox.sampling.router import (
+from dantinox.config.router_settings import MEASURED, RouterSection
+from dantinox.sampling import entropy_router as router
+from dantinox.sampling import steps
+from dantinox.sampling.entropy_router import (
     ADAPTIVE,
     CLARIFY,
     EXPLORE,

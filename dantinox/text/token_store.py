@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.text.rows import NOTHING, READ_AT_ONCE, Mixture, Rows, Shuffled, Windows, packed
+from dantinox.text.batch_rows import NOTHING, READ_AT_ONCE, Mixture, Rows, Shuffled, Windows, packed
 
 
 class Batch(NamedTuple):
@@ -38,7 +38,8 @@ class TokenStore:
 
     A training batch is a pure function of (seed, step): the position in the data is one integer, and threads may ask at once.
     An epoch takes each of `windows_per_epoch` rows once, shuffled, in an order by (seed, epoch) alone; the rows are
-    those of `dantinox.text.rows`. Batches run on across the end of an epoch. Of a mixture each source has epochs of its own.
+    those of `dantinox.text.batch_rows`. Batches continue across the end of an epoch. Each source of a mixture has its own
+    epochs.
 
     Attributes:
       train, val: `Counts` of the two parts.

@@ -12,7 +12,7 @@ from jax import Array
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from dantinox.config import Config, GenerationSection, UserError
-from dantinox.config.steps import SETTINGS, STEPS, Biases, Sequences, Tokens, bounds
+from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Sequences, Tokens, bounds
 from dantinox.files import shown
 from dantinox.sampling.chain import run_step
 from dantinox.sampling.params import SamplingParams

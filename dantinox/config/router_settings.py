@@ -1,8 +1,8 @@
 """The `router` section: thresholds and coefficients of the entropy router, and its presets.
 
 H and V are the entropy (bits) and varentropy (bits²) of the model's distribution; T₀, p₀, k₀ and m₀ are the temperature, top_p,
-top_k and min_p that the router starts from. The formulas stand in `dantinox.sampling.router`; the numbers are those of the
-entropix guide.
+top_k and min_p that the router starts from. The formulas are in `dantinox.sampling.entropy_router`; the numbers are those of
+the entropix guide.
 """
 
 from collections.abc import Iterator, Mapping

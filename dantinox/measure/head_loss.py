@@ -13,14 +13,14 @@ from flax import nnx
 from dantinox.config import ModelConfig
 from dantinox.generation.cache_budgets import UNIT
 from dantinox.generation.quantized_weights import widen
-from dantinox.measure.reading import batches, positions_of
+from dantinox.measure.texts import batches, positions_of
 from dantinox.model import KVCache, Transformer
 from dantinox.model.attention import attention, visible
 from dantinox.model.cache import spans
+from dantinox.model.cache_store import Store
 from dantinox.model.layers import SOFTMAX
-from dantinox.model.store import Store
 from dantinox.report.console import Progress
-from dantinox.sampling.search import crossing_key, ordered_keys
+from dantinox.sampling.selection import crossing_key, ordered_keys
 
 SINKS, LEAST_KEPT = 4, 24  # the second is what a head has at least with the usual settings
 ROWS = 32  # read together, fewer of a long text or with a large vocabulary
