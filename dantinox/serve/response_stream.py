@@ -19,12 +19,10 @@ class ResponseStream:
     Attributes:
       stats: what the request took.
       prompt: with `echo` a record for each of the prompt's tokens, the first without probabilities; there with the first delta.
-      on_drained: called with it, on the loop, once it has been read to its end.
     """
 
     def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
         self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
-        self.on_drained: list[Callable[[ResponseStream], None]] = []
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self._waiting: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
         self._ended = False
@@ -46,8 +44,6 @@ class ResponseStream:
         if isinstance(found, Delta):
             return found
         self._ended = True
-        for call in self.on_drained:
-            call(self)
         raise StopAsyncIteration if found is None else found
 
     def cancel(self) -> None:
@@ -77,7 +73,7 @@ class Status:
 
     Attributes:
       slots, busy: rows that can be decoded together, and those that are taken.
-      queued, queue: asks that wait, and how many may.
+      queued, queue: requests that wait, and how many may.
       context: tokens that a prompt and its continuation may have together.
       counters: sums since the start by name: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
         `new_tokens`, `compilations` (behind the warm-up).
@@ -94,7 +90,7 @@ class Status:
 
 
 class EngineProtocol(Protocol):
-    """What the dialects need of an engine."""
+    """What the protocols need of an engine."""
 
     run: LoadedModel
     name: str
@@ -106,13 +102,13 @@ class EngineProtocol(Protocol):
           UserError: a name or value is wrong, or it would need what this server was not started with.
         """
 
-    def submit(self, ask: GenerationRequest) -> ResponseStream:
-        """Queues an ask; returns at once.
+    def submit(self, request: GenerationRequest) -> ResponseStream:
+        """Queues a request; returns at once.
 
         Raises:
           UserError: it does not fit the context, or asks for too much.
           Busy: the queue is full.
-          Unavailable: no ask is taken now.
+          Unavailable: no request is accepted now.
         """
 
     def status(self) -> Status:
