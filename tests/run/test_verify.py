@@ -17,7 +17,7 @@ from dantinox.run import (
     save_config,
     saved_steps,
     step_damage,
-    verify,
+    verify_files,
     verify_run,
 )
 from dantinox.run.manifest import MANIFEST, entry_of, read_manifest, write_step_manifest
@@ -238,7 +238,7 @@ def test_a_run_that_goes_on_meanwhile_is_not_damaged(run, monkeypatch):
             shutil.rmtree(run.checkpoints / "8")
         return entry_of(path, size)
 
-    monkeypatch.setattr(verify, "entry_of", read)
+    monkeypatch.setattr(verify_files, "entry_of", read)
     monkeypatch.setattr(manifest, "entry_of", read)
     monkeypatch.setattr(manifest.damage, "__defaults__", (read, False))
     found = verify_run(run)
