@@ -92,7 +92,9 @@ def sample(
         edits, others = _shared(params, EDITS), RowOrders.build(params.order, params.on, active_B)
     edited_BV = run_steps(_apply, edits, open_BV, context)
     final_BV, log_mass_B = run_chain(_apply, others, edited_BV, context, active_B)
-    token_B = jax.vmap(first_in_order)(final_BV).astype(jnp.int32)
+    # Greedy rows have no other steps on. Where all of theirs come first, their token does not wait for the others.
+    greedy_first = params.order is None and not any(name in ON_GREEDY for name in params.plan[first:])
+    token_B = jax.vmap(first_in_order)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
     if params.draws and keys_B is not None:
         kept_BV = final_BV
