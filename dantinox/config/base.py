@@ -1,13 +1,15 @@
 """The base class of all settings sections and the types of their fields."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from dantinox.config.prerequisites import Needs
 
+T = TypeVar("T")
 
-def as_tuple(value: Any) -> Any:
+
+def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
 
 
@@ -32,6 +34,7 @@ class Section(BaseModel):
     needs: ClassVar[tuple[Needs, ...]] = ()  # of all its settings
 
 
-def field(default: Any, text: str) -> Any:
+def field(default: T, text: str) -> T:
     """A setting's default, and what the help says of it."""
-    return Field(default, description=text)
+    found: T = Field(default, description=text)
+    return found

@@ -112,7 +112,7 @@ for _kind in (_Loader, _Dumper):
     )
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
     """The value a flag's text stands for, by the rules of the YAML files."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -147,7 +147,7 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
 
 
 def build_config(
-    tree: dict[str, Any],
+    tree: Mapping[str, object],
     overrides: Mapping[str, object] | None = None,
     where: dict[str, str] | None = None,
     source: str = "",
@@ -172,10 +172,10 @@ def build_config(
 
 
 def merge(
-    tree: dict[str, Any], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
+    tree: Mapping[str, object], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
 ) -> tuple[Config, dict[str, str]]:
     """`build_config`, with the settings to be reported: dotted path → while what is so they have no effect."""
-    where, written = dict(where), dict[str, Any]()
+    where, written = dict(where), dict[str, object]()
     if len(tree) > 1 and not any(section in SECTIONS for section in tree):
         outside = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
         if outside:
@@ -195,7 +195,7 @@ def merge(
     written = _resolve_aliases(written, where, source)
     changes = _resolve_aliases(overrides, {}, origin)
     where |= dict.fromkeys(changes, origin)
-    nested: dict[str, dict[str, Any]] = {}
+    nested: dict[str, dict[str, object]] = {}
     for key, value in (written | changes).items():
         check_text(key, value, where, source)
         section, _, name = key.partition(".")
@@ -229,7 +229,7 @@ def report(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> 
         warnings.warn(f"{listed} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=3)
 
 
-def check_text(key: str, value: Any, where: dict[str, str], source: str) -> None:
+def check_text(key: str, value: object, where: dict[str, str], source: str) -> None:
     """Refuses text that no file system or tokenizer takes: lone surrogates, and paths that are empty or hold NUL."""
     is_path = key.endswith("path") or key in ("training.init_from", "kv.calibration", "data.chat_template")
     for text in value if isinstance(value, list) else [value]:
@@ -253,7 +253,7 @@ def dump_config(config: Config, complete: bool = False) -> str:
     return yaml.dump({name: keys for name, keys in dumped.items() if keys}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     """Dotted path → (old, new) for every setting in which two configs differ."""
     values = flat(new)
     return {key: (value, values[key]) for key, value in flat(old).items() if value != values[key]}
@@ -361,7 +361,7 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     return UserError(sentence, key=key, value=first["input"])
 
 
-def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, Any], dict[str, int]]:
+def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[str, object], dict[str, int]]:
     """The tree of a YAML file and the line of every section and key.
 
     Args:

@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from dantinox.config.files import ALIASES, allowed, did_you_mean, flat_name, nearest_key, parse_value
 from dantinox.config.sections import FIELDS
@@ -18,15 +18,17 @@ SHORT_NAMES = {"data_path": "data.path"}
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are `UserError` sentences and that abbreviates nothing."""
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **options: object):
         self.flags: list[str] = []  # those added so far, without the groups'
-        super().__init__(allow_abbrev=False, **kwargs)
+        given: Any = options
+        super().__init__(allow_abbrev=False, **given)
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+    def add_argument(self, *names: str, **options: object) -> argparse.Action:
         self.flags += names
-        return super().add_argument(*names, **options)
+        given: Any = options
+        return super().add_argument(*names, **given)
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
@@ -75,9 +77,9 @@ def _nearest_flag(flag: str, known: list[str]) -> str:
     return did_you_mean(next((name for name in likely if name in known), ""))
 
 
-def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
+def overrides(namespace: argparse.Namespace) -> dict[str, object]:
     """The settings given as flags, dotted path → value. Raises a UserError for a flat name that stands in two sections."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for dest, given in vars(namespace).items():
         kind, colon, name = dest.partition(":")
         if given is None or not colon or kind not in ("config", "ambiguous"):
@@ -89,7 +91,7 @@ def overrides(namespace: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def value_of(key: str, words: list[str]) -> Any:
+def value_of(key: str, words: list[str]) -> object:
     """The value of a setting (dotted path) that words stand for, read as those behind its flag.
 
     Raises:

@@ -1,7 +1,6 @@
 """Settings of one request applied over those of a run, by setting name without section."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from dantinox.config.files import ALIASES, REQUEST, check_text, did_you_mean, flat_name, merge, nearest_key, report
 from dantinox.config.generation import ROUTED
@@ -19,7 +18,7 @@ PAIRS = [
 SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIRS}}
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, object]:
     """All that a request may set, by the names that `overlay` takes."""
     values = flat(config)
     return {name: values[key] for name, key in KEYS.items()}
@@ -44,7 +43,7 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     if under:
         own = _without_superseded(own, under) | _with_bases(under, own)
     strict = _with_bases(given, own)
-    tree: dict[str, dict[str, Any]] = {}
+    tree: dict[str, dict[str, object]] = {}
     for name, value in _without_superseded(own, given).items():
         section, _, key = KEYS.get(name, f"generation.{name}").partition(".")
         tree.setdefault(section, {})[key] = value
@@ -57,7 +56,7 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     return base.model_copy(update={name: getattr(merged, name) for name in REQUEST})
 
 
-def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
+def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """The settings below a request, without those whose place it takes."""
     order = given.get("sampler_order")
     gone = {SUPERSEDES.get(name) for name in given}
@@ -68,7 +67,7 @@ def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) 
     return {name: value for name, value in own.items() if name not in gone or name in given}
 
 
-def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, Any]:
+def _with_bases(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
     """A request's settings, numbers that equal the chain's default as the router's base values."""
     if given.get("strategy", own.get("strategy")) != "entropy":
         return dict(given)

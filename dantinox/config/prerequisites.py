@@ -4,11 +4,10 @@ The marks stand on the types of the settings. An inactive flag or argument is re
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from dantinox.files import shown
 
-Wanted = Any  # a value, or a test of one
+Wanted = object  # a value, or a test of one
 
 
 class Needs:
@@ -21,17 +20,17 @@ class Needs:
         """`others`: dotted path and the value that it must have, or a test of its value."""
         self.others = others
 
-    def met(self, value_of: Callable[[str], Any]) -> bool:
+    def met(self, value_of: Callable[[str], object]) -> bool:
         return any(want(value_of(key)) if callable(want) else value_of(key) == want for key, want in self.others)
 
 
-def given(value: Any) -> bool:
+def given(value: object) -> bool:
     """A test for `Needs`: the setting is not null."""
     return value is not None
 
 
 def inactive_settings(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], needs: Mapping[str, Sequence[Needs]]
+    values: Mapping[str, object], defaults: Mapping[str, object], needs: Mapping[str, Sequence[Needs]]
 ) -> dict[str, str]:
     """The settings, other than their default, that change nothing beside the others: dotted path → while what is so.
 
@@ -39,7 +38,7 @@ def inactive_settings(
     """
     reasons: dict[str, str] = {}
 
-    def value_of(key: str) -> Any:
+    def value_of(key: str) -> object:
         return defaults[key] if reason(key) else values[key]
 
     def reason(key: str) -> str:
@@ -56,5 +55,5 @@ def inactive_settings(
     return {key: reason(key) for key, value in values.items() if value != defaults[key] and reason(key)}
 
 
-def worded(value: Any) -> str:
+def worded(value: object) -> str:
     return value if isinstance(value, str) and value else shown(value)

@@ -8,7 +8,7 @@ the entropix guide.
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import inf
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict, Unpack
 
 from pydantic import Field
 
@@ -162,7 +162,16 @@ class RouterSection(Section):
 ATTENTION_TERMS = tuple(name for name, field in RouterSection.model_fields.items() if ATTENTION in field.metadata)
 
 
-def with_request(numbers: Mapping[str, float], **request: Any) -> dict[str, float]:
+class Bases(TypedDict, total=False):
+    """The arguments of `bases_of`."""
+
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    min_p: float
+
+
+def with_request(numbers: Mapping[str, float], **request: Unpack[Bases]) -> dict[str, float]:
     """The router's numbers with T₀, p₀, k₀ and m₀ of a request, see `bases_of`."""
     return {**numbers, **bases_of(**request)}
 

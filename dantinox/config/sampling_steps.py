@@ -25,7 +25,7 @@ def is_digits(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def _as_biases(value: Any) -> Any:
+def _as_biases(value: object) -> Any:
     """A mapping, or `token=value` texts; null stands for -inf, as JSON has no other way to write it."""
     pairs = _pairs(value)
     if pairs is None or not all(isinstance(token, str | int) for token, _ in pairs):
@@ -33,13 +33,13 @@ def _as_biases(value: Any) -> Any:
     return {str(token): bias for token, bias in pairs}
 
 
-def _as_sequence_biases(value: Any) -> Any:
+def _as_sequence_biases(value: object) -> Any:
     """The same for texts of any length, and pairs of a text or a list of token ids and its bias."""
     pairs = _pairs(value)
     return tuple((_as_sequence(words), bias) for words, bias in pairs) if pairs is not None else value
 
 
-def _pairs(value: Any) -> list[tuple[Any, Any]] | None:
+def _pairs(value: object) -> list[tuple[Any, Any]] | None:
     """(name, bias) of a mapping, of `name=bias` texts, or of pairs; -inf for null. None of anything else."""
     if isinstance(value, list | tuple):
         parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
@@ -60,7 +60,7 @@ def _number(bias: Any) -> Any:
         return bias
 
 
-def _as_sequences(value: Any) -> Any:
+def _as_sequences(value: object) -> Any:
     """Texts or lists of token ids."""
     items = as_tuple(value)
     return tuple(map(_as_sequence, items)) if isinstance(items, tuple) else items
@@ -113,15 +113,15 @@ class Step:
         return (*self.arguments.values(), *self.beside)
 
 
-def positive(value: Any) -> bool:
+def positive(value: float | None) -> bool:
     return value is not None and value > 0
 
 
-def below_one(value: Any) -> bool:
+def below_one(value: float | None) -> bool:
     return value is not None and value < 1
 
 
-def not_one(value: Any) -> bool:
+def not_one(value: object) -> bool:
     return bool(value != 1)
 
 
@@ -288,9 +288,10 @@ class Bounds(NamedTuple):
     integer: bool
 
 
-def bounds(kind: Any) -> Bounds | None:
+def bounds(kind: object) -> Bounds | None:
     """The range of a kind of number; None for anything else."""
-    schema = TypeAdapter(kind).json_schema()
+    wanted: Any = kind
+    schema = TypeAdapter(wanted).json_schema()
     schema = next((option for option in schema.get("anyOf", ()) if option.get("type") != "null"), schema)
     if schema.get("type") not in ("integer", "number") or "enum" in schema:
         return None

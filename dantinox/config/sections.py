@@ -58,13 +58,13 @@ class TokenizerSection(Section):
     )
 
 
-def may_hold_records(corpus: Any) -> bool:
+def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     """Whether some part of a corpus may be JSON Lines, as far as its name says."""
     parts = (corpus,) if isinstance(corpus, str) else corpus or ()
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
 
-def is_list(paths: Any) -> bool:
+def is_list(paths: object) -> bool:
     return isinstance(paths, tuple)
 
 
@@ -105,7 +105,7 @@ class DataSection(Section):
     streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
 
 
-def is_address(coordinator: Any) -> bool:
+def is_address(coordinator: object) -> bool:
     """Whether processes are to be told who they are."""
     return coordinator not in (None, "auto")
 
@@ -306,7 +306,7 @@ NEEDS = {
 }
 
 
-def flat(config: Config, changed: bool = False) -> dict[str, Any]:
+def flat(config: Config, changed: bool = False) -> dict[str, object]:
     """Dotted path → value of every setting, or of those that are `changed` from their default."""
     held = {section: vars(getattr(config, section)) for section in SECTIONS}
     values = {key: held[section][name] for key, (section, name) in PARTS.items()}

@@ -43,7 +43,8 @@ def load_sweep(path: str | Path) -> Sweep:
       UserError: the file is no sweep, or the settings of a trial are wrong, contradict each other, or have no effect.
     """
     path = Path(path)
-    tree, lines = read_yaml(path, KEYS)
+    read, lines = read_yaml(path, KEYS)
+    tree: dict[str, Any] = read
     where = {key: f"{path}, line {line}" for key, line in lines.items()}
     for key in tree:
         _must(key in KEYS, f"unknown key {on_one_line(key)}: a sweep has {', '.join(KEYS)}", where, key)

@@ -51,7 +51,7 @@ def starting_config(path: str | Path, cpus: int | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_training(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+def load_training(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
     """`load_config` of a training that is to begin, see `build_training`."""
     path = find_config(path)
     tree, lines = read_yaml(path)
@@ -59,8 +59,8 @@ def load_training(path: str | Path, overrides: dict[str, Any] | None = None) -> 
 
 
 def build_training(
-    tree: dict[str, Any],
-    overrides: dict[str, Any] | None = None,
+    tree: Mapping[str, object],
+    overrides: Mapping[str, object] | None = None,
     where: dict[str, str] | None = None,
     source: str = "",
     origin: str = "command line",
@@ -80,7 +80,7 @@ def build_training(
     given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
     below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED}
     filled = {name: {**below.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
-    config, unused = merge(tree | below | filled, overrides, where, source, origin)
+    config, unused = merge({**tree, **below, **filled}, overrides, where, source, origin)
     _check_start(base, config, sorted(given), where | dict.fromkeys(overrides, origin), str(init_from))
     report({key: reason for key, reason in unused.items() if key in given}, where, source)
     return without(config, [key for key in unused if key not in given])

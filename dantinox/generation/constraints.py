@@ -4,13 +4,16 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dantinox.config import UserError
 from dantinox.files import first_line, requires, shown
 from dantinox.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 LONGEST_SOURCE = 64 << 10  # bytes
 # What the library may spend on a grammar and on each token, in units of its own: with a vocabulary of 100,000 the worst of the
@@ -111,7 +114,7 @@ class Matcher:
       ended: an end token has come, and nothing more may.
     """
 
-    def __init__(self, matcher: Any, kind: str, end: int, vocab_size: int, ends: Sequence[int]):
+    def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
         """Made by `Grammars.matcher`; `end` is what the library takes for the end token."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]

@@ -4,7 +4,7 @@ Everything a row needs is an array with a batch axis: token, position, limit, en
 of different length and different settings share one compiled program.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ from flax import nnx
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.quantized_weights import NARROW_ROWS, Split, widen
 from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
-from dantinox.sampling.entropy_router import AttentionMetrics, combine, layer_attention
+from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine, layer_attention
 
 CHUNK = 32
 PART = 2048  # tokens of a prompt that a compressed cache takes in at once
@@ -137,12 +138,12 @@ class StepLogits(NamedTuple):
     attention: AttentionMetrics | None
 
 
-def probe_of(params: SamplingParams) -> Callable[..., Any] | None:
+def probe_of(params: SamplingParams) -> Probe | None:
     """What is measured of attention in each layer: nothing, unless the router reads it."""
     return jax.vmap(layer_attention) if params.attends else None
 
 
-def attention_of(params: SamplingParams, aux: Mapping[str, Any]) -> AttentionMetrics | None:
+def attention_of(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
     """The metrics `[B]` from what that probe measured in every layer, or None."""
     return jax.vmap(combine)(aux["probe"]) if params.attends else None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Unpack
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
 from dantinox.distributed import shared_over, tensor_mesh
@@ -13,7 +13,7 @@ from dantinox.generation.quantized_weights import HeadOrder, prepare, with_head_
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.run import KVCalibration
-from dantinox.sampling import SamplingParams
+from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import Tokenizer
 
 PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
@@ -44,11 +44,13 @@ class ModelBundle:
         """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
         return given if isinstance(given, Config) else overlay(self.config, given)
 
-    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
+    def params(
+        self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Unpack[ProgramOptions]
+    ) -> SamplingParams:
         """The sampling parameters of a batch with these settings; the calibration is read where one of them asks for it.
 
         Args:
-          more: other arguments of `SamplingParams.build`.
+          more: what `SamplingParams.build` takes of the compiled program.
         """
         asked = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
         measured, size = self.calibration() if asked else None, self.model.config.vocab_size

@@ -1,15 +1,15 @@
 """Prompt files: one prompt per line, as text or as a JSON object with settings."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dantinox.config import Config, UserError, overlay
 
 Prompts = list[tuple[str, Config]]  # (prompt, settings), as `LoadedModel.start` takes them
 
 
-def read_prompts(path: Path, settings: dict[str, Any], base: Config) -> Prompts:
+def read_prompts(path: Path, settings: Mapping[str, object], base: Config) -> Prompts:
     """The requests of a file's lines; empty lines are none. What a JSON object has under `prompt` is the text.
 
     Args:
@@ -26,7 +26,7 @@ def read_prompts(path: Path, settings: dict[str, Any], base: Config) -> Prompts:
     return [_request(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(line: str, settings: dict[str, Any], base: Config, where: str) -> tuple[str, Config]:
+def _request(line: str, settings: Mapping[str, object], base: Config, where: str) -> tuple[str, Config]:
     if not line.lstrip().startswith("{"):
         return line, overlay(base, settings)
     try:

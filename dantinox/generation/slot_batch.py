@@ -31,7 +31,7 @@ from dantinox.model import KVCache, make_cache
 from dantinox.model.scoring import by_position
 from dantinox.platform import platform_of
 from dantinox.programs import available_bytes, size
-from dantinox.sampling import SamplingParams, StepInfo, init_state
+from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL
 from dantinox.sampling.params import WORDS
 from dantinox.sampling.report import step_info
@@ -246,7 +246,7 @@ class SlotBatch(RunningBatch):
                 key="generation.stop_token_ids",
             )
         chain = section.strategy == "chain"
-        also = {"dynamic_order": True} if chain else {"also": (*EDITS, *order_of(section))}
+        also: ProgramOptions = {"dynamic_order": True} if chain else {"also": (*EDITS, *order_of(section))}
         params, V = self._loaded.params([seeded(config, 0)], **also), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         own: dict[str, Any] = {"reports": np.zeros(1, bool), "allowed": np.full((1, -(-V // 32)), ALL, np.uint32)}

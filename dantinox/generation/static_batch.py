@@ -5,7 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL
 
 PROGRAM = "static"  # the key of the one program
+
+
+T = TypeVar("T")
+
+
+class Place(Protocol):
+    """Maps every array or shape of a tree to its shape on a device."""
+
+    def __call__(self, tree: T, /) -> T: ...
 
 
 def bucket(length: int) -> int:
@@ -253,7 +262,7 @@ class StaticBatch(RunningBatch):
         info = jax.tree.map(lambda x: x[:, :steps], fetched.info)
         return Chunk(fetched.tokens_BN[:, :steps], counts_B, self.done, info)
 
-    def trace(self, place: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def trace(self, place: Place) -> tuple[jax.stages.Traced, jax.stages.Traced]:
         """The programs of `start` and `advance` before they are lowered; the model may be one of shapes.
 
         Args:

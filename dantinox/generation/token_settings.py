@@ -1,13 +1,13 @@
 """Settings that name tokens by text (banned words, biases, DRY breakers, stop tokens), resolved to token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Unpack
 
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation import steps_on
 from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
-from dantinox.sampling import SamplingParams
+from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import Tokenizer
 
 
@@ -16,13 +16,15 @@ def sampling_params(
     configs: Sequence[Config],
     sample_index: Sequence[int] | int = 0,
     vocab_size: int | None = None,
-    **more: Any,
+    measured: Mapping[str, float] | None = None,
+    **more: Unpack[ProgramOptions],
 ) -> SamplingParams:
     """The sampling parameters of rows with these settings, tokens given by their text looked up.
 
     Args:
       vocab_size: logits of a token, where a model has more than the tokenizer has tokens.
-      more: other arguments of `SamplingParams.build`.
+      measured: the thresholds of a calibration, for the router.
+      more: what `SamplingParams.build` takes of the compiled program.
 
     Raises:
       UserError: a text is not one token, or an id is none of the vocabulary.
@@ -35,6 +37,7 @@ def sampling_params(
         protected_ids=[*eos, *(_line_break(tokenizer) if any("xtc" in steps_on(row.generation) for row in rows) else [])],
         sample_index=sample_index,
         vocab_size=vocab_size or tokenizer.vocab_size,
+        measured=measured,
         **more,
     )
 

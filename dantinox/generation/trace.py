@@ -8,7 +8,7 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.config.router_settings import STRATEGIES, RouterSection
-from dantinox.generation.result import Result
+from dantinox.generation.result import Result, TokenColumns
 from dantinox.report.trace_file import LISTS
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.entropy_router import ADAPTIVE
@@ -17,7 +17,7 @@ from dantinox.text import Tokenizer
 OTHERS = ("seed", "max_new_tokens", "n")  # a document has them elsewhere
 
 
-def changed_settings(config: Config) -> dict[str, Any]:
+def changed_settings(config: Config) -> dict[str, object]:
     """The settings of `generation` and `router` that are not the default, by their name, ready for JSON."""
     return {
         name: value
@@ -27,14 +27,14 @@ def changed_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[str, Any]:
+def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenColumns:
     """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
 
     def spelled(some: Sequence[int]) -> list[str]:
         return [tokenizer.spelt(token) for token in some]
 
     top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
-    found = {
+    found: TokenColumns = {
         "tokens": spelled(ids),
         "logprobs": steps.logprob.tolist(),
         "sampled_logprobs": _finite(steps.logprob_sampled),
@@ -49,10 +49,11 @@ def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> dict[s
         found["candidates"] = [
             {"ids": some, "tokens": spelled(some), "logprobs": logprobs, "scores": scores} for some, logprobs, scores in drawn
         ]
-    return found | {name: list(values) for name, values in _routed(steps).items()}
+    routed: Any = _routed(steps)
+    return {**found, **routed}
 
 
-def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
+def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, object]:
     """A sample with a record per token: what `--trace`, `--show_entropy` and `--report` are made of.
 
     A record has `id`, `text` (what the token added), `entropy` and `varentropy` of the model's distribution (bits, bits²),
@@ -77,7 +78,7 @@ def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
     """A record per token of a sample."""
     steps = result.steps
     if steps is None:
@@ -91,7 +92,7 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 def token_records(
     ids: Sequence[int], texts: Sequence[str], steps: StepInfo, tokenizer: Tokenizer, count: int | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """A record per token, of its id, of what it added to the text, and of what was reported of it, `[tokens, …]` per field.
 
     Args:
@@ -114,7 +115,7 @@ def token_records(
         lists["candidates"] = drawn
     spelt = lru_cache(None)(tokenizer.spelt)
 
-    def listed(kind: str, n: int) -> list[dict[str, Any]]:
+    def listed(kind: str, n: int) -> list[dict[str, object]]:
         return [dict(zip(LISTS[kind], (i, spelt(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
 
     return [
@@ -146,7 +147,7 @@ def router_numbers(params: SamplingParams, row: int) -> dict[str, float | None] 
     return {name: None if number == np.inf else number for name, number in numbers.items()}
 
 
-def _routed(steps: StepInfo) -> dict[str, list[Any]]:
+def _routed(steps: StepInfo) -> dict[str, list[object]]:
     """The router's part of a report, a list per quantity; nothing without a router."""
     if steps.routed is None:
         return {}

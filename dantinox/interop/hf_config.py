@@ -261,7 +261,7 @@ _UNSAID = object()
 
 def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of a family for a model, whether or not they say all of it; `_UNSAID` by a setting that none of its names is."""
-    values = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
+    values: dict[str, Any] = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
     values |= {"model.hidden_dim": model.hidden_dim}
     if values["attention.query_pre_attn_scalar"] is None:
         values["attention.query_pre_attn_scalar"] = model.head_size

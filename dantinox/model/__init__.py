@@ -1,7 +1,7 @@
 """The transformer, and the caches that decoding reads and writes."""
 
-from dantinox.model.cache import KVCache, make_cache
+from dantinox.model.cache import CacheReport, KVCache, make_cache
 from dantinox.model.compressed_cache import Compression
 from dantinox.model.transformer import Transformer, compute_dtype
 
-__all__ = ["Compression", "KVCache", "Transformer", "compute_dtype", "make_cache"]
+__all__ = ["CacheReport", "Compression", "KVCache", "Transformer", "compute_dtype", "make_cache"]

@@ -10,7 +10,7 @@ and stand before its padding.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,20 @@ from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
 from dantinox.platform import platform_of
+
+
+class CacheReport(TypedDict):
+    """Bytes of a cache, see `KVCache.report`."""
+
+    bytes: int
+    payload_bytes: int
+    metadata_bytes: int
+    full_bytes: int
+    full_bytes_bfloat16: int
+    requested_ratio: float | None
+    ratio: float
+    dtype: str
+    slots: list[list[list[int]]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
@@ -151,7 +165,7 @@ class KVCache:
         """Whether any layer may drop what it has seen."""
         return any(isinstance(layer, Compressed) for layer in self.layers)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> CacheReport:
         """What is allocated: the sum of `nbytes` over every leaf, and what it is beside the cache without compression.
 
         `payload_bytes` are keys and values, `metadata_bytes` scales, positions and importances. `full_bytes` is the whole of an

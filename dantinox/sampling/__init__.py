@@ -3,11 +3,12 @@
 from dantinox.config.generation import kobold_order
 from dantinox.sampling.chain import SampleInfo, sample, trace
 from dantinox.sampling.named_steps import process_logits
-from dantinox.sampling.params import SamplingParams
+from dantinox.sampling.params import ProgramOptions, SamplingParams
 from dantinox.sampling.report import StepInfo
 from dantinox.sampling.state import SamplerState, init_state, update
 
 __all__ = [
+    "ProgramOptions",
     "SampleInfo",
     "SamplerState",
     "SamplingParams",

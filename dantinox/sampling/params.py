@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import jax
 import numpy as np
@@ -39,6 +39,17 @@ LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
 Row = Mapping[str, Any]
+
+
+class ProgramOptions(TypedDict, total=False):
+    """Arguments of `SamplingParams.build` that decide on the compiled program."""
+
+    score_fn: "ScoreFn | None"
+    show_candidates: bool
+    also: Sequence[str] | None
+    dynamic_order: bool
+
+
 # (candidates [N], ln p under the model [N], metrics of the row) -> scores [N]; the largest wins, the first of equal ones
 ScoreFn = Callable[[Array, Array, Metrics], Array]
 

@@ -5,7 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -93,7 +93,7 @@ class Service:
         if name is not None and name != self.engine.name:
             raise refuse("model", name[:60], self.engine.name, param="model")
 
-    def settings(self, given: Mapping[str, Any]) -> Config:
+    def settings(self, given: Mapping[str, object]) -> Config:
         """The settings of a request, whose sizes are checked before any work.
 
         Raises:
@@ -115,7 +115,7 @@ class Service:
             raise RequestError(400, message, param="stop")
         return config
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], frozenset[int]]:
+    async def render(self, messages: Sequence[Mapping[str, object]]) -> tuple[list[int], frozenset[int]]:
         """Token ids of a conversation up to where the assistant's turn begins, and those that end that turn.
 
         Raises:
@@ -250,12 +250,12 @@ class _EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def with_generation(config: Config, **changes: Any) -> Config:
+def with_generation(config: Config, **changes: object) -> Config:
     """The same settings with some of `generation` changed; they are not validated."""
     return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
 
 
-def _check_size(name: str, value: Any) -> None:
+def _check_size(name: str, value: object) -> None:
     """Raises RequestError for a number, a list or a text that is too large."""
     most, characters, parts = ENTRIES_OF.get(name, ENTRIES), 0, [value]
     while parts:

@@ -18,7 +18,7 @@ from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.head_loss import divergence, read_limited, rows_at_once
 from dantinox.measure.texts import batches, in_batches, positions_of
-from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model import CacheReport, KVCache, Transformer, make_cache
 from dantinox.model.compressed_cache import Compressed
 from dantinox.report.console import Progress
 from dantinox.run import KVCalibration
@@ -55,7 +55,7 @@ class Contender(NamedTuple):
     ratio: float
     model: Transformer
     plan: CachePlan
-    report: dict[str, Any] | None = None
+    report: CacheReport | None = None
 
     def read(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
         """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on.

@@ -174,7 +174,7 @@ class Generation(Reply):
             results.append(known if results else known | {"logprobs": self.logprobs()})
         return {"results": results}
 
-    def logprobs(self) -> dict[str, Any] | None:
+    def logprobs(self) -> dict[str, JSON] | None:
         """Those of the first sample, None where they were not asked for."""
         if self.request.logprobs is None:
             return None

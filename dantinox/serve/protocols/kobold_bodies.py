@@ -18,7 +18,7 @@ from dantinox.serve.protocols.bodies import StrictBody, parse_json
 ALTERNATIVES = 5  # that are reported with a token
 BANS, BAN_LENGTH = 64, 512  # texts that are never generated, and characters of one
 KEY_LENGTH = 256
-FILTERS_OFF: dict[str, Any] = {
+FILTERS_OFF: dict[str, object] = {
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
@@ -32,9 +32,9 @@ OTHER_NAMES = {"stop", "seed", "max_new_tokens"}  # of fields, as SillyTavern se
 UNKNOWN_THERE = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # steps of ours that an order of codes has no place for
 
 
-def usual(base: GenerationSection) -> list[dict[str, Any]]:
+def usual(base: GenerationSection) -> list[dict[str, object]]:
     """The settings that clients of this dialect ask with whatever they ask, of which an engine needs another program."""
-    return [] if base.strategy == "entropy" or base.preset == "koboldcpp" else [{"preset": "koboldcpp"} | UNKNOWN_THERE]
+    return [] if base.strategy == "entropy" or base.preset == "koboldcpp" else [{"preset": "koboldcpp", **UNKNOWN_THERE}]
 
 
 def _whole(value: Any) -> Any:
@@ -159,7 +159,7 @@ class GenerateBody(StrictBody):
         """The grammar that the text has to follow."""
         return Constraint("gbnf", self.grammar) if self.grammar and self.grammar.strip() else None
 
-    def given(self, base: GenerationSection) -> dict[str, Any]:
+    def given(self, base: GenerationSection) -> dict[str, object]:
         """The settings that the request gives over those of the run, as `EngineProtocol.settings` takes them.
 
         Values that switch a step off there switch it off here, and what refines a step that is off is left out. Keys of our own
@@ -172,14 +172,14 @@ class GenerateBody(StrictBody):
             found |= self._temperature_settings(base) | self._filters(base)
         return found | extra
 
-    def _limits(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"n": self.n, "max_new_tokens": self.max_length, "ignore_eos": self.bypass_eos}
+    def _limits(self) -> dict[str, object]:
+        found: dict[str, object] = {"n": self.n, "max_new_tokens": self.max_length, "ignore_eos": self.bypass_eos}
         found = {name: value for name, value in found.items() if value is not None}
         if self.sampler_seed is not None:
             found["seed"] = self.sampler_seed % 2**32 if self.sampler_seed > 0 else None
         return found
 
-    def _penalties(self, base: GenerationSection) -> dict[str, Any]:
+    def _penalties(self, base: GenerationSection) -> dict[str, object]:
         found: dict[str, Any] = {}
         penalties = [p for p in (self.rep_pen, self.repeat_penalty, self.repetition_penalty) if p is not None]
         if penalties:
@@ -198,7 +198,7 @@ class GenerateBody(StrictBody):
             found["repetition_slope"] = 0.0 if self.rep_pen_slope == 1 else self.rep_pen_slope
         return found
 
-    def _dry(self, base: GenerationSection) -> dict[str, Any]:
+    def _dry(self, base: GenerationSection) -> dict[str, object]:
         on = base.dry_multiplier if self.dry_multiplier is None else self.dry_multiplier
         if on <= 0 or (self.dry_base is not None and self.dry_base <= 0):
             return {} if self.dry_multiplier is self.dry_base is None else {"dry_multiplier": 0.0}
@@ -211,7 +211,7 @@ class GenerateBody(StrictBody):
         }
         return {name: value for name, value in refined.items() if value is not None}
 
-    def _temperature_settings(self, base: GenerationSection) -> dict[str, Any]:
+    def _temperature_settings(self, base: GenerationSection) -> dict[str, object]:
         """Temperature, fixed or by the entropy, and smoothing."""
         found: dict[str, Any] = {}
         mirostat = self._mirostat_version(base)
@@ -235,7 +235,7 @@ class GenerateBody(StrictBody):
         """The version of mirostat that is on, 0 for none."""
         return int(base.mirostat if self.mirostat is None else max(self.mirostat, 0))
 
-    def _filters(self, base: GenerationSection) -> dict[str, Any]:
+    def _filters(self, base: GenerationSection) -> dict[str, object]:
         """What leaves tokens out, and in which order. Beside mirostat there is no other, as there."""
         found: dict[str, Any] = {}
         if self.sampler_order:

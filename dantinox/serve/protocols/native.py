@@ -197,9 +197,9 @@ async def _router(service: Service, config: Config) -> dict[str, float | None] |
 class NativeReply(Reply):
     """The events of a text: `begin` with the first `token`, and `end` or `error`."""
 
-    def __init__(self, request: GenerationRequest, begin: Mapping[str, Any]):
+    def __init__(self, request: GenerationRequest, begin: Mapping[str, object]):
         super().__init__([request], True)
-        self._begin: Mapping[str, Any] | None = begin
+        self._begin: Mapping[str, object] | None = begin
         self._reasons: dict[int, str] = {}
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
@@ -221,5 +221,5 @@ class NativeReply(Reply):
         return _event("error", {"message": error.message, "param": error.param})
 
 
-def _event(name: str, content: Mapping[str, Any]) -> bytes:
+def _event(name: str, content: Mapping[str, object]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(finite(content), allow_nan=False)}\n\n".encode()

@@ -78,7 +78,7 @@ class Body(StrictBody):
     guided_grammar: str | None = None
     grammar: str | None = None
 
-    def given(self, max_tokens: int | None) -> dict[str, Any]:
+    def given(self, max_tokens: int | None) -> dict[str, object]:
         """The settings that the request gives, as `EngineProtocol.settings` takes them."""
         extra = self.model_extra or {}
         found = {NAMES[name]: value for name, value in extra.items() if name in NAMES and value is not None}
