@@ -19,9 +19,10 @@ from dantinox.cli.common import (
     whole_number,
 )
 from dantinox.config import UserError, overlay
+from dantinox.config.files import load_training
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
-from dantinox.config.training_config import DEFAULT, load_training
+from dantinox.config.starting_config import DEFAULT
 from dantinox.files import atomic_write, check_folder
 from dantinox.report.console import show_progress
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from dantinox.config.model import OF_WEIGHTS
 from dantinox.config.sections import FIELDS, SECTIONS, UNCHECKED, Config, flat, idle, without
 from dantinox.files import UserError, on_one_line, read_text, shown
 
+INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
 REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
@@ -169,6 +171,62 @@ def build_config(
     config, unused = merge(tree, overrides or {}, where or {}, source, origin)
     report(unused, where or {}, source)
     return config
+
+
+def load_training(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
+    """`load_config` of a training that is to begin, see `build_training`."""
+    path = find_config(path)
+    tree, lines = read_yaml(path)
+    return build_training(tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path))
+
+
+def build_training(
+    tree: Mapping[str, object],
+    overrides: Mapping[str, object] | None = None,
+    where: dict[str, str] | None = None,
+    source: str = "",
+    origin: str = "command line",
+) -> Config:
+    """`build_config`, but what is not said of model and tokenizer is as in the run `training.init_from`, where there is one.
+
+    Raises:
+      UserError: as `build_config`; or what is said contradicts the weights of that run.
+    """
+    overrides, where = overrides or {}, where or {}
+    training = tree.get("training")
+    init_from = overrides.get("training.init_from", training.get("init_from") if isinstance(training, dict) else None)
+    file = Path(init_from) / "config.yaml" if isinstance(init_from, str) and "\0" not in init_from else None
+    if not init_from or file is None or not file.is_file():  # who reads its weights says what is wrong
+        return build_config(tree, overrides, where, source, origin)
+    base = load_config(file)
+    given = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
+    below = {section: getattr(base, section).model_dump(mode="json") for section in INHERITED}
+    filled = {name: {**below.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
+    config, unused = merge({**tree, **below, **filled}, overrides, where, source, origin)
+    _check_start(base, config, sorted(given), where | dict.fromkeys(overrides, origin), str(init_from))
+    report({key: reason for key, reason in unused.items() if key in given}, where, source)
+    return without(config, [key for key in unused if key not in given])
+
+
+def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapping[str, str], init_from: str) -> None:
+    """Raises where a setting that was given contradicts the weights of the base, or its tokenizer."""
+    before, after = flat(base), flat(config)
+    for key in given:
+        section, _, name = key.partition(".")
+        if section not in INHERITED or before.get(key) == after.get(key):
+            continue
+        changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
+        other = config.tokenizer.tokenizer_type != "file" if section == "tokenizer" else _fixed(changed) != _fixed(base)
+        if other:
+            what = f"{key} is {shown(before[key])} in {init_from}, whose weights the training starts from"
+            place = f" ({where[key]})" if key in where else ""
+            raise UserError(f"{what}, got {shown(after[key])}: leave it out{place}", key=key, value=after[key])
+
+
+def _fixed(config: Config) -> list[Any]:
+    """What weights decide on of an architecture."""
+    model = config.architecture(1)
+    return [getattr(model, name) for name in OF_WEIGHTS]
 
 
 def merge(

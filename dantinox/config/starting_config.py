@@ -1,0 +1,48 @@
+"""The config that `dantinox init` writes."""
+
+from pathlib import Path
+from typing import Any
+
+from dantinox.config.files import build_config
+from dantinox.config.sections import FIELDS
+from dantinox.files import shown
+
+DEFAULT = "quickstart"
+ESSENTIAL = {
+    "model": ("dim", "n_heads", "kv_heads", "num_blocks", "max_context"),
+    "tokenizer": ("tokenizer_type", "vocab_size"),
+    "data": ("path", "val_fraction"),
+    "training": ("epochs", "batch_size", "lr", "warmup_steps", "eval_every", "sample_every"),
+    "generation": ("max_new_tokens", "temperature", "top_p"),
+}
+SMALL = {
+    "model.dim": 128, "model.n_heads": 4, "model.kv_heads": 2, "model.num_blocks": 4, "model.max_context": 128,
+    "tokenizer.vocab_size": 1024, "training.batch_size": 16,
+}  # fmt: skip
+NOT_DEFAULT: dict[str, Any] = {"data.path": "builtin:python", "training.sample_every": 250}
+
+
+def starting_config(path: str | Path, cpus: int | None = None) -> str:
+    """The text of a config to be put at `path` that trains as it is: what most runs set, with its default and what it means.
+
+    Args:
+      cpus: cores of a machine without an accelerator: the model has the size of `quickstart`, which they train in minutes.
+    """
+    small = cpus is not None
+    config = build_config({}, NOT_DEFAULT | (SMALL if small else {})).model_dump(mode="json")
+    lines = [
+        "# What most runs set. Every other setting has a default: dantinox train --help",
+        "#",
+        f"#   dantinox train --config {path} --run_dir runs/first",
+        '#   dantinox generate --run_dir runs/first --prompt "def "',
+    ]
+    if small:
+        why = f"# The model is small because this machine has {cpus} CPU cores and no accelerator. Leave out dim, n_heads,"
+        lines += ["#", why, "# kv_heads, num_blocks, max_context and batch_size for larger defaults."]
+    for section, names in ESSENTIAL.items():
+        lines += ["", f"{section}:"]
+        for name in names:
+            value = config[section][name]
+            setting = f"{name}: {value if isinstance(value, str) else shown(value)}"
+            lines.append(f"  {setting:<28}# {FIELDS[f'{section}.{name}'].description}")
+    return "\n".join(lines) + "\n"
