@@ -70,6 +70,12 @@ $(VENV)/.%: pyproject.toml | $(PY)
 	$(PY) -m pip install --quiet --editable ".[$*]"
 	@touch $@
 
+# The clients bound the versions of each other's dependencies: uv finds a set that fits in seconds, pip may search for minutes.
+$(VENV)/.clients: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet uv
+	$(PY) -m uv pip install --quiet --python $(PY) --editable ".[clients]"
+	@touch $@
+
 $(PY):
 	@test -n "$(PYTHON)" || { echo "DantinoX needs Python 3.11 or newer: none found (make PYTHON=/path/to/python3)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
