@@ -21,11 +21,14 @@ def parse() -> argparse.Namespace:
     a.add_argument("--vocab", type=int, default=65)
     a.add_argument("--batch", type=int, default=12)
     a.add_argument("--block", type=int, default=64)
-    a.add_argument("--steps", type=int, default=60)
+    a.add_argument("--steps", type=int, default=60, help="more than 10: the first ten are not counted")
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    return a.parse_args()
+    options = a.parse_args()
+    if options.steps <= 10:
+        a.error("--steps must be more than 10: the first ten are not counted")
+    return options
 
 
 def main() -> None:
