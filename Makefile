@@ -9,7 +9,7 @@ DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
-	@echo "make test          the tests (about 8 minutes on two cores)"
+	@echo "make test          the tests (8 to 15 minutes on two cores)"
 	@echo "make test-all      the same, and what takes minutes"
 	@echo "make test-browser  the pages in chromium"
 	@echo "make serve-test    the clients that people use, 20,000 fuzzed requests, half an hour of everything at once"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from dantinox import cli, files
@@ -718,9 +719,16 @@ def test_dry_run_and_print_config_leave_nothing_behind(dantinox, tmp_path, text,
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_doctor(dantinox):
-    code, out, err = dantinox("doctor")
+def test_doctor(dantinox, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        code, out, err = dantinox("doctor")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
     assert (code, err) == (0, "") and "jax " in out and "device 0: " in out and "GFLOP/s" in out
+    assert out.endswith(f"compiled programs are kept in {tmp_path / 'dantinox' / 'jax'}\n")
 
 
 def test_plot_draws_runs_and_says_where(tmp_path, capsys):

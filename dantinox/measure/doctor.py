@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
-from dantinox.platform import bfloat16_gain, cache_folder, platform_of
+from dantinox.platform import bfloat16_gain, cache_folder, platform_of, use_compilation_cache
 from dantinox.report import human_bytes
 
 PACKAGES = ("dantinox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "matplotlib")
@@ -36,6 +36,7 @@ def examine() -> Iterator[str]:
         yield f"eight rows with bfloat16 weights: {bfloat16_gain():.2g} × the speed of float32 (kept in {cache_folder()})"
     large = jnp.ones(1 << 26, jnp.float32)
     yield f"memory: {human_bytes(large.nbytes / _seconds(jnp.sum, large))}/s"
+    use_compilation_cache()  # as every command that compiles; not earlier, as this one keeps none
     yield f"compiled programs are kept in {jax.config.values['jax_compilation_cache_dir'] or 'memory only'}"
 
 
