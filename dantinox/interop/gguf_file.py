@@ -1,6 +1,6 @@
 """The GGUF file format: a validating reader of metadata and tensors, and a streaming writer.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantised types are the business of the library `gguf`.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `ggml_types` holds the types of its tensors.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from dantinox.files import UserError, check_writable, on_one_line, os_errors, requires, staged
+from dantinox.files import UserError, check_writable, on_one_line, os_errors, staged
+from dantinox.interop.ggml_types import TYPES, UNREADABLE, dequantize, quantize_q8_0
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 # By the number of a type in the format: the NumPy type of the numbers, then text and arrays.
@@ -24,8 +24,8 @@ TEXT, ARRAY = 8, 9
 MOST_AXES = 4
 SMALLEST_ENTRY, SMALLEST_TENSOR = 13, 24  # bytes in the file: how many a header can at most announce
 MOST_THINGS, MOST_BYTES = 1 << 22, 1 << 26  # entries of a list and bytes of a text, however large the file is
-# Types that are numbers as they stand, which are mapped and not copied.
-PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+PLAIN = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # mapped and not copied
+NAMES = {kind.number: name for name, kind in TYPES.items()}
 Shape = tuple[tuple[int, ...], str]  # NumPy's, and the name of the type
 
 
@@ -45,13 +45,6 @@ class GGUFFile(NamedTuple):
     metadata: dict[str, Any]
     tensors: dict[str, Stored]
     content: np.ndarray
-
-
-def library() -> Any:
-    """The library `gguf`, or an error where it is not installed."""
-    with requires("gguf", "GGUF files need the library gguf"):
-        import gguf
-    return gguf
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -76,7 +69,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
 def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarray:
     """A tensor, or entry `part` of its first axis.
 
-    Types that are float32, float16 or bfloat16 are mapped and read-only, quantised ones become float32.
+    Tensors of float32, float16 or bfloat16 are mapped and read-only; quantized ones become float32.
     """
     shape, kind, offset, size = file.tensors[name]
     if part is not None:
@@ -85,13 +78,7 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
     raw = np.asarray(file.content[offset : offset + size])
     if kind in PLAIN:
         return raw.view(PLAIN[kind]).reshape(shape)
-    gguf = library()
-    rows = raw.reshape(math.prod(shape[:-1]), -1)
-    try:
-        values: np.ndarray = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
-    except NotImplementedError:
-        raise UserError(f"{file.path}: the library gguf cannot read {on_one_line(name)}, whose type is {kind}") from None
-    return values.reshape(shape)
+    return dequantize(kind, raw).reshape(shape)
 
 
 def write_gguf(
@@ -118,14 +105,13 @@ def write_gguf(
 def _pieces(
     metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray]
 ) -> Iterator[bytes | memoryview]:
-    kinds = library().GGMLQuantizationType
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata)))
     for key, value in metadata.items():
         head += _text(key) + _value(value)
     offset = 0
     for name, (shape, kind) in shapes.items():
         head += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        head += struct.pack("<IQ", kinds[kind], offset)
+        head += struct.pack("<IQ", TYPES[kind].number, offset)
         offset += _padded(_size_of(shape, kind))
     yield bytes(head).ljust(_padded(len(head)), b"\0")
     for (shape, kind), array in zip(shapes.values(), arrays, strict=True):
@@ -164,22 +150,15 @@ def _encoded(array: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray
         if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
             raise UserError("the weights hold numbers that float16 cannot: export bf16 or f32")
         return plain
-    gguf = library()
-    wide = np.ascontiguousarray(array, np.float32).reshape(-1, shape[-1])
-    return gguf.quantize(wide, gguf.GGMLQuantizationType[kind])
-
-
-def _block(kind: str) -> tuple[int, int]:
-    """The numbers of a block, and its bytes."""
-    gguf = library()
-    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    return int(numbers), int(size)
+    encoded = quantize_q8_0(array)
+    if not np.isfinite(encoded.view(TYPES[kind].block)["d"]).all():
+        raise UserError("the weights hold numbers that Q8_0 cannot (above 8.3 million, or NaN): export bf16 or f32")
+    return encoded
 
 
 def _size_of(shape: Sequence[int], kind: str) -> int:
     """The bytes of a tensor in a file."""
-    numbers, size = _block(kind)
-    return math.prod(shape) // numbers * size
+    return math.prod(shape) // TYPES[kind].values * TYPES[kind].block.itemsize
 
 
 class _Reader:
@@ -257,7 +236,7 @@ def _header(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, Stored] = {}
     for name, shape, kind, offset in infos:
-        if min(shape) < 1 or shape[-1] % _block(kind)[0]:
+        if min(shape) < 1 or shape[-1] % TYPES[kind].values:
             raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} cannot have")
         size = _size_of(shape, kind)
         if name in tensors:
@@ -278,8 +257,7 @@ def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
         raise reader.damaged(f"the tensor {name} has {axes} axes")
     shape = tuple(reader.number(10, name) for _ in range(axes))[::-1]
     code, offset = reader.number(4, name), reader.number(10, name)
-    try:
-        kind = library().GGMLQuantizationType(code).name
-    except ValueError:
-        raise UserError(f"{reader.path}: the tensor {on_one_line(name)} has the unknown type {code}") from None
-    return name, shape, kind, offset
+    if code not in NAMES:
+        known = f"type {UNREADABLE[code]}" if code in UNREADABLE else f"unknown type {code}"
+        raise UserError(f"{reader.path}: the tensor {on_one_line(name)} has the {known}; those read are {', '.join(TYPES)}")
+    return name, shape, NAMES[code], offset

@@ -22,6 +22,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 MOST_NUMBERS = 1 << 48
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # that are copied at once
+EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # all ones where a number is NaN or infinite
 
 
 class Place(NamedTuple):
@@ -52,6 +53,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
 
     Raises:
       UserError: a tensor is missing, is not used, has another shape, or numbers that are no floats; the sentence names it.
+        An array that is made raises it where a tensor of it holds NaN or Inf.
     """
     family = family_of(config)
     expected = model.num_blocks * (model.experts.count if model.experts else 1)
@@ -77,7 +79,10 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
         shape, kind = kinds[parameter]
         array = np.empty(shape, BFLOAT16 if kind == "bfloat16" else kind)
         for name in sources[parameter]:
-            _fill(places[name].views(array), tensors[given[name]])
+            tensor = tensors[given[name]]
+            if not _is_finite(tensor):
+                raise UserError(f"the checkpoint has {on_one_line(given[name])} with numbers that are NaN or infinite")
+            _fill(places[name].views(array), tensor)
         return array
 
     return Arrays(kinds, make)
@@ -198,6 +203,14 @@ def _copy(to: np.ndarray, of: np.ndarray) -> None:
     step = max(1, ROWS * len(to) * to.shape[-1] // to.size)
     for start in range(0, len(to), step):
         to[start : start + step] = of[start : start + step]
+
+
+def _is_finite(tensor: np.ndarray) -> bool:
+    """Whether a tensor holds neither NaN nor Inf."""
+    mask = EXPONENTS[tensor.dtype.name]
+    bits = tensor.view(f"u{tensor.itemsize}")
+    step = max(1, ROWS * 1024 * len(bits) // max(bits.size, 1))
+    return not any(((bits[start : start + step] & mask) == mask).any() for start in range(0, len(bits), step))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -347,13 +345,6 @@ def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
     export(tmp_path / "y.gguf", "olmo2", tie_word_embeddings=True)
     assert "output.weight" in open_gguf(tmp_path / "y.gguf").tensors
     assert source_of(open_gguf(tmp_path / "y.gguf")).config["tie_word_embeddings"] is True
-
-
-def test_without_the_library_a_sentence_says_what_to_install(llama):
-    reading = f"from dantinox.interop import gguf, gguf_file; gguf.source_of(gguf_file.open_gguf({str(llama.path)!r}))"
-    code = f"import sys; sys.modules['gguf'] = None; {reading}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].endswith("GGUF files need the library gguf: pip install 'dantinox[gguf]'")
 
 
 def test_a_run_goes_out_and_comes_back(tmp_path, capsys):

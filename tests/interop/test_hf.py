@@ -13,6 +13,7 @@ from dantinox.config import UserError, build_config
 from dantinox.interop.hf_config import config_of, settings_of
 from dantinox.interop.hf_folder import open_tensors
 from dantinox.interop.hf_weights import from_hf, to_hf
+from dantinox.interop.source import Arrays
 from dantinox.model.parameters import blueprint
 
 from .families import FAMILIES
@@ -88,3 +89,15 @@ def test_sizes_that_no_file_can_hold_are_named():
     settings = build_config(settings_of(config | huge, max_context=64))
     with pytest.raises(UserError, match="which no file can hold"):
         from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
+
+
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(number):
+    config, settings, files = read("llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    broken = np.array(files[name])
+    broken[-1, 5] = number
+    tensors = Arrays(files.tensors, lambda asked: broken if asked == name else files[asked])
+    arrays = from_hf(config, settings.architecture(SYMBOLS, "cpu"), tensors)
+    with pytest.raises(UserError, match=f"has {name} with numbers that are NaN or infinite"):
+        arrays["blocks/1/ffn/down/kernel"]
