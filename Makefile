@@ -48,6 +48,7 @@ aot-tests: $(VENV)/.dev $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/measure
 
 parity: $(VENV)/.dev $(VENV)/.parity
+	$(PY) -m tests.interop.quantized_live
 	$(PY) -m tests.interop.parity $(PARITY)
 
 faults: $(VENV)/.dev

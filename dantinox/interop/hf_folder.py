@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, requires, shown, staged
+from dantinox.interop.hf_quantized import dequantized
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
 
@@ -25,6 +26,8 @@ WANTED = (
 def open_folder(folder: str | Path) -> Source:
     """A checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors, and what else there is.
 
+    Quantized tensors are dequantized when they are read (`hf_quantized`), and `config` says nothing of them.
+
     Raises:
       UserError: one of these is missing or damaged, or the weights are a pickle.
     """
@@ -38,7 +41,8 @@ def open_folder(folder: str | Path) -> Source:
 
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} is no folder of transformers: it has no config.json")
-    config, tensors, tokenizer = settings("config.json"), open_tensors(folder), text("tokenizer.json")
+    config, tensors = dequantized(settings("config.json"), open_tensors(folder))
+    tokenizer = text("tokenizer.json")
     if tokenizer is None:
         slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
         remedy = "save it in transformers by AutoTokenizer.from_pretrained(…).save_pretrained(…), which writes one"

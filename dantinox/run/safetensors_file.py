@@ -2,9 +2,10 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +16,11 @@ from dantinox.files import UserError, on_one_line
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8), "U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64),
+    "BOOL": np.dtype(np.bool_), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }  # fmt: skip
+MAX_HEADER_BYTES = 32 << 20
 CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 
@@ -46,24 +50,40 @@ class SafetensorsFile:
           UserError: it cannot be read, is damaged, or holds an array of an unknown dtype.
         """
         try:
-            with open(path, "rb"):  # its errors name the reason, the library's do not
-                self._file = safe_open(path, framework="numpy")
+            with open(path, "rb") as file:  # its errors name the reason, the library's do not
+                length = int.from_bytes(file.read(8), "little")
+                if MAX_HEADER_BYTES < length <= os.fstat(file.fileno()).st_size:
+                    raise UserError(f"{path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are read")
+                with safe_open(path, framework="numpy"):
+                    header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except SafetensorError as error:
+        except (SafetensorError, ValueError) as error:
             raise UserError(f"{path} is damaged: {on_one_line(str(error))}") from None
-        self.metadata: dict[str, str] = self._file.metadata() or {}
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, Tensor] = {}
-        for name in self._file.keys():  # noqa: SIM118, it cannot be iterated over
-            array = self._file.get_slice(name)
-            if (code := array.get_dtype()) not in DTYPES:
+        self._places: dict[str, tuple[int, int]] = {}
+        self._content = np.memmap(path, np.uint8, mode="r")
+        for name, array in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if (code := array["dtype"]) not in DTYPES:
                 raise UserError(f"{path} has {on_one_line(name)} as {code}, which is none of {', '.join(DTYPES)}")
-            self.tensors[name] = Tensor(tuple(array.get_shape()), DTYPES[code].name)
+            self.tensors[name] = Tensor(tuple(array["shape"]), DTYPES[code].name)
+            start, end = array["data_offsets"]
+            self._places[name] = 8 + length + start, 8 + length + end
 
     def read(self, name: str) -> np.ndarray:
         """A copy of an array."""
-        array: np.ndarray = self._file.get_tensor(name)
-        return array
+        (start, end), (shape, dtype) = self._places[name], self.tensors[name]
+        return np.array(self._content[start:end].view(DTYPES[CODES[dtype]]).reshape(shape))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; the library takes the last of several entries with one name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)} twice")
+    return found
 
 
 def safetensors_pieces(
