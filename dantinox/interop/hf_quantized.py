@@ -454,7 +454,7 @@ CT_FORMATS = (
     "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mixed-precision", "dense",
 )  # fmt: skip
-CT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+CT_STRATEGIES = tuple("tensor channel group block tensor_group".split())  # noqa: SIM905, one of them is also a mesh axis
 CT_UNUSED = (
     "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype",
     "zp_dtype",
