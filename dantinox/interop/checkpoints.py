@@ -23,6 +23,7 @@ from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint
 from dantinox.run import RunDirectory, load_run_config, load_weights, open_run, put, save_config, save_tokenizer, save_weights
 from dantinox.text import Tokenizer
+from dantinox.text.chat import MAX_TEMPLATE_BYTES
 from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -68,16 +69,25 @@ def import_checkpoint(source: str | Path, run_dir: str | Path, dtype: str = "aut
 def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
     """Makes a run directory of an open checkpoint; the other arguments and the errors are those of `import_checkpoint`."""
     tokenizer = Tokenizer(source.tokenizer, str(source.path))
+    where = "config.json" if source.format == "hf" else str(source.path)
     rows = source.config.get("vocab_size")
     if type(rows) is not int or rows < 1:
-        raise UserError(f"config.json has vocab_size: {shown(rows)}, expected a number of at least 1")
+        raise UserError(f"{where} has vocab_size: {shown(rows)}, expected a number of at least 1")
+    origin, template = json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n", source.chat_template or ""
+    try:
+        size = len(template.encode())
+        origin.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{source.path} has a text with a lone surrogate, which is no character") from None
+    if size > MAX_TEMPLATE_BYTES:
+        raise UserError(f"{source.path} has a chat template of {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
     path, settings = Path(run_dir), settings_of(source.config, max_context)
-    vocabulary = _vocabulary_settings(tokenizer, rows, path, "config.json")
+    vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
     if source.generation_config.get("do_sample"):
         given = {key: source.generation_config.get(key) for key in SAMPLING}
         settings["generation"] = {key: value for key, value in given.items() if value is not None}
-    config = build_config(settings, source="config.json")
+    config = build_config(settings, source=where)
     arrays = from_hf(source.config, config.architecture(tokenizer.vocab_size), source.tensors, dtype)
     with _staged_directory(path) as folder:
         run = RunDirectory(folder)
@@ -85,7 +95,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
         save_tokenizer(run, source.tokenizer, _roles(source, tokenizer))
         if source.chat_template is not None:
             put(run.path, run.chat_template.name, source.chat_template)
-        put(run.path, run.origin.name, json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n")
+        put(run.path, run.origin.name, origin)
         save_config(run, config)
     return RunDirectory(path)
 

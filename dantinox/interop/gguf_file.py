@@ -220,7 +220,7 @@ def _header(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
     reader.skip(4, "the magic")
     version = reader.number(4, "the version")
     if version not in VERSIONS:
-        swapped = " (of a machine of the other byte order)" if version & 0xFFFF == 0 else ""
+        swapped = " (of a machine of the other byte order)" if version and version & 0xFFFF == 0 else ""
         raise UserError(f"{reader.path} is GGUF version {version}{swapped}; versions 2 and 3 are read")
     count = reader.count("tensors", SMALLEST_TENSOR)
     metadata: dict[str, Any] = {}

@@ -71,6 +71,7 @@ KNOWN = {
     "fim_sep_token_id",
 }
 IDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
+NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that stand for none
 SPM_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file gives none
 
 
@@ -283,6 +284,10 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         for key, index in given.items()
         if key.endswith("_token_id") and type(index) is int and 0 <= index < len(tokens) and types[index] != UNUSED
     }
+    for key in IDS.values():
+        index = given.get(key)
+        if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in NO_TOKEN)):
+            raise UserError(f"{name} says {KEY}{key}: {shown(index)}, which is no token of its {len(tokens)}")
     # Begin and end are special even in files that do not say so.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
@@ -293,10 +298,12 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     config = {key: tokens[ids[stored]] for key, stored in IDS.items() if stored in ids}
     stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
     template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise UserError(f"{name} says tokenizer.chat_template: {shown(template)}, expected a text")
     return Vocabulary(
         core.to_str(pretty=True),
         config | {"add_bos_token": bool(given.get("add_bos_token", add_bos))},
-        template if isinstance(template, str) else None,
+        template,
         {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
     )
 

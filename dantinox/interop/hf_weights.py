@@ -58,7 +58,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
     family = family_of(config)
     expected = model.num_blocks * (model.experts.count if model.experts else 1)
     if expected > len(tensors):  # before anything is made of so large a number
-        raise UserError(f"the checkpoint has {len(tensors)} tensors, its config.json says {expected} layers or experts")
+        raise UserError(f"the checkpoint has {len(tensors)} tensors, its config says {expected} layers or experts")
     shapes = _shapes(model)
     if large := next((name for name, shape in shapes.items() if math.prod(shape) > MOST_NUMBERS), None):
         raise UserError(f"config.json asks for a parameter {large} of shape {list(shapes[large])}, which no file can hold")
@@ -159,16 +159,16 @@ def _account(
     """Raises unless every tensor is used once and every parameter filled."""
     for name, place in places.items():
         if name not in given:
-            raise UserError(f"the checkpoint lacks {name}, which its config.json asks for")
+            raise UserError(f"the checkpoint lacks {name}, which its config asks for")
         (found, dtype), expected = tensors[given[name]], place.shape(shapes)
         if found != expected:
-            raise UserError(f"the checkpoint has {given[name]} of shape {list(found)}, its config.json says {list(expected)}")
+            raise UserError(f"the checkpoint has {given[name]} of shape {list(found)}, its config says {list(expected)}")
         if dtype not in FLOATS:
             raise UserError(f"the checkpoint has {given[name]} as {dtype}, which is none of {', '.join(FLOATS)}")
     tied = {"lm_head.weight"} if HEAD not in shapes else set()
     if left := given.keys() - places.keys() - tied:
         what = on_one_line(given[min(left)])
-        raise UserError(f"the checkpoint has {what}, for which the model of its config.json has no place")
+        raise UserError(f"the checkpoint has {what}, for which the model of its config has no place")
 
 
 def _check_tied(family: Family, given: Mapping[str, str], tensors: Arrays) -> None:
@@ -178,7 +178,7 @@ def _check_tied(family: Family, given: Mapping[str, str], tensors: Arrays) -> No
         head, embed = tensors[given["lm_head.weight"]], tensors[given[table]]
         if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):
             raise UserError(
-                f"the checkpoint has lm_head.weight with other numbers than {given[table]}, and its config.json says "
+                f"the checkpoint has lm_head.weight with other numbers than {given[table]}, and its config says "
                 "tie_word_embeddings: true"
             )
 

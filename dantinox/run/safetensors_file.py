@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dantinox.files import UserError, on_one_line
+from dantinox.files import UserError, first_line, on_one_line
 
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -59,7 +59,8 @@ class SafetensorsFile:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         except (SafetensorError, ValueError) as error:
-            raise UserError(f"{path} is damaged: {on_one_line(str(error))}") from None
+            what = first_line(error).removeprefix("Error while deserializing header: ")
+            raise UserError(f"{path} is damaged: {repr(what)[1:-1]}") from None
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, Tensor] = {}
         self._places: dict[str, tuple[int, int]] = {}

@@ -1,0 +1,59 @@
+"""Each damaged or lying checkpoint of `damaged.py`, made of a small one, is one sentence, and nothing is written."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from dantinox.config import TokenizerSection, UserError, build_config
+from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
+from dantinox.interop.gguf import export_gguf
+from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_weights import _shapes, to_hf
+from dantinox.text import train_tokenizer
+
+from .damaged import CUTS, FOLDERS, GGUF, damaged_gguf, is_one_sentence
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A GGUF file of Q8_0, and the folder of transformers that comes of it."""
+    place = tmp_path_factory.mktemp("whole")
+    sample = "the cat and the dog and the hat of the man " * 9
+    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([sample]))
+    config = CONFIG | {"vocab_size": tokenizer.vocab_size}
+    settings = build_config(settings_of(config, 64))
+    rng = np.random.default_rng(0)
+    shapes = _shapes(settings.architecture(tokenizer.vocab_size))
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    export_gguf(place / "x.gguf", settings, *to_hf(settings, tokenizer.vocab_size, weights, config), tokenizer, kind="q8_0")
+    import_checkpoint(place / "x.gguf", place / "run")
+    export_checkpoint(place / "run", place / "hf", "hf")
+    return place
+
+
+def refused(source, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as error:
+        import_checkpoint(source, tmp_path / "run")
+    assert is_one_sentence(str(error.value)), str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", [*GGUF, *(f"cut in {name}" for name in CUTS), "half of the data", "a byte less"])
+def test_a_damaged_gguf_is_one_sentence(name, whole, tmp_path):
+    dict(damaged_gguf(whole / "x.gguf"))[name](tmp_path / "x.gguf")
+    refused(tmp_path / "x.gguf", tmp_path)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_damaged_folder_is_one_sentence(name, whole, tmp_path):
+    shutil.copytree(whole / "hf", tmp_path / "hf")
+    FOLDERS[name](tmp_path / "hf")
+    refused(tmp_path / "hf", tmp_path)
