@@ -24,7 +24,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which 4 bits of a word the n-th of ei
 # Tensors of quantized activations and caches, which are not quantized here.
 ACTIVATIONS = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
-    ".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale",
+    ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
 
 
@@ -163,14 +163,16 @@ def _blocks(name: str, shape: tuple[int, ...], grid: tuple[int, ...], block: tup
 
 
 def _scaled(
-    values: np.ndarray, scale: np.ndarray, blocks: tuple[int, int], zero: Any = None, groups: np.ndarray | None = None
-) -> np.ndarray:
+    values: np.ndarray, scale: np.ndarray, blocks: tuple[int, int], zero: Any = None, groups: np.ndarray | None = None,
+    codebook: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """`(values - zero) * scale` in float32, some rows at a time.
 
     Args:
       values: `[rows, columns]`.
       scale: `[row blocks, column blocks]`; `zero` is one number or has this shape.
       groups: the column block of each column, where they do not follow one another.
+      codebook: what the values stand for, where they are codes.
     """
     rows, columns = values.shape
     result = np.empty((rows, columns), np.float32)
@@ -179,7 +181,7 @@ def _scaled(
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         blocks_of_rows = np.arange(start, stop) // blocks[0]
-        part = values[start:stop].astype(np.float32)
+        part = values[start:stop].astype(np.float32) if codebook is None else codebook[values[start:stop]]
         if zero is not None:
             part -= zero if np.ndim(zero) == 0 else zero[blocks_of_rows].astype(np.float32)[:, groups]
         np.multiply(part, scale[blocks_of_rows][:, groups], out=result[start:stop])
@@ -336,19 +338,9 @@ def _packed_fp4(tensors: Arrays, module: str) -> Dequantized:
             factors = factors / tensors[whole].astype(np.float32).reshape(())
         bytes_ = tensors[packed]
         pairs = np.stack([bytes_ & np.uint8(15), bytes_ >> np.uint8(4)], -1).reshape(shape)
-        return _scaled(_Coded(pairs), factors, blocks)  # type: ignore[arg-type]
+        return _scaled(pairs, factors, blocks, codebook=E2M1)
 
     return Dequantized(Tensor(shape, "float32"), (packed, scale, *([whole] if has_whole else [])), make)
-
-
-class _Coded:
-    """Codes of 4-bit floats, which become float32 rows when they are sliced."""
-
-    def __init__(self, codes: np.ndarray) -> None:
-        self.codes, self.shape = codes, codes.shape
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return E2M1[self.codes[rows]]
 
 
 def _mxfp4(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
@@ -357,8 +349,10 @@ def _mxfp4(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized
     for name in _modules(tensors, "_blocks"):
         blocks, scales = f"{name}_blocks", f"{name}_scales"
         codes = _part(tensors, blocks, scales, ("uint8",)).shape
-        if len(codes) != 4:
-            raise UserError(f"the checkpoint has {on_one_line(blocks)} of shape {list(codes)}, expected four axes")
+        if len(codes) != 4 or codes[3] != 16:
+            raise UserError(
+                f"the checkpoint has {on_one_line(blocks)} of shape {list(codes)}, expected four axes, the last of 16"
+            )
         _expect(scales, _part(tensors, scales, blocks, ("uint8",)).shape, codes[:3])
         experts, rows, columns = codes[0], codes[1], codes[2] * codes[3] * 2
 
