@@ -197,7 +197,7 @@ def _fp8(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
         if tensor.dtype not in FLOAT8 and scale is None:
             continue
         scale = scale or name + "_scale_inv"
-        found[name] = _scaled_matrix(tensors, name, name, scale, (*FLOAT8,), block)
+        found[name] = _scaled_matrix(tensors, name, scale, FLOAT8, block)
     return found
 
 
@@ -210,32 +210,30 @@ def _block_size(block: Any, key: str) -> tuple[int, int] | None:
 
 
 def _scaled_matrix(
-    tensors: Arrays, name: str, stored: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None,
-    zero: str | None = None,
-) -> Dequantized:  # fmt: skip
+    tensors: Arrays, name: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None, zero: str | None = None
+) -> Dequantized:
     """A matrix, or one for each expert, of numbers that stand for themselves, with scales and zero points."""
-    weight = _part(tensors, stored, scale, dtypes)
-    scales = _part(tensors, scale, stored, (*FLOATS, "float8_e8m0fnu", "uint8"))
-    parts = (stored, scale, *([zero] if zero else []))
+    weight = _part(tensors, name, scale, dtypes)
+    scales = _part(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
     if len(weight.shape) not in (2, 3):
-        raise UserError(f"the checkpoint has {on_one_line(stored)} of shape {list(weight.shape)}, expected two or three axes")
+        raise UserError(f"the checkpoint has {on_one_line(name)} of shape {list(weight.shape)}, expected two or three axes")
     grid = scales.shape or (1,)
     if len(grid) == 1:
         grid = (1, 1) if grid == (1,) else (*grid, 1)
     if len(weight.shape) == 3 and grid[0] != weight.shape[0]:
         _expect(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
-    blocks = _blocks(stored, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
+    blocks = _blocks(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
     if zero:
-        _expect(zero, _part(tensors, zero, stored, ("int8", "uint8")).shape, scales.shape)
+        _expect(zero, _part(tensors, zero, name, ("int8", "uint8")).shape, scales.shape)
 
     def make() -> np.ndarray:
-        values, factors = tensors[stored], _float_scale(tensors[scale]).reshape(grid)
-        zeros = tensors[zero].reshape(grid) if zero else None
+        values, factors = tensors[name], _float_scale(tensors[scale]).reshape(grid)
+        zeros = tensors[zero].reshape(grid) if zero else np.zeros(grid, np.int8)
         if values.ndim == 2:
-            return _scaled(values, factors, blocks, zeros)
-        return np.stack([_scaled(one, factor, blocks) for one, factor in zip(values, factors, strict=True)])
+            return _scaled(values, factors, blocks, zeros if zero else None)
+        return np.stack([_scaled(*expert[:2], blocks, expert[2]) for expert in zip(values, factors, zeros, strict=True)])
 
-    return Dequantized(Tensor(weight.shape, "float32"), parts, make)
+    return Dequantized(Tensor(weight.shape, "float32"), (name, scale, *([zero] if zero else [])), make)
 
 
 def _compressed_tensors(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
@@ -247,7 +245,7 @@ def _compressed_tensors(options: Mapping[str, Any], tensors: Arrays) -> dict[str
         packed = f"{module}.weight_packed"
         if packed not in tensors.tensors:
             has_zero = zero if zero in tensors.tensors else None
-            found[name] = _scaled_matrix(tensors, name, name, scale, ("int8", *FLOAT8), block, has_zero)
+            found[name] = _scaled_matrix(tensors, name, scale, ("int8", *FLOAT8), block, has_zero)
         elif tensors.tensors[packed].dtype == "uint8":
             found[name] = _packed_fp4(tensors, module)
         else:
