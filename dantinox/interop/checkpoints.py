@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from dantinox.interop.gguf_file import open_gguf
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, fetch, open_folder, write_folder
 from dantinox.interop.hf_weights import from_hf, to_hf
+from dantinox.interop.packaged_checkpoints import PACKAGED, packaged_checkpoint
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint
@@ -28,25 +29,43 @@ from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
 FORMATS = {"hf": tuple(TYPES), "gguf": (*TYPES, "q8_0")}  # with the types that each can have
-# What a generation_config.json asks of a text that is drawn.
+# The sampling settings that a generation_config.json may hold.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# The settings of `generation` for a model with a chat template whose checkpoint gives none.
+INSTRUCT = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
 
 
 class Imported(NamedTuple):
-    """A run that was made of a checkpoint: its family as transformers calls it, and how many tensors it is of."""
+    """An imported checkpoint.
+
+    Attributes:
+      run: the run directory that was written.
+      source: the folder or file that was read.
+      family: the model family, as `model_type` of transformers.
+      tensors: how many tensors the checkpoint has.
+    """
 
     run: RunDirectory
+    source: Path
     family: str
     tensors: int
 
 
-def import_checkpoint(source: str | Path, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> Imported:
-    """Makes a run directory of a checkpoint; nothing stands there before all of it does.
+def import_checkpoint(
+    source: str | Path,
+    run_dir: str | Path,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Imported:
+    """Writes a run directory from a checkpoint. Nothing is written before everything has been read and checked.
 
     Args:
-      source: a folder of transformers, a .gguf file, a run directory of DantinoX 0, or owner/model of Hugging Face's hub.
-      dtype: how matrices are kept: float32, bfloat16, or bfloat16 where the checkpoint has that (`auto`).
+      source: a folder of transformers, a .gguf file, a run directory of DantinoX 0, owner/model of Hugging Face's hub, or
+        the name of a checkpoint in a package (`interop.packaged_checkpoints.PACKAGED`: "smollm2").
+      dtype: the type in which matrices are stored: float32, bfloat16, or bfloat16 where the checkpoint has that (`auto`).
       max_context: longest sequence in tokens; None: the checkpoint's, with longrope its original one.
+      note: gets one line before a download.
 
     Raises:
       UserError: the checkpoint cannot be had exactly, or something is in the way; the sentence names it.
@@ -60,10 +79,13 @@ def import_checkpoint(source: str | Path, run_dir: str | Path, dtype: str = "aut
         if RunDirectory(path).manifest.is_file():
             raise UserError(f"{path} is a run directory of this version already: use it as it is")
         run, arrays = import_v0(path, run_dir, dtype, max_context)
-        return Imported(run, "DantinoX 0", arrays)
+        return Imported(run, path, "DantinoX 0", arrays)
+    if not path.exists() and str(source) in PACKAGED:
+        check_new(Path(run_dir))
+        path = packaged_checkpoint(str(source), note)
     found = source_of(open_gguf(path)) if path.suffix == ".gguf" else open_folder(path if path.exists() else fetch(str(source)))
     run = import_run(found, run_dir, dtype, max_context)
-    return Imported(run, found.config["model_type"], len(found.tensors))
+    return Imported(run, found.path, found.config["model_type"], len(found.tensors))
 
 
 def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_context: int | None = None) -> RunDirectory:
@@ -84,9 +106,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
     path, settings = Path(run_dir), settings_of(source.config, max_context)
     vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
-    if source.generation_config.get("do_sample"):
-        given = {key: source.generation_config.get(key) for key in SAMPLING}
-        settings["generation"] = {key: value for key, value in given.items() if value is not None}
+    settings["generation"] = _sampling_defaults(source, settings["model"])
     config = build_config(settings, source=where)
     arrays = from_hf(source.config, config.architecture(tokenizer.vocab_size), source.tensors, dtype)
     with _staged_directory(path) as folder:
@@ -98,6 +118,16 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
         put(run.path, run.origin.name, origin)
         save_config(run, config)
     return RunDirectory(path)
+
+
+def _sampling_defaults(source: Source, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `generation` that the checkpoint gives, else `INSTRUCT` for a model with a chat template."""
+    given = {key: source.generation_config.get(key) for key in SAMPLING if source.generation_config.get("do_sample")}
+    given = {key: value for key, value in given.items() if value is not None}
+    if given or source.chat_template is None:
+        return given
+    room = model.get("max_context", Config().model.max_context) // 2
+    return INSTRUCT | {"max_new_tokens": max(1, min(INSTRUCT["max_new_tokens"], room))}
 
 
 def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | None) -> tuple[RunDirectory, int]:
@@ -128,12 +158,18 @@ def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: 
     return {"model": padded, "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")}}
 
 
-@contextmanager
-def _staged_directory(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is at `path` at the end, and nowhere after an error."""
+def check_new(path: Path) -> None:
+    """Raises a `UserError` where `path` is a file or a folder that is not empty."""
     with os_errors(f"cannot make {path}"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is there already and not empty: choose another place")
+
+
+@contextmanager
+def _staged_directory(path: Path) -> Iterator[Path]:
+    """A folder to fill, which is at `path` at the end, and nowhere after an error."""
+    check_new(path)
+    with os_errors(f"cannot make {path}"):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
     try:

@@ -70,6 +70,12 @@ KNOWN = {
     *(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep")),
     "fim_sep_token_id",
 }
+# Tokens that end a text by their name, whatever the file says of them (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
+END_NAMES = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
+    "<turn|>", "<｜end▁of▁sentence｜>",
+))  # fmt: skip
 IDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
 NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that stand for none
 SPM_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # where the file gives none
@@ -297,6 +303,8 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     core = _built(tree, tokens, types, name)
     config = {key: tokens[ids[stored]] for key, stored in IDS.items() if stored in ids}
     stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
+    ends = END_NAMES - ({"<|end|>"} if "<|return|>" in tokens else set())  # in harmony it ends a message, and not the answer
+    stops += [index for index in added if tokens[index] in ends]
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise UserError(f"{name} says tokenizer.chat_template: {shown(template)}, expected a text")

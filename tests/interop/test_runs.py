@@ -21,7 +21,7 @@ from dantinox.interop.hf_families import FAMILIES as TABLES
 from dantinox.interop.hf_families import UNUSED
 from dantinox.interop.hf_folder import ONE_FILE, fetch, open_folder, open_tensors, write_tensors
 from dantinox.interop.source import Arrays, Tensor
-from dantinox.run import verify_run
+from dantinox.run import RunDirectory, load_run_config, verify_run
 from dantinox.text import Tokenizer, train_tokenizer
 
 from .families import FAMILIES
@@ -331,6 +331,24 @@ def test_special_tokens_come_from_the_checkpoints_files(folder_of, tmp_path):
     assert loaded.prompt_ids("XY") == [loaded.tokenizer.bos_id, *loaded.tokenizer.encode("XY")]
     assert (loaded.config.generation.temperature, loaded.config.generation.top_p) == (0.6, 0.9)
     assert run.chat_template.read_text() == "{{ bos_token }}"
+
+
+def test_sampling_defaults_are_those_of_the_checkpoint_or_of_its_kind(folder_of, tmp_path, capsys):
+    """A base model keeps the defaults; one with a chat template gets `INSTRUCT`, unless its files give others."""
+    folder = folder_of()
+    edit(folder / "generation_config.json", do_sample=False, temperature=0.3)
+    assert main(["import", str(folder), "--run_dir", str(tmp_path / "base")]) == 0
+    base = load_run_config(RunDirectory(tmp_path / "base"))
+    assert (base.generation.temperature, base.generation.top_p, base.generation.max_new_tokens) == (1.0, None, 150)
+    summary = capsys.readouterr().out
+    assert "none: the model continues text" in summary and "temperature 1, no filter" in summary and "chat" not in summary[-90:]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
+    assert main(["import", str(folder), "--run_dir", str(tmp_path / "instruct")]) == 0
+    generation = load_run_config(RunDirectory(tmp_path / "instruct")).generation
+    assert (generation.temperature, generation.top_p, generation.min_p) == (0.7, 0.9, 0.05)
+    assert generation.max_new_tokens == load_run_config(RunDirectory(tmp_path / "instruct")).model.max_context // 2
+    summary = capsys.readouterr().out
+    assert "temperature 0.7, top_p 0.9, min_p 0.05" in summary and f"  dantinox chat {tmp_path / 'instruct'}\n" in summary
 
 
 def test_the_commands(folder_of, tmp_path, capsys):

