@@ -74,6 +74,28 @@ def test_the_prompt_when_none_is_given(generate):
     assert out.startswith("\n"), "the line break that stands for an empty training.sample_prompt"
 
 
+def test_a_message_is_answered_through_the_chat_template(dantinox, copy, tmp_path):
+    """The template puts the letter that begins the cycle last; only the answer is printed."""
+    (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}a")
+    answer = ["generate", "--run_dir", copy, "--chat", "--greedy", "--max_new_tokens", 13]
+    assert dantinox(*answer, "--prompt", "b")[:2] == (0, AROUND + "\n")
+    code, out, err = dantinox(*answer, "--prompt", "b", "--system", "c", "--json")
+    record = json.loads(out)
+    assert (record["prompt"], record["text"]) == ("b", AROUND) and err.startswith("5 prompt + 13 new tokens")
+    file = tmp_path / "prompts"
+    file.write_text("b\nca\n")
+    lines = dantinox(*answer, "--prompt_file", file)[1].splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [AROUND] * 2
+    assert dantinox(*answer, "--prompt", "b", "--stream")[1] == AROUND + "\n"
+
+
+def test_special_tokens_of_a_prompt_are_text_or_tokens(generate):
+    flags = ["--prompt", "<eos>a", "--greedy", "--max_new_tokens", 2]
+    assert generate(*flags)[2].startswith("6 prompt"), "the five characters of <eos>, and a"
+    code, out, err = generate(*flags, "--parse_special")
+    assert (code, out) == (0, "<eos>a" + AROUND[:1] + "\n") and err.startswith("2 prompt")
+
+
 @pytest.mark.parametrize(
     ("flag", "name", "source", "continuation"),
     [
@@ -376,6 +398,11 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--kv_budget", "1.5"], ["kv.budget must be", "got 1.5"]),
         (["--kv_budget", "0.5", "--kv_calibration", "nowhere.json", "--kv_signal", "entropy"], ["nowhere.json"]),
         (["--prompt", "a", "--prompt_file", "b"], ["--prompt_file", "use one of them"]),
+        (["--chat"], ["--chat answers a message", "--prompt"]),
+        (["--chat", "--prompt", "a"], ["has no chat template", "--chat_template"]),
+        (["--chat", "--prompt", "a", "--parse_special"], ["--parse_special", "--chat", "use one of them"]),
+        (["--prompt", "a", "--system", "b"], ["--system belongs to a chat", "--chat"]),
+        (["--prompt", "a", "--chat_template", "plain"], ["--chat_template belongs to a chat", "--chat"]),
         (["--logprobs", "3"], ["--logprobs needs --json"]),
         (["--json", "--logprobs", "-3"], ["--logprobs", "-3"]),
         (["--json", "--logprobs", "260"], ["logprobs", "260"]),

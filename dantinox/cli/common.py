@@ -65,8 +65,9 @@ def choose_run(options: argparse.Namespace) -> None:
         raise UserError("a run directory is missing: give RUN, or --run_dir RUN")
 
 
-def add_chat_template(command: Parser) -> None:
-    template = "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, where it has one)"
+def add_chat_template(command: Parser, condition: str = "") -> None:
+    """Adds --chat_template, which `chosen_template` reads; `condition` begins its help."""
+    template = condition + "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, if it has one)"
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 

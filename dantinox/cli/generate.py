@@ -5,10 +5,20 @@ import contextlib
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import PROMPT_HELP, add_run, given_prompt, given_settings, use_compilation_cache, whole_number
+from dantinox.cli.common import (
+    PROMPT_HELP,
+    add_chat_template,
+    add_run,
+    chosen_template,
+    given_prompt,
+    given_settings,
+    use_compilation_cache,
+    whole_number,
+)
 from dantinox.config import Config, UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import atomic_write, check_writable
@@ -20,6 +30,16 @@ def generate_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument("--prompt", help=f"text to continue; {PROMPT_HELP}")
     command.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
+    command.add_argument(
+        "--chat", action="store_true", help="answer the prompt as a message, through the model's chat template"
+    )
+    command.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    add_chat_template(command, "with --chat: ")
+    command.add_argument(
+        "--parse_special",
+        action="store_true",
+        help="names of special tokens in a prompt, as <|im_start|>, stand for the tokens",
+    )
     command.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
     command.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
     command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
@@ -49,29 +69,44 @@ def generate(options: argparse.Namespace) -> int:
         raise UserError("--prompt and --prompt_file both give prompts: use one of them")
     as_json = options.json or options.prompt_file is not None
     _check_outputs(options, as_json)
+    _check_chat(options)
     constraint = _constraint(options)
     traced = options.show_entropy or options.trace is not None or options.report is not None
-    from dantinox.run import load_run_config, open_run
+    from dantinox.run import chat_template_of, load_run_config, open_run
 
-    # What is wrong with the settings is said before anything large is loaded.
-    base = load_run_config(open_run(options.run_dir))
-    requests = _requests(options, settings, base)
-    alone = len(requests) == 1 and requests[0][1].generation.n == 1
+    # Errors in the settings are reported before the weights are loaded.
+    directory = open_run(options.run_dir)
+    base = load_run_config(directory)
+    prompts = _prompts(options, settings, base)
+    alone = len(prompts) == 1 and prompts[0][1].generation.n == 1
     if options.stream and not alone:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
+    own = chat_template_of(directory)
+    if options.chat and own is None and options.chat_template is None:
+        raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.loaded_model import in_order
 
-    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in requests), default=1))
+    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1))
     alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives
     report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
     stream = alone and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     stream = stream and not options.show_entropy
-    batches = run.start([run.request(*request, **report, constraint=constraint) for request in requests], stream=stream)
-    if stream:
-        print(requests[0][0], end="", flush=True)
+    template = chosen_template(options, own, run.tokenizer) if options.chat else None
+    requests = []
+    for prompt, config in prompts:
+        if template is None:
+            ids = run.prompt_ids(prompt, parse_special=options.parse_special)
+        else:
+            messages = [{"role": "system", "content": options.system}] if options.system else []
+            ids = template.encode([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
+            config = run.with_stop_ids(config, template.end_ids)
+        requests.append(replace(run.request(ids, config, **report, constraint=constraint), prompt=prompt))
+    batches = run.start(requests, stream=stream)
+    if stream and not options.chat:
+        print(prompts[0][0], end="", flush=True)
     for batch in batches:
         for _, part in batch.parts():
             if stream:
@@ -89,9 +124,10 @@ def generate(options: argparse.Namespace) -> int:
     finally:
         if options.show_entropy:
             _show(documents)
-        indices = [index for _, config in requests for index in range(config.generation.n)]
+        indices = [index for _, config in prompts for index in range(config.generation.n)]
         for index, result in [] if stream or options.show_entropy else zip(indices, results, strict=True):
-            print(_json_line({"index": index} | result.to_dict(), options) if as_json else result.prompt + result.text)
+            text = result.text if options.chat else result.prompt + result.text
+            print(_json_line({"index": index} | result.to_dict(), options) if as_json else text)
         for batch in batches:
             print(batch.summary(), file=sys.stderr)
     return 0
@@ -150,6 +186,19 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError(f"--trace and --report both write {options.report}: give each a file of its own")
 
 
+def _check_chat(options: argparse.Namespace) -> None:
+    """Raises a UserError for flags of --chat without it, and for --chat with what it excludes."""
+    if options.chat and options.parse_special:
+        raise UserError(
+            "--parse_special reads special tokens in a prompt, and --chat has the template write them: use one of them"
+        )
+    if options.chat and options.prompt is None and options.prompt_file is None:
+        raise UserError("--chat answers a message: give it as --prompt, or several in --prompt_file")
+    for flag, value in (("--system", options.system), ("--chat_template", options.chat_template)):
+        if value is not None and not options.chat:
+            raise UserError(f"{flag} belongs to a chat: give --chat too")
+
+
 def _show(documents: list[dict[str, Any]]) -> None:
     from dantinox.report.entropy_view import show_entropy, terminal_colours
 
@@ -169,8 +218,8 @@ def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None
             outputs.callback(atomic_write, options.report, page(documents))
 
 
-def _requests(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, Config]]:
-    """(prompt, settings) for everything to be continued, checked over the run's own settings `base`."""
+def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, Config]]:
+    """Every prompt with its settings, which are laid over those of the run, `base`, and validated."""
     config = overlay(base, settings, "command line")
     if options.prompt_file is None:
         return [(given_prompt(options, base), config)]

@@ -52,7 +52,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
 
     run, tokenizer = found.run, Tokenizer.load(found.run.tokenizer)
     config, templated = load_run_config(run), run.chat_template.is_file()
-    model = config.architecture(tokenizer.vocab_size)
+    model, read, written = config.architecture(tokenizer.vocab_size), _size(found.source), _size(run.weights)
     parameters = sum(shape.size for shape in blueprint(model)[1].values())
     given = {key: value for key, value in settings_of(config).items() if key in SAMPLING_SETTINGS}
     changed = {key: value for key, value in given.items() if value != FIELDS[KEYS[key]].default}
@@ -60,7 +60,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     yield from table([
         ("run directory", run.path),
         ("model", f"{found.family}: {model.num_blocks} layers, width {model.dim}, {human_count(parameters)} parameters"),
-        ("weights", f"{found.tensors} tensors, {human_bytes(_size(found.source))} read, {human_bytes(_size(run.weights))} written"),
+        ("weights", f"{found.tensors} tensors, {human_bytes(read)} read, {human_bytes(written)} written"),
         ("context", f"{model.max_context:,} tokens"),
         ("vocabulary", f"{tokenizer.vocab_size:,} tokens"),
         ("chat template", "yes" if templated else "none: the model continues text"),

@@ -4,7 +4,7 @@ from dantinox.config.files import build_config, differences, dump_config, json_s
 from dantinox.config.generation import GenerationSection
 from dantinox.config.kv_settings import KVSection
 from dantinox.config.model import ExpertsConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
-from dantinox.config.overlay import overlay, settings_of
+from dantinox.config.overlay import overlay, settings_of, with_generation
 from dantinox.config.sections import Config, DataSection, TokenizerSection
 from dantinox.files import UserError
 
@@ -27,4 +27,5 @@ __all__ = [
     "load_config",
     "overlay",
     "settings_of",
+    "with_generation",
 ]

@@ -56,6 +56,11 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     return base.model_copy(update={name: getattr(merged, name) for name in REQUEST})
 
 
+def with_generation(config: Config, **changes: object) -> Config:
+    """The same settings with some of `generation` changed; they are not validated."""
+    return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
+
+
 def _without_superseded(own: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """The settings below a request, without those whose place it takes."""
     order = given.get("sampler_order")

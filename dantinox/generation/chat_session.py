@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dantinox.config import Config, UserError, overlay, settings_of
+from dantinox.config import Config, UserError, overlay, settings_of, with_generation
 from dantinox.files import atomic_write, check_writable, first_line, shown
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.offline_run import BatchRun
@@ -72,7 +72,7 @@ class Chat:
         """
         self.run, self.completes = run, template is None
         self.template: Template = PlainText(run) if template is None else template
-        self._base = run.config.model_copy(update={"generation": run.config.generation.model_copy(update={"n": 1})})
+        self._base = with_generation(run.config, n=1)
         self.messages: list[Message] = []
         self.system, self.entropy, self.ended = "", False, ""
         self._forgotten = 0  # messages, the oldest, that the context has no room for
@@ -115,16 +115,10 @@ class Chat:
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids, room = self._prompt(turn)
         generation = self.config.generation
-        limits = {
-            "max_new_tokens": min(generation.max_new_tokens, room),
-            "stop_token_ids": (
-                *generation.stop_token_ids,
-                *sorted(self.template.end_ids.difference(self.run.tokenizer.stop_ids)),
-            ),
-            # A seed of one's own makes a conversation that can be had again, and other draws when an answer is asked for anew.
-            "seed": None if generation.seed is None else (generation.seed + self._answers) % 2**32,
-        }
-        config = self.config.model_copy(update={"generation": generation.model_copy(update=limits)})
+        # With a given seed a conversation can be repeated, and each answer, also one to the same turn, has draws of its own.
+        seed = None if generation.seed is None else (generation.seed + self._answers) % 2**32
+        config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
+        config = self.run.with_stop_ids(config, self.template.end_ids)
         request = self.run.request(ids, config, logprobs=0 if self.entropy else None)
         (run,) = self.run.start([request], stream=True, pad=self._pad)
         return self._answered(turn, run, "length" if generation.max_new_tokens <= room else "context")

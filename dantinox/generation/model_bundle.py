@@ -1,10 +1,10 @@
 """`ModelBundle`: model, tokenizer, default settings and calibrations; the base class of `LoadedModel`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Unpack
 
-from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
+from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shared_over, tensor_mesh
 from dantinox.files import shown
 from dantinox.generation.cache_plan import measured_or_uniform
@@ -43,6 +43,11 @@ class ModelBundle:
     def settings(self, given: Mapping[str, object] | Config) -> Config:
         """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""
         return given if isinstance(given, Config) else overlay(self.config, given)
+
+    def with_stop_ids(self, config: Config, ids: Iterable[int]) -> Config:
+        """The same settings with more tokens that end a text; those of the tokenizer end every text."""
+        more = sorted(set(ids).difference(self.tokenizer.stop_ids))
+        return with_generation(config, stop_token_ids=(*config.generation.stop_token_ids, *more)) if more else config
 
     def params(
         self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Unpack[ProgramOptions]
@@ -92,15 +97,19 @@ class ModelBundle:
         """
         return self.grammars.matcher(constraint.kind, constraint.source, stop_token_ids(self.tokenizer, section))
 
-    def prompt_ids(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, behind the begin token where the model wants that; an empty one is the begin token.
+    def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a prompt, after the begin token where the model expects it; an empty prompt is the begin token.
+
+        Args:
+          parse_special: names of special tokens in the prompt stand for the tokens; a begin token in front is not doubled.
 
         Raises:
           UserError: an empty prompt for a tokenizer without one, or text the tokenizer cannot spell.
         """
-        ids, bos_id = self.tokenizer.encode(prompt), self.tokenizer.bos_id
+        ids, bos_id = self.tokenizer.encode(prompt, parse_special=parse_special), self.tokenizer.bos_id
         if ids:
-            return [bos_id, *ids] if self.tokenizer.add_bos and bos_id is not None else ids
+            begins = self.tokenizer.add_bos and bos_id is not None and ids[0] != bos_id
+            return [bos_id, *ids] if begins and bos_id is not None else ids
         if bos_id is None:
             raise UserError("the prompt is empty and the tokenizer has no begin token: give at least one character")
         return [bos_id]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Unpack
 
-from dantinox.config import Config, GenerationSection, UserError
+from dantinox.config import Config, GenerationSection, UserError, with_generation
 from dantinox.config.generation import steps_on
 from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
 from dantinox.sampling import ProgramOptions, SamplingParams
@@ -51,7 +51,7 @@ def seeded(config: Config, seed: int) -> Config:
     """The same settings, with this seed where they have none."""
     if config.generation.seed is not None:
         return config
-    return config.model_copy(update={"generation": config.generation.model_copy(update={"seed": seed})})
+    return with_generation(config, seed=seed)
 
 
 def _with_ids(config: Config, tokenizer: Tokenizer) -> Config:

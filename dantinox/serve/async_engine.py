@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 
-from dantinox.config import Config, overlay
+from dantinox.config import Config, overlay, with_generation
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
@@ -142,7 +142,7 @@ class AsyncEngine:
         config: Config = self._overlaid(key) if len(key.text) <= LONGEST_REMEMBERED else self._laid_over(key)
         if not apart:
             return config
-        return config.model_copy(update={"generation": config.generation.model_copy(update={"seed": seed})})
+        return with_generation(config, seed=seed)
 
     def _laid_over(self, given: CacheKey[Mapping[str, object]]) -> Config:
         config = overlay(self._config, given.value)

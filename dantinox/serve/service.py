@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -131,12 +131,6 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, encode)
 
-    def with_stop_ids(self, config: Config, ids: Iterable[int]) -> Config:
-        """The same settings, with more tokens that end a text."""
-        more = sorted(set(ids).difference(self.tokenizer.stop_ids))
-        generation = config.generation
-        return with_generation(config, stop_token_ids=(*generation.stop_token_ids, *more)) if more else config
-
     # --- responses
 
     def endpoint(self, parse: Parse) -> Callable[[Request], Awaitable[ASGIApp]]:
@@ -248,11 +242,6 @@ class _EventStream:
                 data = await anext(events, None)
         if not (self._reply.failed and self._reply.ends_broken):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def with_generation(config: Config, **changes: object) -> Config:
-    """The same settings with some of `generation` changed; they are not validated."""
-    return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
 
 
 def _check_size(name: str, value: object) -> None:

@@ -110,13 +110,14 @@ class Tokenizer:
         """The bytes each id spells, or None for a decoder that looks at neighbouring tokens."""
         return spell(self.core, self._decoder, self.special_ids)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text; nothing is added, and the names of special tokens are ordinary text.
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; nothing is added, and the names of special tokens are ordinary text unless `parse_special`.
 
         Raises:
           UserError: a character that the vocabulary cannot spell.
         """
-        ids: list[int] = self.encode_array(text).tolist()
+        parsed = parse_special and any(name in text for name in self.special_tokens)
+        ids: list[int] = (self.encode_specials(text)[0] if parsed else self.encode_array(text)).tolist()
         return ids
 
     def encode_array(self, text: str) -> np.ndarray:

@@ -60,7 +60,7 @@ def test_the_installed_package_comes_first(cached, monkeypatch, tmp_path):
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
     assert packaged_checkpoint("tiny") == tmp_path / "site" / WANTED.file
     (tmp_path / "site" / WANTED.file).write_bytes(b"GGUF and so ON")
-    with pytest.raises(UserError, match="SHA-256 of the checkpoint is .*: delete it and import again"):
+    with pytest.raises(UserError, match=r"SHA-256 of the checkpoint is .*: delete it and import again"):
         packaged_checkpoint("tiny")
 
 

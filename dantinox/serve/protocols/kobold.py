@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox import __version__
-from dantinox.config import GenerationSection, UserError
+from dantinox.config import GenerationSection, UserError, with_generation
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.token_settings import containing
@@ -21,10 +21,10 @@ from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.kobold_bodies import ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
-from dantinox.serve.protocols.kobold_prompt import LEAST, Tags, encode, fitted, split_stops
+from dantinox.serve.protocols.kobold_prompt import LEAST, Tags, fitted, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids
-from dantinox.serve.service import Reply, Service, with_generation
+from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
 UNITED = "1.2.5"  # the level of KoboldAI's interface
@@ -283,7 +283,7 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
     async def count(request: Request) -> Response:
         body = await parse_body(request, CountBody)
         text = body.prompt or ""
-        ids = await run_sized(len(text), encode, tokenizer, text)
+        ids = await run_sized(len(text), tokenizer.encode, text, parse_special=True)
         if body.special is not False and tokenizer.add_bos and tokenizer.bos_id is not None:
             ids = [tokenizer.bos_id, *ids]
         return JSONResponse({"value": len(ids), "ids": ids})

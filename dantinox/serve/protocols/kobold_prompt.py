@@ -72,18 +72,6 @@ class Tags:
         return before if found else ""
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text in which the names of special tokens stand for them, as in KoboldCpp.
-
-    Raises:
-      UserError: a character that the vocabulary cannot spell.
-    """
-    if any(name in text for name in tokenizer.special_tokens):
-        ids: list[int] = tokenizer.encode_specials(text)[0].tolist()
-        return ids
-    return tokenizer.encode(text)
-
-
 def fitted(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
     """The tokens to be continued, and how many may be new.
 
@@ -100,7 +88,7 @@ def fitted(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -
       RequestError: 400, the memory alone is too long.
     """
     tokenizer = run.tokenizer
-    kept, dropped = encode(tokenizer, memory), encode(tokenizer, prompt)
+    kept, dropped = (tokenizer.encode(text, parse_special=True) for text in (memory, prompt))  # as KoboldCpp does
     if not kept and not dropped:
         kept = run.prompt_ids("")
     elif tokenizer.add_bos and tokenizer.bos_id is not None and (kept or dropped)[0] != tokenizer.bos_id:

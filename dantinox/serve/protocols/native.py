@@ -86,7 +86,7 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     ids, texts = await _encode(service, body)
     if body.messages is not None:
         head, ends = await service.render([message.model_dump() for message in body.messages])
-        config = service.with_stop_ids(config, ends)
+        config = service.model.with_stop_ids(config, ends)
         ids = [*head, *ids]
     context, size = service.context, service.tokenizer.vocab_size
     # The front of a long prompt goes, so that there is room for what is generated: half of the context at most.

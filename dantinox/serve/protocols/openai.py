@@ -87,7 +87,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     config = service.settings(body.given(limit))
     ids, ends = await service.render([message.model_dump() for message in body.messages])
-    config = service.with_stop_ids(config, ends)
+    config = service.model.with_stop_ids(config, ends)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
     request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint())
     _check_lengths(service, [ids], "messages")
