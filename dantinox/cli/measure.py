@@ -56,7 +56,7 @@ EVALUATE: Flags = {
     "sequences": ("kv", COUNT | {"help": "sequences of text to read (default: 200)"}),
     "kv_calibration": ("kv", {"type": Path, "metavar": "FILE", "help":
         "the heads' measured signals (default: RUN/kv_entropy.json)"}),
-    "kv_dtype": ("kv", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
+    "kv_dtype": ("kv", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "of the compressed caches (default: auto)"}),
     "data_path": ("ppl", {"metavar": "FILE", "help": "the text, or what else data.path may name"}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),

@@ -33,7 +33,7 @@ class KVSection(Section):
     signal: Annotated[Signal, BUDGET] = field(
         "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = field(
+    dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
         "auto", "precision of the cached keys and values (auto: the compute dtype)"
     )
     sinks: Annotated[CountOrZero, BUDGET] = field(4, "first tokens of the text that always stay")

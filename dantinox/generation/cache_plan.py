@@ -36,11 +36,16 @@ def plan_cache(
       round_up: use the least budget that is possible in the place of a `kv.budget` that is too small, with a warning.
 
     Raises:
-      UserError: the budget is less than every head must have, or what it is divided by was not measured.
+      UserError: the budget is less than every head must have, what it is divided by was not measured, or the dtype does not
+        fit the sizes of the heads.
     """
     if kv.compresses and config.latent is not None:
         raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone", key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
+    latent = config.latent
+    sizes = (config.head_size,) if latent is None else (latent.rotated_size, latent.rank)
+    if dtype == "int4" and any(size % 2 for size in sizes):
+        raise UserError(f"kv.dtype int4 packs two numbers to a byte, and this model's keys have {max(sizes)}", key="kv.dtype")
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
 
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import attend, attention, probed, probed_alone, visible
-from dantinox.model.cache_store import BITS, AnyStore, LatentStore, SegmentedStore, Store
+from dantinox.model.cache_store import BITS, PACKED, AnyStore, LatentStore, SegmentedStore, Store, group_size
 from dantinox.model.compressed_cache import Compressed, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import SOFTMAX
@@ -174,12 +174,12 @@ class KVCache:
         """
         stores = [store for layer in self.layers for store in _stores(layer)]
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-        payload = sum(leaf.nbytes for leaf in jax.tree.leaves(stores) if leaf.ndim == 4)
+        payload = sum(store.payload_bytes for store in stores)
         B, numbers = jax.tree.leaves(stores)[0].shape[0], sum(stores[0].sizes)
         slots = [[[store.heads, store.slots] for store in _stores(layer)] for layer in self.layers]
         places = B * sum(span * sum(heads for heads, _ in groups) for span, groups in zip(self.spans, slots, strict=True))
-        dtype = jnp.dtype(jnp.bfloat16) if stores[0].dtype == BITS else stores[0].dtype
-        full = places * (numbers * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0))
+        dtype = stores[0].dtype
+        full = places * _slot_bytes(stores[0].sizes, dtype)
         return {
             "bytes": total,
             "payload_bytes": payload,
@@ -188,9 +188,16 @@ class KVCache:
             "full_bytes_bfloat16": places * 2 * numbers,
             "requested_ratio": self.requested,
             "ratio": total / full,
-            "dtype": dtype.name,
+            "dtype": {BITS: "bfloat16", PACKED: "int4"}.get(dtype, dtype.name),
             "slots": slots,
         }
+
+
+def _slot_bytes(sizes: tuple[int, int], dtype: jnp.dtype) -> int:
+    """Bytes of a slot with two vectors of these sizes, scales included."""
+    if dtype == PACKED:
+        return sum(size // 2 + size // group_size(size) * BITS.itemsize for size in sizes)
+    return sum(sizes) * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0)
 
 
 def _stores(layer: Full | Ring | Compressed) -> list[Any]:
@@ -213,13 +220,17 @@ def make_cache(
     """An empty cache for `batch` rows of up to `slots` positions; a windowed layer shorter than that gets a ring.
 
     Args:
-      dtype: of keys and values, or latents: float32, bfloat16 or int8.
+      dtype: of keys and values, or latents: float32, bfloat16, int8 or int4.
       compression: the slots of every head, and what stays in them; None: all of every text.
       parted: where all of a text stays, its slots are `SegmentedStore`.
     """
     B, K, H = batch, config.kv_heads, config.head_size
     all_spans = spans(config, slots)
-    kept = BITS if jnp.dtype(dtype) == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits else jnp.dtype(dtype)
+    kept = jnp.dtype(dtype)
+    if kept == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits:
+        kept = BITS
+    elif kept == jnp.int4:
+        kept = PACKED
 
     def empty(span: int) -> Store:
         if config.latent is not None:

@@ -1,5 +1,6 @@
-"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16 or int8."""
+"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16, int8 or int4."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 BITS = jnp.dtype(jnp.uint16)  # of bfloat16, where a platform likes it so
+PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers in a byte
+GROUP = 32  # numbers of an int4 vector that share a scale, at most
 LEAST_PART, MOST_PARTS = 128, 4
 
 
@@ -22,6 +25,10 @@ class Store:
     Keys lie with their slots side by side, `[B, K, H, S]`: scores are then a plain product q · k, which a CPU does in less than
     two thirds of the time of q · kᵀ. In int8 every key and every value has a scale of its own (its largest magnitude is 127),
     which is folded into the products. With dtype `BITS` they are bfloat16, kept as the integers of their bits.
+
+    With dtype `PACKED` they are int4: byte h of a vector holds number h in its lower and number H/2 + h in its upper four bits,
+    each plus 8. `group_size` consecutive numbers share a scale, a bfloat16 that is kept as its bits: the scales of keys are
+    `[B, K, H/32, S]`, those of values `[B, K, S, H/32]`.
     """
 
     k_BKHS: jax.Array
@@ -32,7 +39,12 @@ class Store:
     @classmethod
     def empty(cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike) -> Self:
         """Zeros; `sizes`: numbers in the key and in the value of a slot."""
-        k, v = jnp.zeros((batch, heads, sizes[0], slots), dtype), jnp.zeros((batch, heads, slots, sizes[1]), dtype)
+        packed = 2 if dtype == PACKED else 1
+        k = jnp.zeros((batch, heads, sizes[0] // packed, slots), dtype)
+        v = jnp.zeros((batch, heads, slots, sizes[1] // packed), dtype)
+        if dtype == PACKED:
+            k_groups, v_groups = (size // group_size(size) for size in sizes)
+            return cls(k, v, jnp.zeros((batch, heads, k_groups, slots), BITS), jnp.zeros((batch, heads, slots, v_groups), BITS))
         if dtype != jnp.int8:
             return cls(k, v)
         return cls(k, v, jnp.zeros((batch, heads, slots), jnp.float32), jnp.zeros((batch, heads, slots), jnp.float32))
@@ -42,8 +54,12 @@ class Store:
         """New keys and values, token t in slot t."""
         k, k_scale_BTK = stored(cls._key(k_BTKH, v_BTKH), dtype)
         v, v_scale_BTK = stored(v_BTKH, dtype)
-        scales = [None if scale_BTK is None else scale_BTK.transpose(0, 2, 1) for scale_BTK in (k_scale_BTK, v_scale_BTK)]
-        return cls(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), *scales)
+        keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+        if k_scale_BTK is None or v_scale_BTK is None:
+            return cls(keys, values)
+        if dtype == PACKED:
+            return cls(keys, values, k_scale_BTK.transpose(0, 2, 3, 1), v_scale_BTK.transpose(0, 2, 1, 3))
+        return cls(keys, values, k_scale_BTK.transpose(0, 2, 1), v_scale_BTK.transpose(0, 2, 1))
 
     @staticmethod
     def _key(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
@@ -60,29 +76,33 @@ class Store:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the two vectors in a slot of a head."""
-        return self.k_BKHS.shape[2], self.v_BKSH.shape[3]
+        """Numbers in the two vectors in a slot of a head."""
+        packed = 2 if self.dtype == PACKED else 1
+        return packed * self.k_BKHS.shape[2], packed * self.v_BKSH.shape[3]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8 or `BITS`."""
+        """float32, bfloat16, int8, `BITS` or `PACKED`."""
         return self.v_BKSH.dtype
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the keys and values, without their scales."""
+        return self.k_BKHS.nbytes + self.v_BKSH.nbytes
 
     def wide(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Keys and values `[B, S, K, H]` as numbers of a dtype."""
-        keys_BSKH, values_BSKH = self.k_BKHS.transpose(0, 3, 1, 2), self.v_BKSH.swapaxes(1, 2)
-        return numbers(keys_BSKH, self.k_scale_BKS, dtype), numbers(values_BSKH, self.v_scale_BKS, dtype)
+        keys_BKHS = _wide(self.k_BKHS, self.k_scale_BKS, -2).astype(dtype)
+        values_BKSH = _wide(self.v_BKSH, self.v_scale_BKS, -1).astype(dtype)
+        return keys_BKHS.transpose(0, 3, 1, 2), values_BKSH.swapaxes(1, 2)
 
     def scores(self, q_BKMH: jax.Array) -> jax.Array:
         """Scaled scores `[B, K, M, S]`, float32."""
-        scores_BKMS = _product(q_BKMH, self.k_BKHS, jnp.float32) * q_BKMH.shape[-1] ** -0.5
-        return scores_BKMS if self.k_scale_BKS is None else scores_BKMS * self.k_scale_BKS[:, :, None]
+        return _product(q_BKMH, self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1) * q_BKMH.shape[-1] ** -0.5
 
     def average(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Values `[B, K, M, H]` by their weights."""
-        if self.v_scale_BKS is not None:
-            weights_BKMS = weights_BKMS * self.v_scale_BKS[:, :, None]
-        return _product(weights_BKMS.astype(dtype), self.v_BKSH, dtype)
+        return _product(weights_BKMS, self.v_BKSH, self.v_scale_BKS, dtype, slots=-2)
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array) -> Self:
         """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped."""
@@ -94,10 +114,11 @@ class Store:
         values = self.v_BKSH.at[rows, heads, slots_BTK].set(v, mode="drop")
         if self.k_scale_BKS is None or self.v_scale_BKS is None:
             return type(self)(keys, values)
+        of_keys = (rows, heads, slice(None), slots_BTK) if self.dtype == PACKED else (rows, heads, slots_BTK)
         return type(self)(
             keys,
             values,
-            self.k_scale_BKS.at[rows, heads, slots_BTK].set(k_scale_BTK, mode="drop"),
+            self.k_scale_BKS.at[of_keys].set(k_scale_BTK, mode="drop"),
             self.v_scale_BKS.at[rows, heads, slots_BTK].set(v_scale_BTK, mode="drop"),
         )
 
@@ -124,7 +145,8 @@ class Store:
 
     def _by_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
         """`function(slot axis, leaf, …)` of every leaf."""
-        axes = type(self)(3, 2, *(() if self.k_scale_BKS is None else (2, 2)))  # type: ignore[arg-type]
+        scales = () if self.k_scale_BKS is None else (self.k_scale_BKS.ndim - 1, 2)
+        axes = type(self)(3, 2, *scales)  # type: ignore[arg-type]
         return jax.tree.map(function, axes, self, *others)
 
 
@@ -134,7 +156,7 @@ class LatentStore(Store):
     """Latents of S slots as the values, and as the keys the rotated part that follows the latent in every key.
 
     A latent and its rotated part are the one key of all query heads, and the latent alone is their value: the axis K is 1. In
-    int8 the latent and the rotated part have a scale of their own.
+    int8 and int4 the latent and the rotated part have scales of their own.
     """
 
     @staticmethod
@@ -148,11 +170,9 @@ class LatentStore(Store):
 
     def scores(self, q_BKMC: jax.Array) -> jax.Array:
         """Scaled scores `[B, 1, M, S]`, float32."""
-        rank = self.v_BKSH.shape[3]
-        latent = _product(q_BKMC[..., :rank], self.v_BKSH, jnp.float32, transposed=True)
-        rotated = _product(q_BKMC[..., rank:], self.k_BKHS, jnp.float32)
-        if self.k_scale_BKS is not None and self.v_scale_BKS is not None:
-            latent, rotated = latent * self.v_scale_BKS[:, :, None], rotated * self.k_scale_BKS[:, :, None]
+        rank = self.sizes[1]
+        latent = _product(q_BKMC[..., :rank], self.v_BKSH, self.v_scale_BKS, jnp.float32, slots=-2, transposed=True)
+        rotated = _product(q_BKMC[..., rank:], self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
         return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
 
 
@@ -212,13 +232,18 @@ class SegmentedStore:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the two vectors in a slot of a head."""
+        """Numbers in the two vectors in a slot of a head."""
         return self.parts[0].sizes
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8 or `BITS`."""
+        """float32, bfloat16, int8, `BITS` or `PACKED`."""
         return self.parts[0].dtype
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the keys and values, without their scales."""
+        return sum(part.payload_bytes for part in self.parts)
 
     @property
     def _firsts(self) -> list[int]:
@@ -245,51 +270,81 @@ AnyStore = Store | SegmentedStore
 OneStore = Store | StorePrefix  # whose scores are those of all its slots
 
 
-def numbers(x_BSKH: jax.Array, scale_BKS: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    """What is kept, as numbers of a dtype."""
-    if scale_BKS is not None:
-        return (x_BSKH.astype(jnp.float32) * scale_BKS.transpose(0, 2, 1)[..., None]).astype(dtype)
-    return (x_BSKH.view(jnp.bfloat16) if x_BSKH.dtype == BITS else x_BSKH).astype(dtype)
+def _product(
+    x_BKMI: jax.Array,
+    w_BKIO: jax.Array,
+    scale: jax.Array | None,
+    out_dtype: DTypeLike,
+    *,
+    slots: int,
+    transposed: bool = False,
+) -> jax.Array:
+    """x · w for every row and head, w in whatever it is stored in; `transposed`: x · wᵀ of `w_BKOI`.
 
-
-def _product(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike, transposed: bool = False) -> jax.Array:
-    """x · w for every row and head, w in whatever it is stored in; `transposed`: x · wᵀ of `w_BKOI`."""
-    at_once, head_by_head = (partial(way, out_dtype=out_dtype, transposed=transposed) for way in (_at_once, _head_by_head))
+    Args:
+      x_BKMI: queries, or weights of the slots.
+      scale: the scales of w, one per slot in int8, and one per group of numbers in int4.
+      out_dtype: of the result; weights of slots are rounded to it first.
+      slots: the axis of the slots in w.
+    """
+    summed = (slots == -2) != transposed  # whether the sum is over slots
+    if scale is not None and w_BKIO.dtype == jnp.int8 and summed:
+        x_BKMI = x_BKMI * scale[:, :, None]
+    x_BKMI = x_BKMI.astype(out_dtype) if summed else x_BKMI
+    groups = scale if w_BKIO.dtype == PACKED else None
+    at_once, head_by_head = (
+        partial(way, out_dtype=out_dtype, axis=-3 - slots, transposed=transposed) for way in (_at_once, _head_by_head)
+    )
     if w_BKIO.dtype == x_BKMI.dtype:
-        return at_once(x_BKMI, w_BKIO)
-    if w_BKIO.dtype == BITS:
-        return head_by_head(x_BKMI, w_BKIO)
-    return jax.lax.platform_dependent(x_BKMI, w_BKIO, cpu=head_by_head, default=at_once)
+        out = at_once(x_BKMI, w_BKIO, groups)
+    elif w_BKIO.dtype == BITS:
+        out = head_by_head(x_BKMI, w_BKIO, groups)
+    else:
+        out = jax.lax.platform_dependent(x_BKMI, w_BKIO, groups, cpu=head_by_head, default=at_once)
+    return out * scale[:, :, None] if scale is not None and w_BKIO.dtype == jnp.int8 and not summed else out
 
 
-def _at_once(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike, transposed: bool) -> jax.Array:
+def _at_once(
+    x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
+) -> jax.Array:
     axes = "BKMI,BKOI->BKMO" if transposed else "BKMI,BKIO->BKMO"
-    return jnp.einsum(axes, x_BKMI, w_BKIO.astype(x_BKMI.dtype), preferred_element_type=out_dtype)
+    w = w_BKIO.astype(x_BKMI.dtype) if groups is None else _wide(w_BKIO, groups, axis).astype(x_BKMI.dtype)
+    return jnp.einsum(axes, x_BKMI, w, preferred_element_type=out_dtype)
 
 
-def _head_by_head(x_BKMI: jax.Array, w_BKIO: jax.Array, out_dtype: DTypeLike, transposed: bool) -> jax.Array:
+def _head_by_head(
+    x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
+) -> jax.Array:
     """On a CPU the conversion then stays in the cores' caches: at once, it would make a wide copy of the whole layer.
 
     The barrier keeps XLA from moving it out of the loop to the same end.
     """
     B, K = w_BKIO.shape[:2]
-    flat = x_BKMI.reshape(B * K, *x_BKMI.shape[2:]), w_BKIO.reshape(B * K, *w_BKIO.shape[2:])
+    flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, groups))
 
-    def head(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        w_IO = _wide(jax.lax.optimization_barrier(pair[1]))
-        return pair[0].astype(jnp.float32) @ (w_IO.T if transposed else w_IO)
+    def head(parts: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        x_MI, *narrow = parts
+        w_IO = _wide(*jax.lax.optimization_barrier(narrow), axis=axis)
+        return x_MI.astype(jnp.float32) @ (w_IO.T if transposed else w_IO)
 
     out = jax.lax.map(head, flat)
     return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
 
 
-def _wide(w: jax.Array) -> jax.Array:
-    """int8, or bfloat16 by its bits, as float32."""
-    return (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
+def _wide(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
+    """What is stored as float32; `axis`: of the numbers of a vector, which int8 scales do not have."""
+    if w.dtype == PACKED:
+        both = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32) - 8
+        assert scale is not None
+        return both * jnp.repeat(_wide(scale, None, axis), both.shape[axis] // scale.shape[axis], axis=axis)
+    wide = (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
+    return wide if scale is None else wide * jnp.expand_dims(scale, axis)
 
 
 def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Vectors `[..., H]` as they are kept, and in int8 their scales `[...]`."""
+    """Vectors `[..., H]` as they are kept, and their scales: `[...]` in int8, `[..., H / group_size]` with `PACKED`."""
+    if dtype == PACKED:
+        return packed(x.astype(jnp.float32))
     if dtype != jnp.int8:
         return x.astype(jnp.bfloat16).view(BITS) if dtype == BITS else x.astype(dtype), None
     return rounded(x.astype(jnp.float32))
@@ -300,3 +355,29 @@ def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
+
+
+def group_size(size: int) -> int:
+    """How many numbers of an int4 vector of so many share a scale: 32, or the largest power of two that divides it.
+
+    Raises:
+      ValueError: the size is odd.
+    """
+    if size % 2:
+        raise ValueError(f"int4 needs vectors with an even number of numbers, got {size}")
+    return math.gcd(size, GROUP)
+
+
+def packed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 vectors `[..., H]` in int4, symmetric, as bytes `[..., H/2]`, and the bits of the groups' scales `[..., H/32]`.
+
+    The largest magnitude of a group becomes 7, up to the rounding of its scale to bfloat16: no number is off by more than half
+    a scale. See `Store` for the order of the numbers.
+    """
+    H = x.shape[-1]
+    groups = x.reshape(*x.shape[:-1], -1, group_size(H))
+    largest = jnp.max(jnp.abs(groups), axis=-1)
+    bits = stored(jnp.where(largest > 0, largest, 1.0) / 7, BITS)[0]
+    steps = jnp.round(groups / _wide(bits, None, -1)[..., None]).reshape(x.shape)
+    low, high = jnp.split((jnp.clip(steps, -7, 7) + 8).astype(PACKED), 2, axis=-1)
+    return low | (high << 4), bits

@@ -100,7 +100,7 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
         ({"budget_tokens": 1.5}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 1.5"),
         ({"policy": "snapkv"}, "kv.policy must be one of snapkv+ema, streaming, tova, h2o, random, got 'snapkv'"),
         ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, loss, got null"),
-        ({"dtype": "int4"}, "kv.dtype must be one of auto, float32, bfloat16, int8, got 'int4'"),
+        ({"dtype": "int3"}, "kv.dtype must be one of auto, float32, bfloat16, int8, int4, got 'int3'"),
         ({"sinks": -1}, "kv.sinks must be an integer in [0, 2^31), got -1"),
         ({"recent": 0}, "kv.recent must be an integer in [1, 2^31), got 0"),
         ({"decay": 1.1}, "kv.decay must be a number in [0, 1], or entropy, got 1.1"),

@@ -269,17 +269,45 @@ def test_a_donated_cache_is_written_in_place(optimised):
     assert memory.temp_size_in_bytes < cache.report()["bytes"] / 10
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
 def test_bytes_of_latents(dtype):
-    """R + P numbers for each slot of a layer, and in int8 two scales."""
+    """R + P numbers for each slot of a layer, in int8 two scales, and in int4 one for each pair, as 2 divides 10 and 6."""
     architecture = config(windows=(None, 4), kv_heads=4, latent=LatentConfig(10, 6, 8))
     report = make_cache(architecture, batch=5, slots=24, dtype=dtype).report()
-    wanted = 5 * (24 + 4) * ((10 + 6) * jnp.dtype(dtype).itemsize + 8 * (dtype == jnp.int8))
+    slot = 8 + 2 * 8 if dtype == jnp.int4 else (10 + 6) * jnp.dtype(dtype).itemsize + 8 * (dtype == jnp.int8)
+    wanted = 5 * (24 + 4) * slot
     assert report["bytes"] == report["full_bytes"] == wanted and report["slots"] == [[[1, 24]], [[1, 4]]]
     assert report["full_bytes_bfloat16"] == 5 * 28 * 16 * 2
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03), (jnp.int8, 0.05)])
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03), (jnp.int8, 0.05), (jnp.int4, 0.3)])
 def test_a_prompt_is_read_with_keys_of_all_heads_and_the_rest_by_its_latents(dtype, tolerance):
     built = build(LATENT)
     follow(built, [(6, 6, 6)] + [ONE] * 12, empty(built, dtype).for_prefill(LATENT), tolerance)
+
+
+@pytest.mark.parametrize("size", [64, 24, 6])
+def test_int4_is_within_half_a_scale(size):
+    """Every number, of keys and of values, written at once or one by one; the products are those of the numbers held."""
+    random = np.random.default_rng(0)
+    x_BTKH = random.standard_normal((2, 5, 3, size)) * 10.0 ** random.integers(-4, 4, (2, 5, 3, 1))
+    x_BTKH[0, 0, 0] = 0
+    k, v = jnp.asarray(x_BTKH, jnp.float32), jnp.asarray(-x_BTKH[..., ::-1], jnp.float32)
+    group = 32 if size == 64 else {24: 8, 6: 2}[size]
+    store = stores.Store.of(k, v, stores.PACKED)
+    one_by_one = stores.Store.empty(2, 3, (size, size), 5, stores.PACKED)
+    for t in range(5):
+        one_by_one = one_by_one.write(k[:, t : t + 1], v[:, t : t + 1], jnp.full((2, 1, 1), t))
+    jax.tree.map(np.testing.assert_array_equal, store, one_by_one)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(store)) == 2 * 2 * 5 * 3 * (size // 2 + 2 * size // group)
+    held = [np.asarray(side_BSKH, np.float64) for side_BSKH in store.wide(jnp.float32)]
+    for side_BSKH, wanted in zip(held, (x_BTKH, -x_BTKH[..., ::-1]), strict=True):
+        largest = np.abs(wanted.reshape(2, 5, 3, -1, group)).max(axis=-1)
+        bound = np.repeat(largest / 7, group, axis=-1) / 2
+        assert (np.abs(side_BSKH - wanted) <= bound * (1 + 2**-8) + 1e-12).all()  # a scale is rounded to bfloat16
+    q_BKMH, weights_BKMS = random.standard_normal((2, 3, 4, size)), random.random((2, 3, 4, 5))
+    scores = np.einsum("bkmh,bskh->bkms", q_BKMH, held[0]) / np.sqrt(size)
+    np.testing.assert_allclose(store.scores(jnp.asarray(q_BKMH, jnp.float32)), scores, rtol=1e-4, atol=1e-4)
+    average = np.einsum("bkms,bskh->bkmh", weights_BKMS, held[1])
+    found = store.average(jnp.asarray(weights_BKMS, jnp.float32), jnp.float32)
+    np.testing.assert_allclose(found, average, rtol=1e-4, atol=1e-4)
