@@ -323,8 +323,9 @@ def _head_by_head(
     flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, groups))
 
     def head(parts: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        x_MI, *narrow = parts
-        w_IO = _wide(*jax.lax.optimization_barrier(narrow), axis=axis)
+        x_MI, stored_IO, scales = parts
+        stored_IO, scales = jax.lax.optimization_barrier((stored_IO, scales))
+        w_IO = _wide(stored_IO, scales, axis)
         return x_MI.astype(jnp.float32) @ (w_IO.T if transposed else w_IO)
 
     out = jax.lax.map(head, flat)
