@@ -11,11 +11,13 @@ from pydantic import Field
 from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, field
 from dantinox.config.prerequisites import Needs, given
 
-Policy = Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
+Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
+AVERAGES = ("snapkv+ema", "expected_attention", "kvzip")  # policies with a moving average of attention while decoding
 Signal = Literal["uniform", "entropy", "coverage", "loss"]
 
 BUDGET = Needs(("kv.budget", given), ("kv.budget_tokens", given))
 SNAPKV = BUDGET, Needs(("kv.policy", "snapkv+ema"))
+AVERAGE = BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGES))
 BY_HEAD = (("kv.signal", "entropy"), ("kv.signal", "coverage"))  # what query heads are measured for
 
 
@@ -28,7 +30,8 @@ class KVSection(Section):
     budget_tokens: Count | None = field(None, "the same as slots per head (null: see kv.budget)")
     policy: Annotated[Policy, BUDGET] = field(
         "snapkv+ema",
-        "which tokens stay: by their attention (snapkv+ema, tova, h2o), the last ones (streaming), or any (random)",
+        "which tokens stay: by their attention (snapkv+ema, tova, h2o), by the attention expected of later tokens "
+        "(expected_attention), by that of a second reading (kvzip), the last ones (streaming), or any (random)",
     )
     signal: Annotated[Signal, BUDGET] = field(
         "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
@@ -40,8 +43,8 @@ class KVSection(Section):
     recent: Annotated[Count, BUDGET] = field(16, "last tokens that always stay, at most half of a head's slots")
     window: Annotated[Count, *SNAPKV] = field(32, "snapkv+ema: last tokens of a prompt whose attention says what stays")
     pool: Annotated[Count, *SNAPKV] = field(7, "snapkv+ema: window of max pooling over token importances; odd (1: no pooling)")
-    decay: Annotated[Fraction | Literal["entropy"], *SNAPKV] = field(
-        0.98, "snapkv+ema: factor of an importance per token (entropy: from the measured entropy of the head)"
+    decay: Annotated[Fraction | Literal["entropy"], *AVERAGE] = field(
+        0.98, "factor of an importance per token where it is an average (entropy: from the measured entropy of the head)"
     )
     scale_min: Annotated[float, Field(gt=0, le=1), BUDGET, Needs(*BY_HEAD)] = field(
         0.3, "smallest share of a head by entropy or coverage, as a multiple of the mean"
@@ -69,7 +72,7 @@ class KVSection(Section):
     @property
     def decays_by_entropy(self) -> bool:
         """Whether importances fade as the entropy of their head says."""
-        return self.policy == "snapkv+ema" and self.decay == "entropy"
+        return self.policy in AVERAGES and self.decay == "entropy"
 
     @property
     def reads_calibration(self) -> bool:

@@ -118,7 +118,7 @@ class SamplingSettings(TypedDict, total=False):
     score_interaction: float
     kv_budget: float | None
     kv_budget_tokens: int | None
-    kv_policy: Literal["snapkv+ema", "streaming", "tova", "h2o", "random"]
+    kv_policy: Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
     kv_signal: Literal["uniform", "entropy", "coverage", "loss"]
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"]
     kv_sinks: int

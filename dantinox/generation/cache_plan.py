@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.config.kv_settings import KVSection
+from dantinox.config.kv_settings import AVERAGES, KVSection
 from dantinox.generation.cache_budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
 from dantinox.generation.quantized_weights import HeadOrder
 from dantinox.model import Compression, compute_dtype
@@ -118,18 +118,24 @@ def _compression(
     weights_LK = _weights(config, kv, calibration)
     window, pool, decay, fixed = {
         "snapkv+ema": (kv.window, kv.pool, kv.decay, None),
+        "expected_attention": (None, 1, kv.decay, None),
+        "kvzip": (None, 1, kv.decay, None),
         "tova": (1, 1, 0.0, None),
         "h2o": (None, 1, 1.0, None),
         "streaming": (None, 1, 0.0, "position"),
         "random": (None, 1, 0.0, "hash"),
     }[kv.policy]
+    expects = kv.policy == "expected_attention"
     return Compression(
         groups=allocate(-np.sort(-weights_LK, axis=1), caps, wanted, floor).groups,
         decays=_decays(config, kv, calibration) if decay == "entropy" else ((decay,) * K,) * len(caps_L),
         window=window,
         pool=pool,
         fixed=fixed,
-        recency=kv.policy == "snapkv+ema",
+        prompt={"expected_attention": "expected", "kvzip": "reconstruction"}.get(kv.policy, "attention"),
+        rotations=tuple(config.rotation(layer) for layer in range(config.num_blocks)) if expects else (),
+        rotated=config.rotated_size if expects else 0,
+        recency=kv.policy in AVERAGES,
         sinks=kv.sinks,
         recent=kv.recent,
         ratio=(kv.budget or wanted / whole),

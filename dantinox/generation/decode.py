@@ -174,6 +174,22 @@ def _prefill(
     return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 
 
+def read_prompt(
+    model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None, probe: Probe | None = None
+) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
+    """`Transformer.hidden` of a prompt, or part of one, for any cache: one that asks for it gets the tokens twice.
+
+    The repetition stands at the positions behind the tokens, so that attention knows it for what it is (Kim et al. 2025). Its
+    own outputs are dropped.
+    """
+    if cache is None or not cache.reconstructs or tokens_BT.shape[1] == 1:
+        return model.hidden(tokens_BT, positions_BT, cache=cache, probe=probe)
+    count_B1 = jnp.sum(positions_BT >= 0, axis=1, keepdims=True)
+    twice = jnp.concatenate([positions_BT, jnp.where(positions_BT >= 0, positions_BT + count_B1, -1)], axis=1)
+    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), twice, cache=cache.read_twice(), probe=probe)
+    return x_BTD[:, : tokens_BT.shape[1]], cache, aux
+
+
 def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) -> jax.Array:
     """ln p `[P, T]` of each prompt's tokens given those before them; 0 for the first."""
     return jnp.pad(token_logprobs(model, x_PTD[:, :-1], tokens_PT[:, 1:]), ((0, 0), (1, 0)))
@@ -189,15 +205,16 @@ def _prefill_rows(
     P, T = tokens_PT.shape
     parts = -(-T // PART) if cache is not None and cache.compressed else 1
     if parts == 1:
-        begun = None if cache is None else cache.for_prefill(model.config, model.parallelism)
-        x_PTD, cache, aux = model.hidden(tokens_PT, positions_PT, cache=begun, probe=probe_of(params))
+        twice = cache is not None and cache.reconstructs
+        begun = cache if cache is None or twice else cache.for_prefill(model.config, model.parallelism)
+        x_PTD, cache, aux = read_prompt(model, tokens_PT, positions_PT, begun, probe_of(params))
         return x_PTD, cache, attention_of(params, aux)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
 
     def read(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
-        x_PtD, cache, aux = model.hidden(*part, cache=cache, probe=probe_of(params))
+        x_PtD, cache, aux = read_prompt(model, part[0], part[1], cache, probe_of(params))
         return cache, (x_PtD, attention_of(params, aux))
 
     split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]

@@ -21,7 +21,7 @@ from dantinox.config.generation import order_of
 from dantinox.config.sampling_steps import EDITS
 from dantinox.files import shown
 from dantinox.generation.cache_plan import head_order, plan_cache
-from dantinox.generation.decode import PART, DecodeState, Emitted, _generate_toks
+from dantinox.generation.decode import PART, DecodeState, Emitted, _generate_toks, read_prompt
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
 from dantinox.generation.quantized_weights import Split, split, widen
@@ -426,7 +426,7 @@ def _prefill_part(
     places_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(places_T < count, first + places_T, -1)[None]
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
-    x_1TD, row, _ = transformer.hidden(tokens_1T, positions_1T, cache=row)
+    x_1TD, row, _ = read_prompt(transformer, tokens_1T, positions_1T, row)
     cache = jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, slot, 0), cache, row)
     if report is None:
         return cache, None

@@ -132,7 +132,8 @@ class Reading(NamedTuple):
     """What queries found in a store.
 
     Attributes:
-      got_BKS: the weights that each key got from the counted queries, the mean over query heads; None where none are counted.
+      got_BKS: the weights that each key got from the counted queries, summed up, the mean over query heads (or the largest of
+        all); None where none are counted.
       probed: what the probe told of each row's newest query.
     """
 
@@ -150,12 +151,14 @@ def attend(
     probe: Probe | None,
     counted_BT: jax.Array | None = None,
     softmax: Softmax = SOFTMAX,
+    largest: bool = False,
 ) -> Reading:
     """Attention over a store, of many queries block by block: the scores of all of them never exist.
 
     Args:
       held_BKS: the position in each slot (the B and K axes may be 1), negative where there is none.
       counted_BT: the queries that count for `got_BKS`.
+      largest: `got_BKS` is the largest weight from any query and query head, in the place of the sum.
     """
     B, T, K, G, H = q_BTKGH.shape
 
@@ -165,7 +168,10 @@ def attend(
         q_BRKGH, positions_BR, counted_BR = part
         valid_BKRS = visible(positions_BR, held_BKS, window)
         seen = attention(q_BRKGH, store, valid_BKRS, softmax)
-        if sum_BKS is not None:
+        if sum_BKS is not None and largest:
+            counted = jnp.where(counted_BR[:, None, None, :, None], seen.weights_BKGTS, 0)
+            sum_BKS = jnp.maximum(sum_BKS, jnp.max(counted, axis=(2, 3)))
+        elif sum_BKS is not None:
             sum_BKS += jnp.sum(seen.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
         return sum_BKS, (seen.out_BTKGH, probed(probe, seen, valid_BKRS, positions_BR))
 

@@ -9,7 +9,7 @@ and stand before its padding.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar, TypedDict
 
 import jax
@@ -54,6 +54,12 @@ class Full:
         out_BTKGH, _, told = attend(q_BTKGH, after.store, positions_BT, held_11S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
 
+    def held(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
+        """All slots in one store, and the position in each `[B, 1, S]` once `last_B` is the newest written, negative: none."""
+        store = reduce(Store.join, self.store.parts) if isinstance(self.store, SegmentedStore) else self.store
+        held_S = jnp.arange(store.slots)
+        return store, jnp.where(held_S <= last_B[:, None], held_S, -1)[:, None]
+
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Full":
         """The same with new keys and values in it."""
         slots_BT = jnp.where(positions_BT < 0, self.store.slots, positions_BT)
@@ -78,6 +84,10 @@ class Ring:
             held_B1S = jnp.concatenate([self._held(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
         out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
+
+    def held(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
+        """As of `Full`."""
+        return self.store, self._held(last_B)
 
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Ring":
         """The same with the newest of these keys and values in it."""
@@ -140,6 +150,31 @@ class NoCache:
         return seen.out_BTKGH, after, probed(probe, seen, valid_BKTS, positions_BT)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
+@dataclass(frozen=True)
+class ReadTwice:
+    """A layer of a cache for one call, in which the second half of the tokens repeats the first half at later positions.
+
+    The layer keeps the first half only; a compressed one chooses what it keeps by what the second half attends to.
+    """
+
+    layer: Full | Ring | Compressed
+    is_prefill: ClassVar[bool] = False
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+        if isinstance(self.layer, Compressed):
+            return self.layer.attend_twice(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
+        (q, q_again), (k, k_again), (v, v_again), (once_BT, again_BT) = (
+            jnp.split(x, 2, axis=1) for x in (q_BTKGH, k_BTKH, v_BTKH, positions_BT)
+        )
+        out_BTKGH, after, told = self.layer.attend(q, k, v, once_BT, window, probe, softmax)
+        store, held_B1S = after.held(jnp.max(once_BT, axis=1))
+        store = store.join(type(store).of(k_again, v_again, store.dtype))
+        held_B1S = jnp.concatenate([held_B1S, again_BT[:, None]], axis=2)
+        repeated, _, _ = attend(q_again, store, again_BT, held_B1S, window, None, softmax=softmax)
+        return jnp.concatenate([out_BTKGH, repeated], axis=1), after, told
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["spans", "requested"])
 @dataclass(frozen=True)
 class KVCache:
@@ -159,6 +194,15 @@ class KVCache:
         fresh = partial(NoCache, None, config.kernel, config.platform, parallelism=parallelism)
         layers = tuple(layer if isinstance(layer, Compressed) else fresh(kept=layer) for layer in self.layers)
         return replace(self, layers=layers)  # type: ignore[arg-type]
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether any layer chooses what it keeps of a prompt by a second reading of it."""
+        return any(isinstance(layer, Compressed) and layer.reconstructs for layer in self.layers)
+
+    def read_twice(self) -> "KVCache":
+        """This cache for one call with tokens and their repetition, see `ReadTwice`."""
+        return replace(self, layers=tuple(map(ReadTwice, self.layers)))  # type: ignore[arg-type]
 
     @property
     def compressed(self) -> bool:

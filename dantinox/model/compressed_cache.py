@@ -4,23 +4,30 @@ The numbers are known before compilation, so the memory is really saved: the hea
 with buffers of its own size. Positions are kept with the keys (which are rotated before they are stored) and stay true.
 
 What stays: `snapkv+ema` chooses a prompt's tokens by the attention of its last queries, smoothed over neighbours (SnapKV, Li et
-al. 2024), and goes on with a moving average of the attention each token gets. `tova` looks at the newest query alone (Oren et
-al. 2024), `h2o` at the sum over all (Zhang et al. 2023), `streaming` keeps the newest (Xiao et al. 2024), `random` goes by a
-hash. All of them keep the first tokens and the most recent ones.
+al. 2024), and goes on with a moving average of the attention each token gets. `expected_attention` chooses them by the
+attention that later queries are expected to pay (Devoto et al. 2025), and `kvzip` by the largest attention while the prompt is
+read a second time (Kim et al. 2025); both go on with the same average. `tova` looks at the newest query alone (Oren et al.
+2024), `h2o` at the sum over all (Zhang et al. 2023), `streaming` keeps the newest (Xiao et al. 2024), `random` goes by a hash.
+All of them keep the first tokens and the most recent ones.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from dantinox.config import RopeScaling
 from dantinox.model.attention import Reading, attend
 from dantinox.model.cache_store import Store
 from dantinox.model.layers import SOFTMAX
+from dantinox.model.positions import rotary_angles, rotate
 
 MOST_DECAY = 0.999
+FUTURE = 512  # positions behind a prompt that `expected_attention` averages the rotation over
+Rotation = tuple[float, RopeScaling | None] | None  # of a layer, as `ModelConfig.rotation` gives it
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,12 @@ class Compression:
       window: the last queries of a prompt whose attention chooses what stays of it; None: all.
       pool: tokens that a large importance in a prompt is spread over, an odd number.
       fixed: importance is no attention but `position` or `hash`.
-      recency: tokens are ranked as if every query had paid 1 / age to each, besides what it did pay. Where a head attends to a
-        few tokens, the attention of all others is noise, and the newer ones are likelier to be wanted.
+      prompt: how the tokens of a prompt get their importance: `attention` of its own queries, `expected` attention of the
+        queries after it, or `reconstruction`, the largest attention while it is read a second time.
+      rotations, rotated: for `expected` the rotation of each layer, and how many numbers of a head are rotated.
+      recency: tokens are ranked as if every query had paid 1 / age to each, besides what it did pay; the tokens of a prompt
+        only where `prompt` is `attention`. Where a head attends to a few tokens, the attention of all others is noise, and the
+        newer ones are likelier to be wanted.
       sinks, recent: the first and the newest tokens, which are never given up.
       ratio: the share of all slots that was asked for.
     """
@@ -44,16 +55,28 @@ class Compression:
     window: int | None = 32
     pool: int = 7
     fixed: str | None = None
+    prompt: str = "attention"
+    rotations: tuple[Rotation, ...] = ()
+    rotated: int = 0
     recency: bool = False
     sinks: int = 4
     recent: int = 16
     ratio: float = 1.0
 
 
+class Tokens(NamedTuple):
+    """Queries, keys, values and positions of tokens that are read together."""
+
+    q_BTKGH: jax.Array
+    k_BTKH: jax.Array
+    v_BTKH: jax.Array
+    positions_BT: jax.Array
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["store", "position_BKS", "importance_BKS"],
-    meta_fields=["rule", "first", "decays"],
+    meta_fields=["rule", "first", "decays", "rotation"],
 )
 @dataclass(frozen=True)
 class Group:
@@ -62,6 +85,7 @@ class Group:
     Attributes:
       importance_BKS: None where it is a function of the position.
       first: the number of the first head in its layer.
+      rotation: of its layer, where the rule reads it.
     """
 
     store: Store
@@ -70,6 +94,7 @@ class Group:
     rule: Compression
     first: int
     decays: tuple[float, ...]
+    rotation: Rotation = None
 
     @property
     def _recent(self) -> int:
@@ -79,6 +104,11 @@ class Group:
     def _decay_K1(self) -> jax.Array:
         return jnp.asarray(self.decays, jnp.float32)[:, None]
 
+    @property
+    def _queries_K1(self) -> jax.Array:
+        """How many queries an importance is the sum over."""
+        return 1 / (1 - jnp.minimum(self._decay_K1, MOST_DECAY))
+
     def _worth(self, position_BKS: jax.Array, importance_BKS: jax.Array | None, last_B11: jax.Array) -> jax.Array:
         """What tokens are ranked by."""
         if self.rule.fixed == "position":
@@ -87,8 +117,7 @@ class Group:
             return hashed(position_BKS, self.first + jnp.arange(position_BKS.shape[1])[:, None])
         if not self.rule.recency:
             return importance_BKS
-        queries_K1 = 1 / (1 - jnp.minimum(self._decay_K1, MOST_DECAY))  # that an importance is made of
-        return importance_BKS + queries_K1 / (1 + last_B11 - position_BKS)
+        return importance_BKS + self._queries_K1 / (1 + last_B11 - position_BKS)
 
     def _protected(self, position_BKS: jax.Array, last_B11: jax.Array) -> jax.Array:
         return (position_BKS < self.rule.sinks) | (position_BKS > last_B11 - self._recent)
@@ -116,8 +145,14 @@ class Group:
             importance_BKS = jnp.where(t_B11 >= 0, self._decay_K1 * before + found.got_BKS, before)
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), found
 
-    def attend_many(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax) -> tuple["Group", Reading]:
-        """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen."""
+    def attend_many(
+        self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, again: Tokens | None = None
+    ) -> tuple["Group", Reading]:
+        """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen.
+
+        Args:
+          again: the same tokens read a second time, for `reconstruction`; what they find is appended to the output.
+        """
         B, K, C = self.position_BKS.shape
         held = self._in_order()
         new_BKT = jnp.broadcast_to(positions_BT[:, None], (B, K, positions_BT.shape[1]))
@@ -127,7 +162,17 @@ class Group:
         counted_BT = self._counted(positions_BT, last_B11)
         found = attend(q_BTKGH, union, positions_BT, position_BKU, window, probe, counted_BT, softmax)
         importance_BKU = pooled_BKU = None
-        if held.importance_BKS is not None:  # what the held tokens had, shrunk, and what they got now
+        if self.rule.prompt == "expected":
+            keys_BUKH, values_BUKH = union.wide(jnp.float32)
+            importance_BKU = pooled_BKU = self._queries_K1 * expected_attention(
+                q_BTKGH, positions_BT, keys_BUKH, values_BUKH, position_BKU, self.rotation, self.rule.rotated, self.rule.sinks
+            )
+        elif again is not None and held.importance_BKS is not None:
+            reading = self._read_again(union, position_BKU, again, window, softmax)
+            found = found._replace(out_BTKGH=jnp.concatenate([found.out_BTKGH, reading.out_BTKGH], axis=1))
+            before_BKU = jnp.pad(held.importance_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
+            importance_BKU = pooled_BKU = jnp.maximum(before_BKU, reading.got_BKS[..., : position_BKU.shape[2]])
+        elif held.importance_BKS is not None:  # what the held tokens had, shrunk, and what they got now
             read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
             shrunk_BKS = held.importance_BKS * held._decay_K1**read_B11
             before_BKU = jnp.pad(shrunk_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
@@ -138,7 +183,11 @@ class Group:
         kept = position_BKU >= 0
         if window is not None:
             kept &= position_BKU > last_B11 + 1 - window
-        worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, self._worth(position_BKU, pooled_BKU, last_B11))
+        if pooled_BKU is not None and self.rule.prompt != "attention":
+            ranked = pooled_BKU
+        else:
+            ranked = self._worth(position_BKU, pooled_BKU, last_B11)
+        worth = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, ranked)
         best, index_BKC = jax.lax.top_k(jnp.where(kept, worth, -jnp.inf), C)
         order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, -1), axis=2)  # by position, as the candidates are
         taken_BKC = jnp.maximum(order_BKC, 0)
@@ -152,6 +201,15 @@ class Group:
         position_BKS = jnp.where(busy_B11, position_BKS, self.position_BKS)
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), found
 
+    def _read_again(self, union: Store, position_BKU, again: Tokens, window, softmax) -> Reading:
+        """What the repeated tokens find in the union and each other, with the largest weight that each key gets from them."""
+        B, K, _ = position_BKU.shape
+        store = union.join(Store.of(again.k_BTKH, again.v_BTKH, self.store.dtype))
+        new_BKT = jnp.broadcast_to(again.positions_BT[:, None], (B, K, again.positions_BT.shape[1]))
+        position = jnp.concatenate([position_BKU, new_BKT], axis=2)
+        counted_BT = again.positions_BT >= 0
+        return attend(again.q_BTKGH, store, again.positions_BT, position, window, None, counted_BT, softmax, largest=True)
+
     def _in_order(self) -> "Group":
         """The same by position, empty slots first: what is new then follows without a gap."""
         index_BKS = jnp.argsort(self.position_BKS, axis=2)
@@ -163,7 +221,7 @@ class Group:
 
     def _counted(self, positions_BT: jax.Array, last_B11: jax.Array) -> jax.Array | None:
         """The queries of a prompt whose attention counts."""
-        if self.importance_BKS is None:
+        if self.importance_BKS is None or self.rule.prompt != "attention":
             return None
         counted_BT = positions_BT >= 0
         return counted_BT if self.rule.window is None else counted_BT & (positions_BT > last_B11[:, 0] - self.rule.window)
@@ -183,19 +241,40 @@ class Compressed:
             store = Store.empty(batch, heads, (head_size, head_size), slots, dtype)
             position_BKS = jnp.full((batch, heads, slots), -1, jnp.int32)
             importance_BKS = None if rule.fixed else jnp.zeros((batch, heads, slots), jnp.float32)
-            groups.append(Group(store, position_BKS, importance_BKS, rule, first, rule.decays[layer][first : first + heads]))
+            decays = rule.decays[layer][first : first + heads]
+            rotation = rule.rotations[layer] if rule.rotations else None
+            groups.append(Group(store, position_BKS, importance_BKS, rule, first, decays, rotation))
             first += heads
         return cls(tuple(groups))
 
+    @property
+    def reconstructs(self) -> bool:
+        """Whether a prompt must be read twice: `attend_twice`."""
+        return self.groups[0].rule.prompt == "reconstruction"
+
+    def attend_twice(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+        """`attend` of the first half of T tokens, which the second half repeats at later positions."""
+        return self._attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, twice=True)
+
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+        if self.reconstructs and positions_BT.shape[1] > 1:
+            raise ValueError("this cache reads prompts twice: use generation.decode.read_prompt")
+        return self._attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, twice=False)
+
+    def _attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, *, twice: bool):
         groups, found = [], []
         for group in self.groups:
             heads = slice(group.first, group.first + group.position_BKS.shape[1])
-            step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
-            q, k, v = (x[:, :, heads] for x in (q_BTKGH, k_BTKH, v_BTKH))
+            new = Tokens(q_BTKGH[:, :, heads], k_BTKH[:, :, heads], v_BTKH[:, :, heads], positions_BT)
             tell = None if probe is None else _scores_and_validity
             own = softmax if softmax.sinks_KG is None else softmax._replace(sinks_KG=softmax.sinks_KG[heads])
-            after, reading = step(q, k, v, positions_BT, window, tell, own)
+            if twice:
+                halves = [jnp.split(x, 2, axis=1) for x in new]
+                once, again = (Tokens._make(half) for half in zip(*halves, strict=True))
+                after, reading = group.attend_many(*once, window, tell, own, again)
+            else:
+                step = group.attend_one if positions_BT.shape[1] == 1 else group.attend_many
+                after, reading = step(*new, window, tell, own)
             groups.append(after)
             found.append(reading)
         outs = [reading.out_BTKGH for reading in found]
@@ -219,3 +298,50 @@ def hashed(position: jax.Array, head: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return ((x ^ (x >> 16)) >> 8).astype(jnp.float32) / 2**24
+
+
+def expected_attention(
+    q_BTKGH: jax.Array,
+    positions_BT: jax.Array,
+    k_BUKH: jax.Array,
+    v_BUKH: jax.Array,
+    position_BKU: jax.Array,
+    rotation: Rotation,
+    rotated: int,
+    sinks: int,
+) -> jax.Array:
+    """The attention `[B, K, U]` that each key is expected to get from a query behind a prompt (Devoto et al. 2025, section 3).
+
+    Queries before their rotation are taken to be Gaussian, with the mean μ and the covariance Σ of the prompt's queries. Let R
+    be the mean of the rotations to the `FUTURE` positions behind it. Then E exp(qᵀk / √H) = exp(μᵀRᵀk / √H + kᵀRΣRᵀk / 2H),
+    which a softmax over the keys normalizes. The mean over query heads is multiplied by the norm of the value, relative to the
+    mean norm. The first `sinks` tokens are left out of the statistics, and get nothing.
+
+    Args:
+      q_BTKGH, k_BUKH: after their rotation.
+      positions_BT: −1 marks padding.
+      position_BKU: of the keys, −1 where there is none.
+      rotation: of the layer; None: nothing is rotated.
+      rotated: how many numbers of a head are.
+    """
+    H = q_BTKGH.shape[-1]
+    q, k_BUKH = q_BTKGH.astype(jnp.float32), k_BUKH.astype(jnp.float32)
+    if rotation is not None:
+        cos, sin = rotary_angles(positions_BT, rotated, *rotation)
+        gain = cos**2 + sin**2  # scaled rotations are no pure rotations
+        q = rotate(q, (cos / gain, -sin / gain))
+        future_BF = jnp.max(positions_BT, axis=1)[:, None] + 1 + jnp.arange(FUTURE)
+        cos, sin = (jnp.mean(part, axis=1, keepdims=True) for part in rotary_angles(future_BF, rotated, *rotation))
+        k_BUKH = rotate(k_BUKH, (cos, -sin))  # Rᵀk
+    counted_BT = (positions_BT >= sinks)[:, :, None, None, None]
+    count = jnp.maximum(jnp.sum(counted_BT, axis=1), 1)
+    mean_BKGH = jnp.sum(jnp.where(counted_BT, q, 0), axis=1) / count
+    centred = jnp.where(counted_BT, q - mean_BKGH[:, None], 0)
+    covariance_BKGHI = jnp.einsum("btkgh,btkgi->bkghi", centred, centred) / count[..., None]
+    scores_BKGU = jnp.einsum("bkgh,bukh->bkgu", mean_BKGH, k_BUKH) / H**0.5
+    scores_BKGU += jnp.einsum("bukh,bkghi,buki->bkgu", k_BUKH, covariance_BKGHI, k_BUKH) / (2 * H)
+    valid_BKU = position_BKU >= sinks
+    weights_BKGU = jax.nn.softmax(jnp.where(valid_BKU[:, :, None], scores_BKGU, jnp.finfo(jnp.float32).min), axis=-1)
+    norm_BKU = jnp.linalg.norm(v_BUKH.astype(jnp.float32), axis=-1).transpose(0, 2, 1)
+    mean_norm = jnp.mean(norm_BKU, axis=2, keepdims=True, where=valid_BKU)
+    return jnp.where(valid_BKU, weights_BKGU.mean(axis=2) * norm_BKU / jnp.where(mean_norm > 0, mean_norm, 1), 0)

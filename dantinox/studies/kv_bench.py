@@ -13,7 +13,7 @@ from flax import nnx
 from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import CHUNK
+from dantinox.generation.decode import CHUNK, read_prompt
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.head_loss import divergence, read_limited, rows_at_once
@@ -89,7 +89,7 @@ def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, pla
     model, B = widen(model), len(tokens_BT)
     positions_BT = positions_of(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
-    x_BtD, cache, _ = model.hidden(tokens_BT[:, :start], positions_BT[:, :start], cache=empty)
+    x_BtD, cache, _ = read_prompt(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
     first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
 
     def step(cache: KVCache | None, column: tuple[jax.Array, jax.Array]) -> tuple[KVCache | None, jax.Array]:
@@ -110,7 +110,7 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
     """
     model, B, last_B = widen(model), len(tokens_BT), lengths_B - 1
     cache = make_cache(model.config, B, *plan)
-    _, read, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=cache)
+    _, read, _ = read_prompt(model, tokens_BT, positions_of(tokens_BT, lengths_B), cache)
     assert read is not None
     layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]

@@ -21,12 +21,12 @@ OTHER = {
 @st.composite
 def sections(draw):
     """Any valid section: refinements only where they refine something."""
-    tree = {"dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "int8"]))}
+    tree = {"dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "int8", "int4"]))}
     budget = draw(st.sampled_from([None, "budget", "budget_tokens"]))
     if budget is None:
         return KVSection.model_validate(tree)
     tree[budget] = draw(st.floats(1e-6, 1) if budget == "budget" else st.integers(1, 2**31 - 1))
-    tree["policy"] = draw(st.sampled_from(["snapkv+ema", "streaming", "tova", "h2o", "random"]))
+    tree["policy"] = draw(st.sampled_from(["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]))
     tree["signal"] = draw(st.sampled_from(["uniform", "entropy", "coverage", "loss"]))
     tree |= {"sinks": draw(st.integers(0, 99)), "recent": draw(st.integers(1, 99))}
     if tree["policy"] == "snapkv+ema":
@@ -98,7 +98,10 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
         ({"budget": "0.2"}, "kv.budget must be a number in (0, 1], or null, got '0.2'"),
         ({"budget_tokens": 0}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 0"),
         ({"budget_tokens": 1.5}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 1.5"),
-        ({"policy": "snapkv"}, "kv.policy must be one of snapkv+ema, streaming, tova, h2o, random, got 'snapkv'"),
+        (
+            {"policy": "snapkv"},
+            "kv.policy must be one of snapkv+ema, expected_attention, kvzip, streaming, tova, h2o, random, got 'snapkv'",
+        ),
         ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, loss, got null"),
         ({"dtype": "int3"}, "kv.dtype must be one of auto, float32, bfloat16, int8, int4, got 'int3'"),
         ({"sinks": -1}, "kv.sinks must be an integer in [0, 2^31), got -1"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dantinox.model import Compression
 from dantinox.model.cache import Full
 from dantinox.model.cache_store import PACKED, Store
-from dantinox.model.compressed_cache import Compressed, hashed
+from dantinox.model.compressed_cache import FUTURE, Compressed, expected_attention, hashed
 from dantinox.model.layers import Softmax
 
 from .kv_reference import HeadReference
@@ -364,3 +364,110 @@ def test_sinks_and_a_cap_of_scores_are_those_of_each_head():
         (out, held), (wanted, whole) = read(held, *inputs), read(whole, *inputs)
         for row, count in enumerate(counts):
             np.testing.assert_allclose(out[row, :count], wanted[row, :count], atol=2e-6)
+
+
+def test_expected_attention_is_its_closed_form():
+    """By float64 matrices: a rotation for each position, the mean of those behind the prompt, a Gaussian of what they turn."""
+    B, T, K, G, H, R, theta, sinks = 2, 11, 2, 3, 6, 4, 50.0, 2
+    random = np.random.default_rng(5)
+    q, k, v = (random.standard_normal((B, T, K, *size)) for size in ((G, H), (H,), (H,)))
+    lengths = np.array([11, 7])
+
+    def rotation(position: int) -> np.ndarray:
+        matrix = np.eye(H)
+        for i in range(R // 2):
+            angle = position * theta ** (-2 * i / R)
+            matrix[np.ix_([i, i + R // 2], [i, i + R // 2])] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+        return matrix
+
+    positions_BT = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1)
+    wanted_BKT, rotated = np.zeros((B, K, T)), np.zeros_like(q)
+    for b, length in enumerate(lengths):
+        for t in range(length):
+            rotated[b, t] = q[b, t] @ rotation(t).T
+        mean_rotation = np.mean([rotation(length + f) for f in range(FUTURE)], axis=0)
+        for head in range(K):
+            own = slice(sinks, length)
+            norms = np.linalg.norm(v[b, own, head], axis=-1)
+            for g in range(G):
+                mean = mean_rotation @ q[b, own, head, g].mean(axis=0)
+                covariance = mean_rotation @ np.cov(q[b, own, head, g].T, bias=True) @ mean_rotation.T
+                keys = k[b, own, head]
+                powers = np.exp(keys @ mean / np.sqrt(H) + np.einsum("sh,hi,si->s", keys, covariance, keys) / (2 * H))
+                wanted_BKT[b, head, own] += powers / powers.sum() / G * norms / norms.mean()
+    position_BKT = np.broadcast_to(positions_BT[:, None], (B, K, T))
+    arrays = (np.asarray(x, np.float32) for x in (rotated, k, v))
+    rq, rk, rv = arrays
+    found = expected_attention(rq, jnp.asarray(positions_BT), rk, rv, jnp.asarray(position_BKT), (theta, None), R, sinks)
+    np.testing.assert_allclose(found, wanted_BKT, rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", ["expected_attention", "kvzip"])
+def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
+    """In two parts, of rows of different length; the outputs are those of plain attention over what was held before."""
+    B, T, K, G, H, C, sinks, recent = 2, 12, 2, 2, 8, 9, 2, 3
+    prompt = {"expected_attention": "expected", "kvzip": "reconstruction"}[policy]
+    rule = Compression((((K, C),),), ((0.9,) * K,), None, 1, None, prompt, ((100.0, None),), H, True, sinks, recent)
+    random = np.random.default_rng(7)
+    cache = Compressed.empty(B, H, rule, 0, jnp.float32)
+    counts, read = [np.array([12, 9]), np.array([5, 12])], np.zeros(B, int)
+    held = [[[] for _ in range(K)] for _ in range(B)]  # (position, score, key, value) of each head
+    for count in counts:
+        q, k, v = (random.standard_normal((B, 2 * T, K, *size), np.float32) for size in ((G, H), (H,), (H,)))
+        once = np.where(np.arange(T) < count[:, None], read[:, None] + np.arange(T), -1)
+        again = np.where(once >= 0, once + count[:, None], -1)
+        if policy == "kvzip":
+            out, cache, _ = cache.attend_twice(q, k, v, jnp.asarray(np.concatenate([once, again], axis=1)), None)
+        else:
+            out, cache, _ = cache.attend(q[:, :T], k[:, :T], v[:, :T], jnp.asarray(once), None)
+        expected = None
+        if policy == "expected_attention":
+            held_k, held_v, held_p = (np.zeros((B, C + T, K, H), np.float32) for _ in range(3))
+            held_p = np.full((B, K, C + T), -1)
+            for b in range(B):
+                for head in range(K):
+                    rows = held[b][head] + [(once[b, t], 0, k[b, t, head], v[b, t, head]) for t in range(count[b])]
+                    for s, row in enumerate(rows):
+                        held_p[b, head, s], held_k[b, s, head], held_v[b, s, head] = row[0], row[2], row[3]
+            expected = np.asarray(
+                expected_attention(q[:, :T], jnp.asarray(once), held_k, held_v, jnp.asarray(held_p), (100.0, None), H, sinks)
+            )
+        for b in range(B):
+            for head in range(K):
+                old = held[b][head]
+                keys = np.array([*(row[2] for row in old), *k[b, :, head]], np.float64)
+                values = np.array([*(row[3] for row in old), *v[b, :, head]], np.float64)
+                positions = np.array([*(row[0] for row in old), *once[b], *again[b]])
+                best = np.zeros(len(positions))
+                for t in range(2 * T):
+                    position = np.concatenate([once[b], again[b]])[t]
+                    seen = (positions >= 0) & (positions <= position)
+                    if position < 0 or (t >= T and policy != "kvzip"):
+                        continue
+                    for g in range(G):
+                        scores = np.where(seen, keys @ q[b, t, head, g] / np.sqrt(H), -np.inf)
+                        weights = np.exp(scores - scores.max())
+                        weights /= weights.sum()
+                        np.testing.assert_allclose(out[b, t, head, g], weights @ values, atol=1e-5)
+                        best = np.maximum(best, weights) if t >= T else best
+                n = len(old) + count[b]
+                index = [*range(len(old)), *range(len(old), len(old) + count[b])]
+                before = [*(row[1] for row in old), *[0.0] * count[b]]
+                score = np.maximum(before, best[index]) if policy == "kvzip" else 10 * expected[b, head, :n]
+                last = positions[index].max()
+                protected = (positions[index] < sinks) | (positions[index] > last - recent)
+                order = np.lexsort((np.arange(n), -np.where(protected, np.inf, score)))[:C]
+                held[b][head] = [(positions[index[i]], score[i], keys[index[i]], values[index[i]]) for i in sorted(order)]
+        read += count
+        for head, (position_BS, importance_BS, *_) in enumerate(heads_of(cache)):
+            for b in range(B):
+                kept = np.argsort(position_BS[b])[np.sum(position_BS[b] < 0) :]
+                assert position_BS[b, kept].tolist() == [row[0] for row in held[b][head]]
+                np.testing.assert_allclose(importance_BS[b, kept], [row[1] for row in held[b][head]], rtol=1e-3, atol=1e-6)
+
+
+def test_a_cache_that_reads_twice_refuses_to_read_once():
+    rule = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
+    x = jnp.zeros((1, 4, 1, 2))
+    with pytest.raises(ValueError, match="reads prompts twice"):
+        Compressed.empty(1, 2, rule, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)
