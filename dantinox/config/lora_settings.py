@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
-from dantinox.config.model import AttentionSection, LoraConfig, ModelSection, MoESection, Projection
+from dantinox.config.model import GATED, AttentionSection, LoraConfig, ModelSection, MoESection, Projection
 from dantinox.config.prerequisites import Needs, given
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -30,7 +30,7 @@ class LoraSection(Section):
 
 def projections(m: ModelSection, moe: MoESection) -> tuple[Projection, ...]:
     """Those of a layer that can have adapters."""
-    gate: tuple[Projection, ...] = ("gate_proj",) if m.activation in ("swiglu", "geglu") else ()
+    gate: tuple[Projection, ...] = ("gate_proj",) if m.activation in GATED else ()
     return ATTENTION if moe.use_moe else (*ATTENTION, *gate, "up_proj", "down_proj")
 
 

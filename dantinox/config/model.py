@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,6 +14,10 @@ from dantinox.files import UserError
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # PEFT's names
+
+
+CLAMPED = Needs(("model.activation", "clamped_swiglu"))
+GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections, gate and up
 
 
 class ModelSection(Section):
@@ -33,7 +37,11 @@ class ModelSection(Section):
     head_bias: bool = field(False, "a bias of the logits")
     final_logit_softcapping: Positive | None = field(None, "softcap of the output logits: cap · tanh(logit / cap) (null: none)")
     scale_embeddings: bool = field(False, "embeddings are multiplied by √dim")
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
+    swiglu_limit: Annotated[Positive, CLAMPED] = field(
+        7.0, "clamped_swiglu: the largest gate, and the largest magnitude of what gates multiply"
+    )
+    swiglu_alpha: Annotated[Positive, CLAMPED] = field(1.702, "clamped_swiglu: factor of the gate inside its sigmoid")
     mlp_bias: bool = field(False, "biases in the feed-forward")
     norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalisation of the sub-layers, and behind the last")
     norm_placement: Literal["before", "after", "both"] = field(
@@ -61,6 +69,8 @@ class ModelSection(Section):
 
 
 EXPERTS = Needs(("moe.use_moe", True))
+SHARED = Needs(("moe.shared_experts", lambda count: count != 0))
+GROUPS = Needs(("moe.n_groups", lambda count: count != 1))
 
 
 class MoESection(Section):
@@ -70,9 +80,31 @@ class MoESection(Section):
     n_experts: Annotated[Count, EXPERTS] = field(4, "experts per layer, each as wide as the feed-forward layer")
     top_k_mlp: Annotated[Count, EXPERTS] = field(2, "experts that a token takes")
     shared_experts: Annotated[CountOrZero, EXPERTS] = field(0, "experts that every token takes besides, as one that is as wide")
+    shared_hidden_dim: Annotated[Count | None, EXPERTS, SHARED] = field(
+        None, "width of the layer that every token takes (null: shared_experts times the width of an expert)"
+    )
+    shared_gate: Annotated[bool, EXPERTS, SHARED] = field(
+        False, "what the layer gives that every token takes is multiplied by sigmoid(w x)"
+    )
+    dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), EXPERTS] = field(
+        (), "layers, from 0, with a dense feed-forward layer in place of experts"
+    )
+    dense_hidden_dim: Annotated[Count | None, EXPERTS, Needs(("moe.dense_layers", lambda layers: layers != ()))] = field(
+        None, "feed-forward width of dense_layers (null: the width of an expert)"
+    )
     expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
     score_function: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = field("softmax", "the scores of a token's experts")
     norm_topk_prob: Annotated[bool, EXPERTS] = field(True, "the weights of a token's experts sum to 1")
+    routed_scaling: Annotated[Positive, EXPERTS] = field(1.0, "factor on the weights of a token's experts")
+    router_bias: Annotated[bool, EXPERTS] = field(False, "a bias of the router's logits")
+    choice_bias: Annotated[bool, EXPERTS] = field(
+        False, "a bias on the choice of experts and not on their weights, which only bias_update_rate moves"
+    )
+    n_groups: Annotated[Count, EXPERTS] = field(1, "groups of experts, of which a token takes experts of top_k_groups alone")
+    top_k_groups: Annotated[Count, EXPERTS, GROUPS] = field(1, "groups that a token may take experts of")
+    group_score: Annotated[Literal["max", "top2"], EXPERTS, GROUPS] = field(
+        "max", "the score of a group: that of its best expert, or the sum of its best two"
+    )
     alpha_balance: Annotated[NonNegative, EXPERTS] = field(0.01, "weight of the load-balance loss, the mean over layers")
     router_z_loss: Annotated[NonNegative, EXPERTS] = field(
         0.0, "weight of the router z-loss (squared log-normalizer of the scores), averaged over layers"
@@ -121,6 +153,13 @@ class AttentionSection(Section):
     high_freq_factor: Annotated[Positive, LLAMA3] = field(4.0, "llama3: those that turn more often are kept")
     beta_fast: Annotated[Positive, YARN] = field(32.0, "yarn: frequencies with more turns in the original context are kept")
     beta_slow: Annotated[Positive, YARN] = field(1.0, "yarn: those that turn less often are divided")
+    rope_truncate: Annotated[bool, YARN] = field(True, "yarn: the blend begins and ends at whole indices of frequencies")
+    rope_mscale: Annotated[Positive | None, YARN] = field(
+        None, "yarn: m in the factor on queries and keys (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) (null: none)"
+    )
+    rope_mscale_all_dim: Annotated[Positive | None, YARN] = field(
+        None, "yarn: n of that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)² (null: none)"
+    )
     rope_attention_factor: Annotated[
         Positive | None, Needs(("attention.rope_scaling", "yarn"), ("attention.rope_scaling", "longrope"))
     ] = field(
@@ -172,6 +211,9 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
 
@@ -182,17 +224,27 @@ class ExpertsConfig:
 
     Attributes:
       count: of each layer; `top_k` of them are a token's.
-      shared: the width of the layer that all tokens take besides, in experts.
-      score: what a router's logits become; with `normalise` the weights of a token sum to 1.
-      bias: whether the choice has one, see `model.moe.Router`.
+      shared_dim: the width of the layer that all tokens take besides, 0 for none; `shared_gate`: whether it has a gate.
+      score: what a router's logits become; with `normalise` the weights of a token sum to 1, and `scaling` multiplies them.
+      bias: whether the choice has one, see `model.moe.Router`; `logit_bias`: whether the logits have one.
+      groups: of experts, of which a token takes those of `top_groups` alone, by their `group_score`.
+      dense_layers: layers without experts, whose feed-forward layer is `dense_dim` wide.
     """
 
     count: int
     top_k: int
-    shared: int = 0
+    shared_dim: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
     bias: bool = False
+    shared_gate: bool = False
+    scaling: float = 1.0
+    logit_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    dense_layers: tuple[int, ...] = ()
+    dense_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,7 +293,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()
     partial_rotary_factor: float = 1.0
     scale_embeddings: bool = False
-    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = "swiglu"
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
     mlp_bias: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -282,11 +336,21 @@ class ModelConfig:
             return self.rope_local_theta, None
         return self.rope_theta, self.rope_scaling
 
+    def routes(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The architecture with the feed-forward layer of this layer in all."""
+        if self.experts is None or self.routes(layer):
+            return self
+        return replace(self, experts=None, hidden_dim=self.experts.dense_dim)
+
     @property
     def period(self) -> int:
         """After how many layers the kinds of layers recur, a divisor of their number."""
         L = self.num_blocks
-        kinds = [(window, layer in self.unrotated) for layer, window in enumerate(self.windows)]
+        kinds = [(window, layer in self.unrotated, self.routes(layer)) for layer, window in enumerate(self.windows)]
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
@@ -354,14 +418,33 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         for key in ("rope_short_factors", "rope_long_factors"):
             if (count := len(getattr(a, key) or ())) != rotated // 2:
                 yield f"attention.{key}", f"must hold {rotated // 2} numbers, one for each frequency of a head, got {count}"
-    if m.mlp_bias and moe.use_moe:
-        yield "model.mlp_bias", "is for a dense feed-forward layer: experts (moe.use_moe) have no biases"
+    if moe.use_moe:
+        yield from _expert_conflicts(m.num_blocks, moe)
     if not a.rope_layers:
         yield "attention.rope_layers", "must name at least one layer, got []"
     if a.sliding_window and a.context_window is None:
         yield "attention.context_window", "must be an integer ≥ 0 when attention.sliding_window is true, got null"
     if not a.layer_types:
         yield "attention.layer_types", "must name at least one of sliding, full, got []"
+
+
+def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
+    """Yields the rules among the settings of experts that are broken."""
+    members = moe.n_experts // moe.n_groups
+    if moe.n_experts % moe.n_groups:
+        yield "moe.n_groups", f"must divide moe.n_experts, got {moe.n_groups} and {moe.n_experts}"
+    elif moe.top_k_groups > moe.n_groups:
+        yield "moe.top_k_groups", f"must be at most moe.n_groups, got {moe.top_k_groups} and {moe.n_groups}"
+    elif moe.top_k_mlp > moe.top_k_groups * members:
+        there = f"the {moe.top_k_groups * members} experts of moe.top_k_groups groups"
+        yield "moe.top_k_mlp", f"must be at most {there}, got {moe.top_k_mlp}"
+    elif moe.group_score == "top2" and members < 2:
+        yield "moe.group_score", f"top2 needs groups of at least 2 experts, got {members}"
+    if len(set(moe.dense_layers)) < len(moe.dense_layers) or any(layer >= layers for layer in moe.dense_layers):
+        got = list(moe.dense_layers)
+        yield "moe.dense_layers", f"must be different numbers less than model.num_blocks {layers}, got {got}"
+    elif len(moe.dense_layers) == layers:
+        yield "moe.dense_layers", "must leave at least one layer to the experts"
 
 
 def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
@@ -371,6 +454,8 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
         return None
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}.get(kind, ())
     numbers: dict[str, Any] = {name: getattr(a, name) for name in names}
+    if kind == "yarn":
+        numbers |= {name: getattr(a, f"rope_{name}") for name in ("truncate", "mscale", "mscale_all_dim")}
     original = a.rope_original_context or 1
     if kind != "linear":
         numbers["original_context"] = original
@@ -381,13 +466,33 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
     return RopeScaling(kind, a.rope_factor, **numbers)
 
 
+def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
+    """The experts that are asked for; `hidden_dim`: the width of one."""
+    grouped = moe.top_k_groups < moe.n_groups
+    return ExpertsConfig(
+        moe.n_experts,
+        moe.top_k_mlp,
+        (moe.shared_hidden_dim or moe.shared_experts * hidden_dim) if moe.shared_experts else 0,
+        moe.score_function,
+        moe.norm_topk_prob,
+        moe.choice_bias or moe.bias_update_rate > 0,
+        moe.shared_gate,
+        moe.routed_scaling,
+        moe.router_bias,
+        moe.n_groups if grouped else 1,
+        moe.top_k_groups if grouped else 1,
+        moe.group_score if grouped else "max",
+        tuple(sorted(moe.dense_layers)),
+        (moe.dense_hidden_dim or hidden_dim) if moe.dense_layers else 0,
+    )
+
+
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
     """What these settings resolve to: a field is the setting of its name, unless it is among `resolved`."""
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
         sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
-    gated = m.activation in ("swiglu", "geglu")
-    hidden_dim = math.ceil(8 * m.dim / 3 / 32) * 32 if gated else 4 * m.dim
+    hidden_dim = m.hidden_dim or (math.ceil(8 * m.dim / 3 / 32) * 32 if m.activation in GATED else 4 * m.dim)
     if moe.expansion is not None:
         hidden_dim = max(1, round(moe.expansion * m.dim))
     head_size = m.head_size or m.dim // m.n_heads
@@ -397,7 +502,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "vocab_size": m.padded_vocab_size or vocab_size,
         "kv_heads": m.kv_heads or m.n_heads,
         "head_size": head_size,
-        "hidden_dim": m.hidden_dim or hidden_dim,
+        "hidden_dim": hidden_dim,
         "windows": tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
         "position": (
             "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
@@ -411,9 +516,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "platform": platform,
     }
     if moe.use_moe:
-        resolved["experts"] = ExpertsConfig(
-            moe.n_experts, moe.top_k_mlp, moe.shared_experts, moe.score_function, moe.norm_topk_prob, moe.bias_update_rate > 0
-        )
+        resolved["experts"] = experts_config(moe, hidden_dim)
     if a.kv_lora_rank is not None:
         rotated_size = a.qk_rope_head_dim or head_size // 2
         resolved["latent"] = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank)

@@ -65,7 +65,12 @@ def widest(model: ModelConfig, most: int) -> int:
 def _divided(model: ModelConfig) -> dict[str, int]:
     """What stands on different devices, in words, and how much of it a layer has."""
     heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
-    return heads | {"features of the feed-forward": model.hidden_dim}
+    widths = {"features of the feed-forward": model.hidden_dim}
+    if model.experts is not None and model.experts.shared_dim:
+        widths["features of the shared layer"] = model.experts.shared_dim
+    if model.experts is not None and model.experts.dense_layers:
+        widths["features of the dense feed-forward"] = model.experts.dense_dim
+    return heads | widths
 
 
 def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None = None) -> Mesh:

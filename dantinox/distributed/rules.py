@@ -73,6 +73,11 @@ RULES = (
     Rule("ffn/shared/down/kernel", "FD", WIDTH, "FD"),
     Rule("ffn/router/kernel", "DE", {}, "D"),
     Rule("ffn/router/bias", "E", {}, ""),
+    Rule("ffn/router/logit_bias", "E", {}, ""),
+    Rule("ffn/shared/gate_up/bias", "2F", WIDTH, ""),
+    Rule("ffn/shared/up/bias", "F", WIDTH, ""),
+    Rule("ffn/shared/down/bias", "D", {}, ""),
+    Rule("ffn/shared_gate/kernel", "D1", {}, "D"),
     # Beside adapters: scales of narrow weights, and A and B, which are so small that all devices have them, but for what of
     # them is multiplied on different ones.
     Rule("attention/qkv/scale", "KGH", HEADS, ""),
@@ -92,6 +97,9 @@ RULES = (
     Rule("ffn/experts/gate_up/kernel", "ED2F", EXPERTS, "FD"),
     Rule("ffn/experts/up/kernel", "EDF", EXPERTS, "FD"),
     Rule("ffn/experts/down/kernel", "EFD", EXPERTS, "FD"),
+    Rule("ffn/experts/gate_up/bias", "E2F", EXPERTS, ""),
+    Rule("ffn/experts/up/bias", "EF", EXPERTS, ""),
+    Rule("ffn/experts/down/bias", "ED", {"E": "expert"}, ""),
 )
 NAMES = {"K": "key heads", "N": "heads", "F": "features of the feed-forward", "E": "experts"}
 

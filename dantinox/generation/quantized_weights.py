@@ -93,6 +93,7 @@ class NarrowExperts(nnx.Module):
         weights_EOI, scale_EO = rounded(weights_EOI) if dtype == "int8" else (weights_EOI, None)
         self.scale = None if scale_EO is None else nnx.Param(scale_EO)
         self.kernel = nnx.Param(weights_EOI.astype(dtype))
+        self.bias = linear.bias
 
     def __call__(self, x_MI: jax.Array, rows: Rows) -> jax.Array:
         one_product = self.bfloat16_from is not None and len(x_MI) >= self.bfloat16_from
@@ -257,15 +258,16 @@ def _with_kernel(like: Any, kernel: jax.Array) -> Any:
         dtype, rngs = like.dtype, nnx.Rngs(0)
         if isinstance(like, ExpertLinear | NarrowExperts):
             E, I = kernel.shape[:2]  # noqa: E741
-            return ExpertLinear(E, I, like.shape_out, dtype=dtype, platform=like.platform, rngs=rngs)
+            return ExpertLinear(
+                E, I, like.shape_out, dtype=dtype, platform=like.platform, rngs=rngs, bias=like.bias is not None
+            )
         return Linear(
             like.shape_in, like.shape_out, dtype=dtype, rngs=rngs, out_dtype=like.out_dtype, bias=like.bias is not None
         )
 
     linear = nnx.eval_shape(shapes)
     linear.kernel = nnx.Param(kernel)
-    if isinstance(linear, Linear):
-        linear.bias = like.bias
+    linear.bias = like.bias
     return linear
 
 

@@ -75,8 +75,9 @@ def _model(run: LoadedModel) -> str:
 def _experts(m: ModelConfig) -> str:
     if m.experts is None:
         return ""
-    shared = f" and {m.experts.shared} shared" if m.experts.shared else ""
-    return f"; {m.experts.count} experts, of which a token takes {m.experts.top_k}{shared}"
+    shared = f" and a shared layer {m.experts.shared_dim} wide" if m.experts.shared_dim else ""
+    dense = f"; {len(m.experts.dense_layers)} dense layers {m.experts.dense_dim} wide" if m.experts.dense_layers else ""
+    return f"; {m.experts.count} experts, of which a token takes {m.experts.top_k}{shared}{dense}"
 
 
 def _training(directory: RunDirectory, config: Config) -> str:

@@ -1,6 +1,7 @@
 """FLOPs and active parameters of a model, by formula."""
 
 from dantinox.config import ModelConfig
+from dantinox.config.model import GATED
 from dantinox.model.cache import spans
 from dantinox.model.lora import sizes
 
@@ -16,11 +17,13 @@ def matrix_parameters(model: ModelConfig) -> int:
         R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
         queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
         attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
-    feed_forward = (3 if model.activation in ("swiglu", "geglu") else 2) * D * F
-    if model.experts is not None:
-        taken = model.experts.top_k + model.experts.shared
-        feed_forward = taken * feed_forward + D * model.experts.count
-    return model.num_blocks * (attention + feed_forward) + D * model.vocab_size
+    matrices, L = 3 if model.activation in GATED else 2, model.num_blocks
+    feed_forward = L * matrices * D * F
+    if (experts := model.experts) is not None:
+        dense = len(experts.dense_layers)
+        routed = matrices * D * (experts.top_k * F + experts.shared_dim) + D * (experts.count + experts.shared_gate)
+        feed_forward = (L - dense) * routed + dense * matrices * D * experts.dense_dim
+    return L * attention + feed_forward + D * model.vocab_size
 
 
 def attention_flops(model: ModelConfig, keys: int) -> int:

@@ -18,7 +18,7 @@ from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Probe
 from dantinox.model.layers import Linear, Softmax, product, rms_norm
 from dantinox.model.parallelism import Parallelism
-from dantinox.model.positions import rotate
+from dantinox.model.positions import rotate, yarn_gain
 
 
 class UpProjection(nnx.Module):
@@ -49,7 +49,9 @@ class UpProjection(nnx.Module):
 
 class LatentAttention(nnx.Module):
     """Multi-head latent attention: `kv_a [D, R + P]` makes the latent and the part of the key that all heads share and that is
-    rotated, `kv_b` all else of keys and values; queries come from `q [D, N, H + P]`, or through a latent of their own."""
+    rotated, `kv_b` all else of keys and values; queries come from `q [D, N, H + P]`, or through a latent of their own.
+
+    Scores are divided by √(H + P), and with `mscale_all_dim` multiplied by the square of its gain (DeepSeek-V2)."""
 
     def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         latent, D, N, H = config.latent, config.dim, config.n_heads, config.head_size
@@ -64,6 +66,8 @@ class LatentAttention(nnx.Module):
         self.q = Linear((Q or D,), (N, H + P), dtype=dtype, rngs=rngs)
         self.out = Linear((N, V), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
         self.gate = Linear((D,), (N, V), dtype=dtype, rngs=rngs) if config.no_sink else None
+        scaling = config.rope_scaling
+        self.query_gain = yarn_gain(scaling, scaling.mscale_all_dim) ** 2 if scaling and scaling.mscale_all_dim else 1.0
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros(N, jnp.float32)) if config.sink_logits else None
 
     def __call__(
@@ -78,6 +82,8 @@ class LatentAttention(nnx.Module):
         assert angles is not None
         queried = x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD))
         q_BTNQ = self.q(parallelism.copy_to_tp(queried))
+        if self.query_gain != 1:
+            q_BTNQ = (q_BTNQ * self.query_gain).astype(q_BTNQ.dtype)
         parts = q_BTNQ[..., : self.head_size], rotate(q_BTNQ[..., self.head_size :], angles)
         kv_BTC = self.kv_a(x_BTD)
         latent_BT1R = parallelism.copy_to_tp(self.kv_norm(kv_BTC[..., : self.rank])[:, :, None])

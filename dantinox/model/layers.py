@@ -164,8 +164,22 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
+    """(u + 1) · g σ(alpha g), where g is the gate, at most `limit`, and u is `up` within ±`limit` (OpenAI 2025, gpt-oss)."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 GATED: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 PLAIN: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
+
+
+def gated(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What `config.activation` makes of a gate and what it multiplies."""
+    if config.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+    function = GATED[config.activation]
+    return lambda gate, up: function(gate) * up
 
 
 class GatedFeedForward(nnx.Module):
@@ -173,15 +187,14 @@ class GatedFeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
-        self.function = GATED[config.activation]
+        self.function = gated(config)
         self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
     def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         gate_up = self.gate_up(parallelism.copy_to_tp(x_BTD))
-        return self.down(
-            parallelism.shard_features(self.function(gate_up[..., 0, :]) * gate_up[..., 1, :]), parallelism.reduce_from_tp
-        )
+        gated_BTF = self.function(gate_up[..., 0, :], gate_up[..., 1, :])
+        return self.down(parallelism.shard_features(gated_BTF), parallelism.reduce_from_tp)
 
 
 class PlainFeedForward(nnx.Module):
@@ -199,4 +212,4 @@ class PlainFeedForward(nnx.Module):
 
 def feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
     """The feed-forward layer that `config.activation` asks for."""
-    return (GatedFeedForward if config.activation in GATED else PlainFeedForward)(config, **kwargs)
+    return (PlainFeedForward if config.activation in PLAIN else GatedFeedForward)(config, **kwargs)

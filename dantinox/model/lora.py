@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import LoraConfig, ModelConfig
-from dantinox.model.layers import GATED, PRODUCT, Linear, biased, dropout, product
+from dantinox.model.layers import PLAIN, PRODUCT, Linear, biased, dropout, product
 from dantinox.model.moe import ExpertLinear
 
 ADAPTERS = ("lora_a", "lora_b")  # how the names of all trained parameters end
@@ -44,7 +44,7 @@ def places(activation: str) -> dict[str, Place]:
         "v_proj": Place("attention/qkv", (-1, None)),
         "o_proj": Place("attention/out"),
     }
-    if activation not in GATED:
+    if activation in PLAIN:
         return attention | {"up_proj": Place("ffn/up"), "down_proj": Place("ffn/down")}
     gated = {"gate_proj": Place("ffn/gate_up", (0, 1)), "up_proj": Place("ffn/gate_up", (1, 2))}
     return attention | gated | {"down_proj": Place("ffn/down")}

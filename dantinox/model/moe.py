@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import GATED, PLAIN, feed_forward
+from dantinox.model.layers import PLAIN, Linear, feed_forward, gated
 from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import platform_of
 
@@ -33,11 +33,18 @@ class Routing(NamedTuple):
       balance: E · Σ over experts of (share of the rows) · (mean score), 1 where all are alike (Fedus et al. 2022, eq. 4).
       z: the mean squared log-normaliser of the scores (Zoph et al. 2022, eq. 5).
       counts_E: rows of each expert, int32.
+
+    All are zero of a layer without experts among others that have some.
     """
 
     balance: Array
     z: Array
     counts_E: Array
+
+
+def unrouted(E: int) -> Routing:
+    """The routing of a layer without experts in a model with E."""
+    return Routing(jnp.zeros(()), jnp.zeros(()), jnp.zeros(E, jnp.int32))
 
 
 class Rows(NamedTuple):
@@ -52,6 +59,8 @@ class Router(nnx.Module):
 
     With `bias`, that is added to the scores where experts are chosen and nowhere else. No gradient moves it: training raises it
     where an expert has fewer rows than others (Wang et al. 2024, algorithm 1).
+
+    Of several groups of experts, a token takes experts of the best ones alone (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -59,22 +68,37 @@ class Router(nnx.Module):
         self.rule, D, E = config.experts, config.dim, config.experts.count
         self.kernel = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (D, E), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.bias else None
+        self.logit_bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.logit_bias else None
 
     def __call__(self, x_ND: Array, parallelism: Parallelism) -> tuple[Array, Array, Routing]:
         """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread, on all devices that share it."""
         K, E = self.rule.top_k, self.rule.count
         logits_NE = jnp.matmul(x_ND.astype(jnp.float32), self.kernel[...], precision="highest")
+        if self.logit_bias is not None:
+            logits_NE = logits_NE + self.logit_bias[...]
         scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
         chosen_by_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
-        _, experts_NK = lax.top_k(lax.stop_gradient(chosen_by_NE), K)
+        _, experts_NK = lax.top_k(self._of_best_groups(lax.stop_gradient(chosen_by_NE)), K)
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalise:
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
+        if self.rule.scaling != 1:
+            weights_NK = self.rule.scaling * weights_NK
         counts_E = parallelism.psum_batch(counts(experts_NK, E))
         share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
         balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * parallelism.pmean_batch(jnp.mean(share_NE, axis=0)))
         z = parallelism.pmean_batch(jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
+
+    def _of_best_groups(self, scores_NE: Array) -> Array:
+        """The scores, with −∞ for experts of groups that a token does not take."""
+        groups, E = self.rule.groups, self.rule.count
+        if groups == 1:
+            return scores_NE
+        best_NGS, _ = lax.top_k(scores_NE.reshape(-1, groups, E // groups), 1 if self.rule.group_score == "max" else 2)
+        _, chosen_NC = lax.top_k(jnp.sum(best_NGS, axis=2), self.rule.top_groups)
+        taken_NG = jnp.any(chosen_NC[:, :, None] == jnp.arange(groups), axis=1)
+        return jnp.where(jnp.repeat(taken_NG, E // groups, axis=1), scores_NE, -jnp.inf)
 
 
 def counts(experts: Array, E: int) -> Array:
@@ -83,15 +107,19 @@ def counts(experts: Array, E: int) -> Array:
 
 
 class ExpertLinear(nnx.Module):
-    """A `Linear` for each expert: `kernel [E, I, *shape_out]`, of rows in the order of their experts."""
+    """A projection for each expert: `kernel [E, I, *shape_out]`, of rows in the order of their experts.
+
+    A `bias [E, *shape_out]` is held for the caller, who adds it.
+    """
 
     def __init__(
         self, experts: int, size_in: int, shape_out: tuple[int, ...], *, dtype: DTypeLike, platform: str, rngs: nnx.Rngs,
-        gain: float = 1.0,
+        gain: float = 1.0, bias: bool = False,
     ):  # fmt: skip
         self.shape_out, self.dtype, self.platform = shape_out, dtype, platform
         noise = jax.random.normal(rngs.params(), (experts, size_in, *shape_out), jnp.float32)
         self.kernel = nnx.Param(gain * size_in**-0.5 * noise)
+        self.bias = nnx.Param(jnp.zeros((experts, *shape_out), jnp.float32)) if bias else None
 
     def __call__(self, x_MI: Array, rows: Rows) -> Array:
         E, I, *shape_out = self.kernel.shape  # noqa: E741 - of those that stand on this device
@@ -101,14 +129,17 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The feed-forward layers of all experts: `gate_up [E, D, 2, F]` or `up [E, D, F]`, and `down [E, F, D]`."""
+    """The feed-forward layers of all experts: `gate_up [E, D, 2, F]` or `up [E, D, F]`, and `down [E, F, D]`.
+
+    What comes out is without the biases of `down`, which are added to the sum over devices that have parts of F.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         assert config.experts is not None
         E, D, F = config.experts.count, config.dim, config.hidden_dim
-        linear = partial(ExpertLinear, E, dtype=dtype, platform=config.platform, rngs=rngs)
-        self.gated = config.activation in GATED
-        self.function = (GATED | PLAIN)[config.activation]
+        linear = partial(ExpertLinear, E, dtype=dtype, platform=config.platform, rngs=rngs, bias=config.mlp_bias)
+        self.gated = config.activation not in PLAIN
+        self.function: Any = gated(config) if self.gated else PLAIN[config.activation]
         if self.gated:
             self.gate_up = linear(D, (2, F))
         else:
@@ -117,9 +148,13 @@ class Experts(nnx.Module):
 
     def __call__(self, x_MD: Array, rows: Rows) -> Array:
         if not self.gated:
-            return self.down(self.function(self.up(x_MD, rows)), rows)
-        gate_up = self.gate_up(x_MD, rows)
-        return self.down(self.function(gate_up[:, 0]) * gate_up[:, 1], rows)
+            return self.down(self.function(self._biased(self.up, x_MD, rows)), rows)
+        gate_up = self._biased(self.gate_up, x_MD, rows)
+        return self.down(self.function(gate_up[:, 0], gate_up[:, 1]), rows)
+
+    def _biased(self, linear: Any, x_MD: Array, rows: Rows) -> Array:
+        y: Array = linear(x_MD, rows)
+        return y if linear.bias is None else y + linear.bias[...].astype(y.dtype)[rows.expert_M]
 
 
 class MixtureOfExperts(nnx.Module):
@@ -129,18 +164,30 @@ class MixtureOfExperts(nnx.Module):
         assert config.experts is not None
         self.router = Router(config, rngs=rngs)
         self.experts = Experts(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
-        width, shared = config.experts.shared * config.hidden_dim, None
+        width, shared = config.experts.shared_dim, None
         if width:
             shared = feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.shared = nnx.data(shared)
+        gate = Linear((config.dim,), (1,), dtype=dtype, rngs=rngs) if config.experts.shared_gate else None
+        self.shared_gate = nnx.data(gate)
 
     def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         *chosen, routing = self.router(x_ND, parallelism)
         x_ND, experts_NK, weights_NK = (parallelism.all_gather_tokens(parallelism.copy_to_tp(a)) for a in (x_ND, *chosen))
         y_ND = self._of_own_experts(x_ND, experts_NK, weights_NK, parallelism)
-        y_BTD = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND)).astype(x_BTD.dtype).reshape(x_BTD.shape)
-        return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD, parallelism)), routing
+        y_ND = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND))
+        if self.experts.down.bias is not None:
+            experts_NK, weights_NK = (parallelism.all_gather_tokens(a) for a in chosen)
+            biases_ND = weighted_biases(self.experts.down.bias[...], experts_NK, weights_NK, parallelism)
+            y_ND += parallelism.reduce_scatter_tokens(biases_ND)
+        y_BTD = y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
+        if self.shared is None:
+            return y_BTD, routing
+        shared_BTD = self.shared(x_BTD, parallelism)
+        if self.shared_gate is not None:
+            shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD))
+        return y_BTD + shared_BTD, routing
 
     def _of_own_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
         """What tokens get of the experts that stand on this device: float32 `[N, D]`."""
@@ -157,6 +204,13 @@ class MixtureOfExperts(nnx.Module):
             y_MD = jnp.where((rows.expert_M < here)[:, None], y_MD, 0)
         y_NKD = combine(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
         return jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
+
+
+def weighted_biases(bias_ED: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
+    """The sum of the biases of a token's experts that are on this device, times their weights: float32 `[N, D]`."""
+    here = jnp.arange(len(bias_ED)) + parallelism.first_expert(len(bias_ED))
+    weights_NE = jnp.sum(jnp.where(experts_NK[:, :, None] == here, weights_NK[:, :, None], 0), axis=1)
+    return jnp.matmul(weights_NE, bias_ED, precision="highest")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -28,7 +28,8 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
     `linear` divides all of them (Chen et al. 2023). `llama3` divides those whose wave is longer than the original context /
     `low_freq_factor`, keeps those shorter than it / `high_freq_factor`, and blends between (Llama 3.1). `yarn` divides those
     that turn less than `beta_slow` times in the original context, keeps those that turn more than `beta_fast` times, and goes
-    linearly in the index between; scores are sharper by the factor's square (Peng et al. 2023, sections 3.2 to 3.4).
+    linearly in the index between; scores are sharper by the factor's square (Peng et al. 2023, sections 3.2 to 3.4). With
+    `mscale` and `mscale_all_dim` that factor is the quotient of their gains (DeepSeek-V2).
     `longrope` divides each by its own factor, and scores are sharper likewise (Ding et al. 2024, section 3.2).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
@@ -47,10 +48,21 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
         """Where a frequency turns so often, as a number of its pair."""
         return head_size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = max(math.floor(index(scaling.beta_fast)), 0), min(math.ceil(index(scaling.beta_slow)), head_size - 1)
+    down, up = (math.floor, math.ceil) if scaling.truncate else (float, float)
+    first, last = max(down(index(scaling.beta_fast)), 0), min(up(index(scaling.beta_slow)), head_size - 1)
     kept = 1 - np.clip((np.arange(head_size // 2) - first) / max(last - first, 1e-3), 0, 1)
-    gain = 0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor
+    if scaling.attention_factor is not None:
+        gain = scaling.attention_factor
+    elif scaling.mscale and scaling.mscale_all_dim:
+        gain = yarn_gain(scaling, scaling.mscale) / yarn_gain(scaling, scaling.mscale_all_dim)
+    else:
+        gain = yarn_gain(scaling)
     return (1 - kept) * slow + kept * frequencies, gain
+
+
+def yarn_gain(scaling: RopeScaling, weight: float = 1.0) -> float:
+    """0.1 · weight · ln factor + 1 (Peng et al. 2023, equation 22; the weight is that of DeepSeek-V2)."""
+    return 0.1 * weight * math.log(scaling.factor) + 1
 
 
 def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -17,7 +17,7 @@ from dantinox.model.cache import KVCache, NoCache
 from dantinox.model.latent_attention import LatentAttention
 from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.lora import adapt, hold
-from dantinox.model.moe import MixtureOfExperts
+from dantinox.model.moe import MixtureOfExperts, unrouted
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
@@ -48,21 +48,24 @@ def _unchanged(x_BTD: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + post_norm(attention(norm(x))), then the same with the feed-forward. Either norm may be absent: `norm_placement`."""
+    """x + post_norm(attention(norm(x))), then the same with the feed-forward. Either norm may be absent: `norm_placement`.
 
-    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    `layer` is its number from 0.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
         self.dropout_rate = config.dropout_rate
         self.norm1 = normalisation(config) if before else _unchanged
         self.post_norm1 = normalisation(config) if after else _unchanged
         attending = Attention if config.latent is None else LatentAttention
-        self.attention = attending(config, window, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.attention = attending(config, config.windows[layer], dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.norm2 = normalisation(config) if before else _unchanged
         self.post_norm2 = normalisation(config) if after else _unchanged
-        feeding = feed_forward if config.experts is None else MixtureOfExperts
-        self.ffn = feeding(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
-        self.routes = config.experts is not None
+        feeding = MixtureOfExperts if config.routes(layer) else feed_forward
+        self.ffn = feeding(config.of_layer(layer), dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.routes, self.experts = config.routes(layer), None if config.experts is None else config.experts.count
         if config.lora is not None:
             adapt(self, config, rngs=rngs)
 
@@ -80,7 +83,7 @@ class Block(nnx.Module):
         a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, parallelism)
         x_BTD = x_BTD + dropout(self.post_norm1(a_BTD), self.dropout_rate, keys[0])
         fed: Any = self.ffn(self.norm2(x_BTD), parallelism)
-        f_BTD, routing = fed if self.routes else (fed, None)
+        f_BTD, routing = fed if self.routes else (fed, None if self.experts is None else unrouted(self.experts))
         x_BTD = x_BTD + dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1])
         return x_BTD, memory, (probed, routing)
 
@@ -116,7 +119,7 @@ class Transformer(nnx.Module):
         self.position_embed = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
         )
-        blocks = [Block(config, window, dtype=self.dtype, rngs=rngs) for window in config.windows]
+        blocks = [Block(config, layer, dtype=self.dtype, rngs=rngs) for layer in range(config.num_blocks)]
         self.blocks = nnx.List([] if config.scan_layers else blocks)
         if config.scan_layers:
             self.rolled = nnx.List([stacked(blocks[kind :: config.period]) for kind in range(config.period)])

@@ -20,8 +20,8 @@ class Sums(NamedTuple):
     """Float32 sums over the counted targets of a batch, or of a device's part of it; sums of parts add up to that of the whole.
 
     `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
-    `targets`: how many targets count. `routing`: where there are experts, the balance and z of the layers' mean, times the
-    targets, and the rows of each expert of each layer `[L, E]`.
+    `targets`: how many targets count. `routing`: where there are experts, the balance and z, the mean of the layers with
+    experts, times the targets, and the rows of each expert of each layer `[L, E]`.
 
     Of preferences `nats` are the losses of pairs and `targets` the pairs; `rewards` [2]: beta times by how much the preferred
     answer gained more than the other, and in how many pairs that is more than nothing.
@@ -110,7 +110,9 @@ def _routing(model: Transformer, aux: dict, targets: jax.Array) -> Routing | Non
     routing: Routing | None = aux.get("routing")
     if routing is None:
         return None
-    balance, z = (targets * model.parallelism.copy_to_tp(jnp.mean(part)) for part in (routing.balance, routing.z))
+    L, experts = model.config.num_blocks, model.config.experts
+    routed = L - (len(experts.dense_layers) if experts else 0)  # of the others balance and z are zero
+    balance, z = (targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
     return Routing(balance, z, routing.counts_E)
 
 

@@ -143,7 +143,8 @@ class TrainStep:
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
-            parameters = rebalanced(parameters, counts_LE, self.config.moe.bias_update_rate)
+            kinds = model.period if model.scan_layers else model.num_blocks
+            parameters = rebalanced(parameters, counts_LE, self.config.moe.bias_update_rate, kinds)
         seen = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -199,13 +200,14 @@ def _where(finite: jax.Array, after: Any, before: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
-def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float) -> Parameters:
-    """The routers' biases moved by `rate` up where an expert had fewer tokens than the mean, down where more."""
+def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int) -> Parameters:
+    """The routers' biases moved by `rate` up where an expert had fewer tokens than the mean, down where more.
+
+    `kinds`: of rolled layers; of layers apart each is one.
+    """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
-    biases = [name for name in parameters if name.endswith("ffn/router/bias")]
-    kinds = len(biases)  # of rolled layers; of layers apart each is one
     moved = {}
-    for name in biases:
+    for name in [name for name in parameters if name.endswith("ffn/router/bias")]:
         bias, kind = parameters[name], int(name.split("/")[1])
         moved[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
     return parameters | moved

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "moe": {
         "moe.use_moe": True, "moe.n_experts": 4, "moe.alpha_balance": 0.01, "moe.router_z_loss": 0.01, "moe.shared_experts": 1,
+        "moe.shared_gate": True, "moe.router_bias": True, "model.mlp_bias": True, "moe.n_groups": 2, "moe.top_k_groups": 1,
     },
     "mla": {
         "model.kv_heads": None, "attention.kv_lora_rank": 16, "attention.q_lora_rank": 24, "attention.qk_rope_head_dim": 4,

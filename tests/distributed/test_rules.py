@@ -51,7 +51,7 @@ def test_letters_stand_for_the_sizes_of_the_model():
     for name, shape, m in parameters():
         sizes = {"V": V, "D": m.dim, "T": m.max_context, "K": m.kv_heads, "N": m.n_heads, "2": 2}
         sizes |= {"E": m.experts.count} if m.experts else {}
-        width = m.hidden_dim * (m.experts.shared if "shared" in name else 1)
+        width = m.experts.shared_dim if "shared" in name else m.hidden_dim
         sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {})
         sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # what its queries are made from, of rank D or less
         for letter, size in zip(rule_of(name, len(shape)).axes, shape, strict=True):

@@ -13,7 +13,13 @@ pytestmark = pytest.mark.slow
 
 PROMPTS, STEPS = builder.prompts(5, 9, 2), 8
 MODELS = {
-    "experts": builder.config(windows=(None, 4), experts=ExpertsConfig(4, 2, shared=1), softcap=3.0, sink_logits=True),
+    "experts": builder.config(windows=(None, 4), experts=ExpertsConfig(4, 2, shared_dim=16), softcap=3.0, sink_logits=True),
+    "experts with biases after a dense layer": builder.config(
+        windows=(None, 4),
+        experts=ExpertsConfig(4, 2, 16, shared_gate=True, logit_bias=True, dense_layers=(0,), dense_dim=24),
+        mlp_bias=True,
+        activation="clamped_swiglu",
+    ),
     "biases and norms": builder.config(
         windows=(None, 4),
         qkv_bias=True,

@@ -93,7 +93,7 @@ def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
 
 
 def test_of_experts_those_count_that_a_token_takes(config):
-    model, D = replace(config.architecture(259), experts=ExpertsConfig(5, 2, shared=1)), 16
+    model, D = replace(config.architecture(259), experts=ExpertsConfig(5, 2, shared_dim=24)), 16
     assert matrix_parameters(model) - N == 2 * (2 * 3 * D * 24 + 5 * D)  # two experts more than one, and the router
 
 

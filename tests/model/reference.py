@@ -50,9 +50,16 @@ def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> f
     low, high = (
         size * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (scaling.beta_fast, scaling.beta_slow)
     )
-    low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     ramp = min(max((i - low) / (high - low if high != low else 0.001), 0), 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+def mscale(scaling: RopeScaling, weight: float) -> float:
+    """`yarn_get_mscale` of DeepSeek-V2."""
+    return 0.1 * weight * math.log(scaling.factor) + 1
 
 
 def rotated(x_H: Array, position: int, theta: float, scaling: RopeScaling | None = None) -> Array:
@@ -61,7 +68,10 @@ def rotated(x_H: Array, position: int, theta: float, scaling: RopeScaling | None
     z = np.array([complex(x_H[i], x_H[i + half]) for i in range(half)])
     z = z * np.array([np.exp(1j * position * frequency(i, len(x_H), theta, scaling)) for i in range(half)])
     if scaling is not None and scaling.kind == "yarn":
-        z = z * (0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor)
+        gain = mscale(scaling, 1)
+        if scaling.mscale and scaling.mscale_all_dim:
+            gain = mscale(scaling, scaling.mscale) / mscale(scaling, scaling.mscale_all_dim)
+        z = z * (gain if scaling.attention_factor is None else scaling.attention_factor)
     if scaling is not None and scaling.kind == "longrope":
         longer = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
         z = z * (longer if scaling.attention_factor is None else scaling.attention_factor)
@@ -86,13 +96,17 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def feed_forward(kind: str, x_D: Array, weights: Weights) -> Array:
-    """Gated (Shazeer 2020) or plain, with biases where there are some."""
+def feed_forward(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
+    """Gated (Shazeer 2020; with a clamp, gpt-oss) or plain, with biases where there are some."""
+    kind = config.activation
     down_FD, bias_D = weights["down"]["kernel"], weights["down"].get("bias", 0)
-    if kind in ("swiglu", "geglu"):
+    if kind in ("swiglu", "geglu", "clamped_swiglu"):
         bias_2F = weights["gate_up"].get("bias", (0, 0))
         gate_F = x_D @ weights["gate_up"]["kernel"][:, 0, :] + bias_2F[0]
         up_F = x_D @ weights["gate_up"]["kernel"][:, 1, :] + bias_2F[1]
+        if kind == "clamped_swiglu":
+            gate_F, up_F = np.minimum(gate_F, config.swiglu_limit), np.clip(up_F, -config.swiglu_limit, config.swiglu_limit)
+            return (gate_F * sigmoid(config.swiglu_alpha * gate_F) * (up_F + 1)) @ down_FD + bias_D
         return (gate_F * sigmoid(gate_F) * up_F if kind == "swiglu" else gelu(gate_F) * up_F) @ down_FD + bias_D
     up_F = x_D @ weights["up"]["kernel"] + weights["up"].get("bias", 0)
     return (gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2) @ down_FD + bias_D
@@ -101,15 +115,21 @@ def feed_forward(kind: str, x_D: Array, weights: Weights) -> Array:
 def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones."""
     rule, experts = config.experts, weights["experts"]
-    logits_E = x_D @ weights["router"]["kernel"]
+    logits_E = x_D @ weights["router"]["kernel"] + weights["router"].get("logit_bias", 0)
     scores_E = np.exp(logits_E) / np.exp(logits_E).sum() if rule.score == "softmax" else sigmoid(logits_E)
     chosen_by_E = scores_E + (weights["router"]["bias"] if rule.bias else 0)
-    chosen = sorted(range(rule.count), key=lambda e: -chosen_by_E[e])[: rule.top_k]
-    whole = sum(scores_E[e] for e in chosen) if rule.normalise else 1
-    out_D = feed_forward(config.activation, x_D, weights["shared"]) if rule.shared else np.zeros_like(x_D)
+    members = [range(g, g + rule.count // rule.groups) for g in range(0, rule.count, rule.count // rule.groups)]
+    best = 1 if rule.group_score == "max" else 2
+    members.sort(key=lambda group: -sum(sorted((chosen_by_E[e] for e in group), reverse=True)[:best]))
+    allowed = [e for group in members[: rule.top_groups] for e in group]
+    chosen = sorted(allowed, key=lambda e: -chosen_by_E[e])[: rule.top_k]
+    whole = (sum(scores_E[e] for e in chosen) if rule.normalise else 1) / rule.scaling
+    out_D = feed_forward(config, x_D, weights["shared"]) if rule.shared_dim else np.zeros_like(x_D)
+    if rule.shared_gate:
+        out_D = out_D * sigmoid(x_D @ weights["shared_gate"]["kernel"])
     for e in chosen:
-        expert = {name: {"kernel": part["kernel"][e]} for name, part in experts.items()}
-        out_D = out_D + scores_E[e] / whole * feed_forward(config.activation, x_D, expert)
+        expert = {name: {leaf: array[e] for leaf, array in part.items()} for name, part in experts.items()}
+        out_D = out_D + scores_E[e] / whole * feed_forward(config, x_D, expert)
     return out_D
 
 
@@ -193,7 +213,9 @@ def latent_attention(
         q_TQ = np.concatenate([q_TQ[:, :H], turned_all(q_TQ[:, H:])], axis=1)
         k_TQ, v_TV = np.concatenate([kv_TC[:, :H], shared_TP], axis=1), kv_TC[:, H:]
         for t in range(T):
-            scores_S = k_TQ @ q_TQ[t] / math.sqrt(q_TQ.shape[1])
+            scaling = config.rope_scaling
+            sharper = mscale(scaling, scaling.mscale_all_dim) ** 2 if scaling and scaling.mscale_all_dim else 1
+            scores_S = k_TQ @ q_TQ[t] / math.sqrt(q_TQ.shape[1]) * sharper
             if config.softcap is not None:
                 scores_S = config.softcap * np.tanh(scores_S / config.softcap)
             weight_S = np.where(sees_TS[t], np.exp(scores_S), 0)
@@ -234,8 +256,8 @@ def forward(
         probed.append(tuple(seen))
         x_TD = x_TD + norm(a_TD, block.get("post_norm1"))
         normed_TD = norm(x_TD, block.get("norm2"))
-        if config.experts is None:
-            f_TD = np.array([feed_forward(config.activation, x_D, block["ffn"]) for x_D in normed_TD])
+        if config.experts is None or layer in config.experts.dense_layers:
+            f_TD = np.array([feed_forward(config, x_D, block["ffn"]) for x_D in normed_TD])
         else:
             f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
         x_TD = x_TD + norm(f_TD, block.get("post_norm2"))

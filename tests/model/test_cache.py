@@ -32,7 +32,7 @@ CONFIGS = [
     for n, k in [HEADS[(p + w) % 3]]
 ]
 CONFIGS.append(config(windows=(4, None), sink_logits=True, softcap=1.5, final_softcap=2.0))
-CONFIGS.append(config(windows=(4, None), experts=ExpertsConfig(4, 2, shared=1)))
+CONFIGS.append(config(windows=(4, None), experts=ExpertsConfig(4, 2, shared_dim=16)))
 LATENT = config(windows=(4, None), kv_heads=4, latent=LatentConfig(6, 2, 3), sink_logits=True, softcap=1.5, no_sink=True)
 CONFIGS.append(LATENT)
 MIXED = config(windows=(1, 23, 4, None), head_size=6)

@@ -32,7 +32,13 @@ GRID = {
     "linear": {"rope_scaling": RopeScaling("linear", 3.0)},
     "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 100, 2.0, 5.0), "head_size": 24},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0), "head_size": 24},
+    "yarn, blended anywhere": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0, truncate=False), "head_size": 24},
     "latents": {"latent": LatentConfig(5, 2, 4), "kv_heads": 4},
+    "latents, yarn": {
+        "latent": LatentConfig(5, 4, 4),
+        "kv_heads": 4,
+        "rope_scaling": RopeScaling("yarn", 4.0, 30, beta_fast=8.0, mscale=0.7, mscale_all_dim=1.3),
+    },
     "latents of every kind": {
         "latent": LatentConfig(6, 4, 3, query_rank=7),
         "kv_heads": 4,
@@ -43,8 +49,23 @@ GRID = {
     },
     "experts": {"experts": ExpertsConfig(5, 2)},
     "experts of every kind": {
-        "experts": ExpertsConfig(4, 3, shared=2, score="sigmoid", normalise=False, bias=True),
+        "experts": ExpertsConfig(4, 3, shared_dim=32, score="sigmoid", normalise=False, bias=True),
         "activation": "relu2",
+    },
+    "experts with biases, in groups, a gated shared layer": {
+        "experts": ExpertsConfig(
+            6, 2, shared_dim=10, shared_gate=True, scaling=1.7, logit_bias=True, groups=3, top_groups=2, group_score="max"
+        ),
+        "activation": "clamped_swiglu",
+        "swiglu_limit": 0.8,
+        "swiglu_alpha": 1.2,
+        "mlp_bias": True,
+    },
+    "experts after a dense layer, in groups by their best two": {
+        "experts": ExpertsConfig(
+            8, 3, 16, "sigmoid", bias=True, groups=4, top_groups=2, group_score="top2", dense_layers=(0,), dense_dim=24
+        ),
+        "windows": (None, None, None),
     },
     "biases": {
         "qkv_bias": True,

@@ -23,6 +23,8 @@ SETTINGS = {
     "attention__sink_logits": True,
     "moe__use_moe": True,
     "moe__bias_update_rate": 0.01,
+    "moe__dense_layers": [0, 2],
+    "moe__dense_hidden_dim": 24,
     "training__grad_accum": 2,
 }
 
@@ -53,7 +55,7 @@ def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
     (ours, counts, rolled_up), (theirs, others, apart) = (trained(scan, optimizer, **changes) for scan in (True, False))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     np.testing.assert_array_equal(counts, others)
-    assert counts.sum() == 4 * 4 * 8 * 2  # layers, rows, tokens, experts of a token
+    assert counts[1::2].sum() == counts.sum() == 2 * 4 * 8 * 2  # layers with experts, rows, tokens, experts of a token
     assert rolled_up.keys() == apart.keys()
     # Adam divides gradients near zero by themselves: a few numbers move by as much as a step.
     assert np.mean([np.abs(rolled_up[name] - apart[name]).mean() for name in apart]) < 1e-5
@@ -72,7 +74,8 @@ def test_rolled_and_apart_again_is_what_it_was():
 
 @pytest.mark.parametrize("layers, kinds, period", [(6, 3, 3), (6, 1, 1), (5, 2, 5), (8, 4, 4)])
 def test_the_period_divides_the_depth(layers, kinds, period):
-    types = {"attention__layer_types": ["full"] * (kinds - 1) + ["sliding"], "attention__rope_layers": [True]}
+    only = {"attention__rope_layers": [True], "moe__dense_layers": [], "moe__dense_hidden_dim": None}
+    types = only | {"attention__layer_types": ["full"] * (kinds - 1) + ["sliding"]}
     settings = SETTINGS | types | {"model__num_blocks": layers}
     assert small_config(**settings).architecture(VOCABULARY).period == period
 
@@ -102,10 +105,12 @@ def test_a_rolled_model_does_not_decode(what):
 def test_a_bias_rises_where_an_expert_has_few_tokens():
     counts_LE = np.array([[1, 5, 3], [3, 3, 3], [9, 0, 0], [0, 0, 9]])
     apart = {f"blocks/{i}/ffn/router/bias": np.zeros(3, np.float32) for i in range(4)} | {"embed": np.ones(2)}
-    moved = rebalanced(apart, counts_LE, 0.1)
+    moved = rebalanced(apart, counts_LE, 0.1, kinds=4)
     wanted = 0.1 * np.array([[1, -1, 0], [0, 0, 0], [-1, 1, 1], [1, 1, -1]])
     for i in range(4):
         np.testing.assert_allclose(moved[f"blocks/{i}/ffn/router/bias"], wanted[i])
-    stacks = rebalanced({f"rolled/{i}/ffn/router/bias": np.zeros((2, 3), np.float32) for i in range(2)}, counts_LE, 0.1)
+    stacks = rebalanced(
+        {f"rolled/{i}/ffn/router/bias": np.zeros((2, 3), np.float32) for i in range(2)}, counts_LE, 0.1, kinds=2
+    )
     np.testing.assert_allclose(stacks["rolled/1/ffn/router/bias"], wanted[1::2])
     assert moved["embed"] is apart["embed"]
