@@ -194,6 +194,9 @@ class AttentionSection(Section):
         None, "size of the rotated part of queries and keys, beside head_size that is not rotated (null: half of head_size)"
     )
     v_head_dim: Annotated[Count | None, LATENT] = field(None, "size of a head's value (null: head_size)")
+    latent_norm_epsilon: Annotated[Positive | None, LATENT] = field(
+        None, "added to the variance inside the normalisations of latents (null: model.norm_epsilon)"
+    )
     sink_logits: bool = field(False, "a learned logit per head that takes part in the softmax and has no value")
 
 
@@ -249,12 +252,16 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Attention over latents of size `rank`, with a rotated part of keys and queries, see `model.latent`."""
+    """Attention over latents of size `rank`, with a rotated part of keys and queries, see `model.latent_attention`.
+
+    `norm_epsilon` is that of the normalisations of latents.
+    """
 
     rank: int
     rotated_size: int
     value_size: int
     query_rank: int | None = None
+    norm_epsilon: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -519,6 +526,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         resolved["experts"] = experts_config(moe, hidden_dim)
     if a.kv_lora_rank is not None:
         rotated_size = a.qk_rope_head_dim or head_size // 2
-        resolved["latent"] = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank)
+        epsilon = a.latent_norm_epsilon or m.norm_epsilon
+        resolved["latent"] = LatentConfig(a.kv_lora_rank, rotated_size, a.v_head_dim or head_size, a.q_lora_rank, epsilon)
     same = {name: value for name, value in (vars(m) | vars(a)).items() if name in ModelConfig.__dataclass_fields__}
     return ModelConfig(**same | resolved)

@@ -14,8 +14,9 @@ from dantinox.interop.hf_families import FAMILIES, ONLY, UNUSED, Family
 FACTOR = {"factor": "attention.rope_factor"}
 LLAMA3 = FACTOR | {"low_freq_factor": "attention.low_freq_factor", "high_freq_factor": "attention.high_freq_factor"}
 YARN = FACTOR | {
-    "beta_fast": "attention.beta_fast", "beta_slow": "attention.beta_slow",
+    "beta_fast": "attention.beta_fast", "beta_slow": "attention.beta_slow", "truncate": "attention.rope_truncate",
     "attention_factor": "attention.rope_attention_factor",
+    "mscale": "attention.rope_mscale", "mscale_all_dim": "attention.rope_mscale_all_dim",
 }  # fmt: skip
 LONGROPE = FACTOR | {
     "short_factor": "attention.rope_short_factors", "long_factor": "attention.rope_long_factors",
@@ -90,8 +91,11 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     settings["model.activation"] = activations[name]
     settings |= _rope_settings(keys, settings)
     settings |= _window_settings(keys, settings)
+    settings |= _expert_settings(keys, settings)
     if not settings.get("attention.sliding_window"):
         settings.pop("attention.rope_local_theta", None)
+    if not settings.get("moe.dense_layers"):
+        settings.pop("moe.dense_hidden_dim", None)
     keys.finish()
     if family.rope is None and max_context not in (None, settings["model.max_context"]):
         raise UserError(
@@ -162,6 +166,8 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(f"config.json has rope_type: {shown(kind)}, which is none of {', '.join(SCALINGS)}")
     found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
+    for path in ("attention.rope_mscale", "attention.rope_mscale_all_dim"):
+        found[path] = found.get(path) or None  # transformers takes 0 for nothing
     original = scaling.pop(ORIGINAL, None)
     if kind in WITH_ORIGINAL:
         found["attention.rope_original_context"] = _whole(own or original or settings["model.max_context"], ORIGINAL)
@@ -193,6 +199,9 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             every = keys.take("_sliding_window_pattern|sliding_window_pattern", every)
         if given is not None:
             kinds = _per_layer(given, L, "layer_types")
+        elif family.pattern and "switched" in family.window:
+            first = _whole(first, "max_window_layers", least=0)
+            kinds = [SLIDING if window and (i + 1) % family.pattern and i < first else FULL for i in range(L)]
         elif family.pattern:
             kinds = [SLIDING if (i + 1) % _whole(every, "sliding_window_pattern") else FULL for i in range(L)]
         elif family.rope == "some layers":
@@ -212,6 +221,57 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         "attention.context_window": _whole(window, "sliding_window") - 1,
         "attention.layer_types": _period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
     }
+
+
+def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have no experts, and the groups that a token's experts are limited to."""
+    family, L = keys.family, settings["model.num_blocks"]
+    found: dict[str, Any] = {}
+    dense: set[int] = set()
+    if family.dense == "first":
+        dense = set(range(min(_whole(keys.take("first_k_dense_replace"), "first_k_dense_replace", least=0), L)))
+    elif family.dense == "steps":
+        every = _whole(keys.take("decoder_sparse_step", 1), "decoder_sparse_step")
+        named = keys.take("mlp_only_layers") or []
+        if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+            raise UserError(f"config.json has mlp_only_layers: {shown(named)}, expected a list of numbers")
+        dense = {i for i in range(L) if (i + 1) % every or i in named}
+    elif family.dense == "range":
+        start, end, every = (
+            _whole(keys.take(key), key, least=least)
+            for key, least in (("moe_layer_start_index", 0), ("moe_layer_end_index", -1), ("moe_layer_interval", 1))
+        )
+        dense = {i for i in range(L) if i < start or (i > end != -1) or (i + 1) % every}
+    if dense:
+        found["moe.dense_layers"] = sorted(dense)
+    if family.groups is not None:
+        groups, best = keys.take("n_group"), keys.take("topk_group")
+        method = keys.take("topk_method", "group_limited_greedy") if family.groups == "max" else "group_limited_greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            raise UserError(f"config.json has topk_method: {shown(method)}, which is none of greedy, group_limited_greedy")
+        if method != "greedy" and groups != 1:
+            found["moe.n_groups"] = _whole(groups, "n_group")
+            found |= {"moe.top_k_groups": _whole(best, "topk_group"), "moe.group_score": family.groups}
+    return found
+
+
+def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The opposite of `_expert_settings`."""
+    if model.experts is None:
+        return {}
+    dense, groups = model.experts.dense_layers, model.experts.groups
+    written: dict[str, Any] = {}
+    if family.dense == "first":
+        written["first_k_dense_replace"] = len(dense)
+    elif family.dense == "steps":
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
+    elif family.dense == "range":
+        written |= {"moe_layer_start_index": len(dense), "moe_layer_end_index": -1, "moe_layer_interval": 1}
+    if family.groups is not None:
+        written |= {"n_group": groups, "topk_group": model.experts.top_groups}
+    if family.groups == "max":
+        written["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    return written
 
 
 def _per_layer(values: Any, count: int, key: str) -> list[Any]:
@@ -263,6 +323,11 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
     """The keys of a family for a model, whether or not they say all of it; `_UNSAID` by a setting that none of its names is."""
     values: dict[str, Any] = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
     values |= {"model.hidden_dim": model.hidden_dim}
+    if model.experts is not None:
+        values |= {"moe.shared_hidden_dim": model.experts.shared_dim}
+        values |= {"moe.dense_hidden_dim": model.experts.dense_dim or model.hidden_dim}
+    if model.latent is not None:
+        values |= {"attention.qk_rope_head_dim": model.latent.rotated_size, "attention.v_head_dim": model.latent.value_size}
     if values["attention.query_pre_attn_scalar"] is None:
         values["attention.query_pre_attn_scalar"] = model.head_size
     elif (scalar := values["attention.query_pre_attn_scalar"]) == int(scalar):
@@ -274,7 +339,13 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
     name = next((name for name, ours in activations.items() if ours == model.activation), None)
     if name is None:
         return {"model.activation": _UNSAID}
-    return written | {key: name} | _rope_written(values, model, family) | _window_written(model, family)
+    return (
+        written
+        | {key: name}
+        | _rope_written(values, model, family)
+        | _window_written(model, family)
+        | _experts_written(model, family)
+    )
 
 
 def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family) -> dict[str, Any]:

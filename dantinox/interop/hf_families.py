@@ -41,12 +41,14 @@ class Form(NamedTuple):
 class Row(NamedTuple):
     """A tensor and the parameter that holds it. `{i}` is the number of a layer, `{e}` of an expert.
 
-    A tensor of several `forms` is these, one behind the other along its first axis.
+    A tensor of several `forms` is these, one behind the other along its first axis. With `beside`, a row counts where a model
+    has that parameter too, or with `!` before it has it not.
     """
 
     tensor: str
     parameter: str
     forms: tuple[Form, ...]
+    beside: str = ""
 
 
 def rows(prefix: str, tensors: Mapping[str, tuple[str, Form | list[Form]]], ours: str = "") -> tuple[Row, ...]:
@@ -103,6 +105,36 @@ FUSED = rows(LAYER, {
 }, OURS)  # fmt: skip
 
 
+def alone(row: Row, beside: str) -> Row:
+    """A row that counts where a model has this other parameter of the same layer, or with `!` has it not."""
+    return row._replace(beside=beside.replace("!", "!" + OURS) if "!" in beside else OURS + beside)
+
+
+# Queries of latent attention come from the residual stream, or from a vector of their own.
+LATENT = rows(LAYER + "self_attn.", {
+    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Form("DR", "R D")), "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
+    "kv_b_proj.weight": ("kv_b/kernel", Form("RNH", "NH R")), "o_proj.weight": ("out/kernel", Form("NHD", "D NH")),
+    "q_a_proj.weight": ("q_a/kernel", Form("DR", "R D")), "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
+}, OURS + "attention/") + tuple(
+    alone(row, beside) for name, beside in (("q_proj", "!attention/q_a/kernel"), ("q_b_proj", "attention/q_a/kernel"))
+    for row in rows(LAYER, {f"self_attn.{name}.weight": ("attention/q/kernel", Form("DNH", "NH D"))}, OURS)
+)  # fmt: skip
+GPT_OSS = rows(LAYER, {
+    "self_attn.sinks": ("attention/sinks", Form("KG", "KG")),
+    "mlp.router.weight": ("ffn/router/kernel", Form("DE", "E D")), "mlp.router.bias": ("ffn/router/logit_bias", Form("E", "E")),
+    "mlp.experts.gate_up_proj": ("ffn/experts/gate_up/kernel", Form("EDCF", "E D FC")),
+    "mlp.experts.gate_up_proj_bias": ("ffn/experts/gate_up/bias", Form("ECF", "E FC")),
+    "mlp.experts.down_proj": ("ffn/experts/down/kernel", Form("EFD", "E F D")),
+    "mlp.experts.down_proj_bias": ("ffn/experts/down/bias", Form("ED", "E D")),
+}, OURS)  # fmt: skip
+
+
+def shared(module: str) -> tuple[Row, ...]:
+    """The feed-forward layer that all tokens take besides their experts."""
+    names = {"gate_proj": ("gate_up/kernel", GATE), "up_proj": ("gate_up/kernel", UP), "down_proj": ("down/kernel", DOWN)}
+    return rows(LAYER + f"mlp.{module}.", {f"{name}.weight": held for name, held in names.items()}, OURS + "ffn/shared/")
+
+
 def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     return rows(LAYER + module, {
         ".gate.weight": ("router/kernel", Form("DE", "E D")),
@@ -111,6 +143,10 @@ def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
         f".experts.{{e}}.{down}.weight": ("experts/down/kernel", DOWN),
     }, OURS + "ffn/")  # fmt: skip
 
+
+ROUTED = experts("mlp", "gate_proj", "up_proj", "down_proj")
+CHOICE = rows(LAYER, {"mlp.gate.e_score_correction_bias": ("ffn/router/bias", Form("E", "E"))}, OURS)
+DEEPSEEK = ROUTED + FEED_FORWARD + shared("shared_experts")
 
 # GPT-2's projections are stored [in, out].
 GPT2 = rows("transformer.", {
@@ -181,6 +217,10 @@ class Family:
       window: which layers slide: `all`; `switched`: all if `use_sliding_window`; `layers`: those that `layer_types` says;
         `switched layers`: both; None: none.
       pattern: without `layer_types` every n-th layer is full.
+      dense: how `config.json` names the layers without experts: `first`, so many from the beginning; `steps`, all but every
+        n-th, and those in a list; `range`, those outside of one; None: there are none.
+      groups: how it limits a token's experts to those of the best groups: by each group's `max`, or its `top2`.
+      pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers.
       only, unused: keys of this family besides those of all.
       buffers: ends of the names of tensors that older files hold and that are no weights.
     """
@@ -194,6 +234,9 @@ class Family:
     rope: str | None = "whole"
     window: str | None = None
     pattern: int = 0
+    dense: str | None = None
+    groups: str | None = None
+    pairs: tuple[str, ...] = ()
     only: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -217,6 +260,35 @@ EXPERT_KEYS: dict[str, str | tuple[str, ...]] = {
     "num_experts_per_tok": "moe.top_k_mlp",
 }
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+WITHOUT_WIDTH = {key: path for key, path in HEADS.items() if key != "intermediate_size"}
+# Of models with experts, of which some layers have none.
+SPARSE = WITHOUT_WIDTH | {
+    "moe_intermediate_size": "model.hidden_dim",
+    "intermediate_size": "moe.dense_hidden_dim",
+    "num_experts_per_tok": "moe.top_k_mlp",
+    "norm_topk_prob": "moe.norm_topk_prob",
+}
+DEEPSEEK_KEYS = SPARSE | {
+    "n_routed_experts|num_local_experts|num_experts": "moe.n_experts",
+    "n_shared_experts": "moe.shared_experts",
+    "routed_scaling_factor": "moe.routed_scaling",
+}
+LATENT_KEYS = {key: path for key, path in DEEPSEEK_KEYS.items() if key != "head_dim"} | {
+    "qk_nope_head_dim": "model.head_size",
+    "qk_rope_head_dim": "attention.qk_rope_head_dim",
+    "v_head_dim": "attention.v_head_dim",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+}
+LATENT_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+SIGMOIDS = {"moe.use_moe": True, "moe.score_function": "sigmoid", "moe.choice_bias": True}
+LATENT_NORMS = {"attention.latent_norm_epsilon": 1e-6}
+LATENT_PAIRS = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+# How experts are trained and laid out, and layers that predict further tokens, which are not imported.
+DEEPSEEK_UNUSED = (
+    *TRAINING, "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim",
+)  # fmt: skip
+MTP = "num_nextn_predict_layers|num_mtp_layers"
 
 # In the order in which a model made here looks for its family.
 FAMILIES: dict[str, Family] = {
@@ -320,15 +392,116 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        OUTSIDE + ATTENTION + NORMS_BEFORE + HEAD_NORMS + experts("mlp", "gate_proj", "up_proj", "down_proj"),
-        {key: path for key, path in HEADS.items() if key != "intermediate_size"} | EXPERT_KEYS
-        | {"moe_intermediate_size": "model.hidden_dim", "norm_topk_prob": "moe.norm_topk_prob", "attention_bias": BIASES},
+        OUTSIDE + ATTENTION + NORMS_BEFORE + HEAD_NORMS + ROUTED + FEED_FORWARD,
+        SPARSE | {"num_local_experts|num_experts": "moe.n_experts", "attention_bias": BIASES},
         UNTIED | {"num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-                  "norm_topk_prob": False, "use_sliding_window": False, "sliding_window": 4096,
+                  "intermediate_size": 6144, "norm_topk_prob": False, "use_sliding_window": False, "sliding_window": 4096,
                   "max_position_embeddings": 32768},
         {"moe.use_moe": True, "model.qk_norm": True},
         window="switched",
-        only={"decoder_sparse_step": 1, "mlp_only_layers": ([], None)},
-        unused=(*TRAINING, "intermediate_size", "max_window_layers"),
+        dense="steps",
+        unused=(*TRAINING, "max_window_layers"),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + ROUTED + FEED_FORWARD + shared("shared_expert")
+        + rows(LAYER, {"mlp.shared_expert_gate.weight": ("ffn/shared_gate/kernel", Form("DO", "O D"))}, OURS),
+        SPARSE | {"num_experts|num_local_experts": "moe.n_experts", "qkv_bias": "attention.qkv_bias",
+                  "shared_expert_intermediate_size": "moe.shared_hidden_dim"},
+        UNTIED | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                  "intermediate_size": 5632, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "qkv_bias": True,
+                  "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+                  "max_position_embeddings": 32768},
+        {"moe.use_moe": True, "moe.shared_experts": 1, "moe.shared_gate": True},
+        window="switched layers",
+        pattern=2,
+        dense="steps",
+        unused=TRAINING,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + LAYER_NORMS + ROUTED,
+        SIZES | {"num_experts|num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k_mlp",
+                 "norm_topk_prob": "moe.norm_topk_prob", "attention_bias": BIASES},
+        UNTIED | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+                  "max_position_embeddings": 4096},
+        {"moe.use_moe": True, "model.qk_norm": True, "model.qk_norm_scope": "layer"},
+        unused=TRAINING,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + GPT_OSS,
+        HEADS | {"num_local_experts|num_experts": "moe.n_experts", "num_experts_per_tok|experts_per_token": "moe.top_k_mlp",
+                 "swiglu_limit": "model.swiglu_limit", "swiglu_alpha": "model.swiglu_alpha", "attention_bias": BIASES},
+        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+                  "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "attention_bias": True,
+                  "sliding_window": 128, "max_position_embeddings": 131072, "rope_theta": 150000.0,
+                  "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                      "truncate": False, "original_max_position_embeddings": 4096}},
+        {"moe.use_moe": True, "moe.router_bias": True, "model.mlp_bias": True, "attention.sink_logits": True},
+        ("hidden_act", {"silu": "clamped_swiglu"}),
+        window="layers",
+        pattern=2,
+        unused=(*TRAINING, "initial_context_length"),
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        OUTSIDE + LATENT + NORMS_BEFORE + DEEPSEEK,
+        {key: path for key, path in LATENT_KEYS.items() if key != "norm_topk_prob"},
+        UNTIED | LATENT_SIZES | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+                                 "intermediate_size": 11008, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+                                 "topk_method": "greedy", "max_position_embeddings": 2048},
+        {"moe.use_moe": True, "moe.norm_topk_prob": False} | LATENT_NORMS,
+        dense="first",
+        groups="max",
+        pairs=LATENT_PAIRS,
+        only={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+        unused=DEEPSEEK_UNUSED,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        OUTSIDE + LATENT + NORMS_BEFORE + DEEPSEEK + CHOICE,
+        LATENT_KEYS,
+        UNTIED | LATENT_SIZES | {"num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+                                 "moe_intermediate_size": 2048, "intermediate_size": 18432, "routed_scaling_factor": 2.5,
+                                 "num_experts_per_tok": 8, "norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8,
+                                 "topk_group": 4, "max_position_embeddings": 4096},
+        SIGMOIDS | LATENT_NORMS,
+        dense="first",
+        groups="top2",
+        pairs=LATENT_PAIRS,
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": (True, False)},
+        unused=DEEPSEEK_UNUSED,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + HEAD_NORMS + DEEPSEEK + CHOICE,
+        DEEPSEEK_KEYS | {"attention_bias": BIASES},
+        UNTIED | {"moe_intermediate_size": 1408, "intermediate_size": 10944, "num_key_value_heads": 32,
+                  "routed_scaling_factor": 1.0, "norm_topk_prob": False, "first_k_dense_replace": 0, "n_group": 1,
+                  "topk_group": 1, "sliding_window": 4096, "max_window_layers": 62, "max_position_embeddings": 2048},
+        SIGMOIDS | {"model.qk_norm": True},
+        window="layers",
+        dense="first",
+        groups="top2",
+        only={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        unused=tuple(key for key in DEEPSEEK_UNUSED if key != "head_dim"),
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + ROUTED + FEED_FORWARD + shared("shared_experts")
+        + rows(LAYER, {"mlp.moe_statics.e_score_correction_bias": ("ffn/router/bias", Form("OE", "O E", np.s_[None]))}, OURS),
+        {key: path for key, path in SPARSE.items() if key not in ("norm_topk_prob", "num_experts_per_tok")}
+        | {"moe_num_experts|num_experts": "moe.n_experts", "moe_k|num_experts_per_tok": "moe.top_k_mlp",
+           "moe_num_shared_experts": "moe.shared_experts"},
+        TIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
+                "moe_intermediate_size": 1536, "intermediate_size": 12288, "rope_theta": 500000.0,
+                "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+                "max_position_embeddings": 131072},
+        {"moe.use_moe": True, "moe.choice_bias": True},
+        dense="range",
+        pairs=("self_attn.q_proj.weight", "self_attn.k_proj.weight"),
+        only={"use_bias": False, "moe_norm_min": 1e-12},
+        unused=TRAINING,
     ),
 }  # fmt: skip

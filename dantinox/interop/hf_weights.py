@@ -10,8 +10,8 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import on_one_line
-from dantinox.interop.hf_config import config_of, family_of, settings_of
-from dantinox.interop.hf_families import FAMILIES, Family, Form
+from dantinox.interop.hf_config import MOST_LAYERS, config_of, family_of, settings_of
+from dantinox.interop.hf_families import FAMILIES, MTP, Family, Form
 from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
 
@@ -56,14 +56,16 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
         An array that is made raises it where a tensor of it holds NaN or Inf.
     """
     family = family_of(config)
-    expected = model.num_blocks * (model.experts.count if model.experts else 1)
+    expected = model.num_blocks
+    if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
+        expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
     if expected > len(tensors):  # before anything is made of so large a number
         raise UserError(f"the checkpoint has {len(tensors)} tensors, its config says {expected} layers or experts")
     shapes = _shapes(model)
     if large := next((name for name, shape in shapes.items() if math.prod(shape) > MOST_NUMBERS), None):
         raise UserError(f"config.json asks for a parameter {large} of shape {list(shapes[large])}, which no file can hold")
     places = _places(family, shapes)
-    given = _named(tensors, family, places)
+    given = _named(tensors, family, places, range(model.num_blocks, model.num_blocks + predicting_layers(config)))
     _account(given, tensors.tensors, places, shapes)
     if model.weight_tying:
         _check_tied(family, given, tensors)
@@ -82,7 +84,8 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
             tensor = tensors[given[name]]
             if not _is_finite(tensor):
                 raise UserError(f"the checkpoint has {on_one_line(given[name])} with numbers that are NaN or infinite")
-            _fill(places[name].views(array), tensor)
+            order = paired_rows(family, config, model, name, len(tensor))
+            _fill(places[name].views(array), tensor if order is None else tensor[order])
         return array
 
     return Arrays(kinds, make)
@@ -106,8 +109,10 @@ def to_hf(
     """
     model = config.architecture(vocab_size)
     written = dict(like) if like is not None else config_of(config, vocab_size)
+    written |= {key: 0 for key in MTP.split("|") if written.get(key)}  # layers that are not imported
+    family = FAMILIES[written["model_type"]]
     shapes = _shapes(model)
-    places = _places(FAMILIES[written["model_type"]], shapes)
+    places = _places(family, shapes)
     kinds = {
         name: Tensor(place.shape(shapes), np.asarray(parameters[place.parameter]).dtype.name) for name, place in places.items()
     }
@@ -118,9 +123,39 @@ def to_hf(
         for view in places[name].views(parameter):
             _copy(whole.reshape(-1)[start : start + view.size].reshape(view.shape), view)
             start += view.size
-        return whole
+        order = paired_rows(family, written, model, name, len(whole))
+        if order is None:
+            return whole
+        paired = np.empty_like(whole)
+        paired[order] = whole
+        return paired
 
     return written, Arrays(kinds, make)
+
+
+def paired_rows(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
+    """Which of the `count` rows of a tensor stands where, or None where all stay.
+
+    Families that rotate neighbouring numbers of a head, (x₀, x₁), (x₂, x₃), …, come to rotate (x₀, x_{R/2}), … as all models
+    here: the scores are the same. Of a head of latent attention the last numbers are rotated, of others the first.
+    """
+    if not name.endswith(family.pairs or "\0") or config.get("rope_interleave") is False:
+        return None
+    R, size, start = model.rotated_size, model.head_size, 0
+    if model.latent is not None:
+        start = model.latent.rank if ".kv_a_" in name else model.head_size
+        size = start + R
+    head = np.arange(size)
+    head[start : start + R] = start + np.concatenate([np.arange(0, R, 2), np.arange(1, R, 2)])
+    return (np.arange(0, count, size)[:, None] + head).reshape(-1)
+
+
+def predicting_layers(config: Mapping[str, Any]) -> int:
+    """How many layers that predict further tokens stand behind the others; they are left out."""
+    count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
+    if type(count) is not int or not 0 <= count < MOST_LAYERS:
+        raise UserError(f"config.json has num_nextn_predict_layers: {on_one_line(str(count))}, expected a number")
+    return count
 
 
 @lru_cache(maxsize=4)
@@ -132,10 +167,10 @@ def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     """Where each tensor stands that a model with these parameters has, in the order of the table."""
     L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
     places: dict[str, Place] = {}
-    for tensor, parameter, forms in family.tensors:
+    for tensor, parameter, forms, beside in family.tensors:
         for layer in range(L) if "{i}" in tensor else (0,):
-            name = parameter.replace("{i}", str(layer))
-            if name not in shapes:
+            name, other = (path.replace("{i}", str(layer)) for path in (parameter, beside))
+            if name not in shapes or (beside and (other.lstrip("!") in shapes) == other.startswith("!")):
                 continue
             numbers = range(shapes[name][0]) if "{e}" in tensor else (None,)
             places |= {tensor.replace("{i}", str(layer)).replace("{e}", str(e)): Place(name, forms, e) for e in numbers}
@@ -144,9 +179,10 @@ def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     return places
 
 
-def _named(tensors: Arrays, family: Family, places: Mapping[str, Place]) -> dict[str, str]:
-    """Our name of a tensor → the one that it has in the checkpoint, without known buffers."""
-    given = {name: name for name in tensors if not name.endswith(family.buffers)}
+def _named(tensors: Arrays, family: Family, places: Mapping[str, Place], ignored: range) -> dict[str, str]:
+    """Our name of a tensor → the one that it has in the checkpoint, without known buffers and layers that are left out."""
+    left_out = tuple(f"model.layers.{layer}." for layer in ignored)
+    given = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(left_out)}
     prefix = next(iter(places)).partition(".")[0] + "."  # absent where only the body of a model was saved
     if not any(name.startswith(prefix) for name in given):
         given = {name if name in places else prefix + name: name for name in given}
@@ -173,7 +209,7 @@ def _account(
 
 def _check_tied(family: Family, given: Mapping[str, str], tensors: Arrays) -> None:
     """Raises where a checkpoint with a tied head has another one as well."""
-    table = next(tensor for tensor, parameter, _ in family.tensors if parameter == TABLE)
+    table = next(row.tensor for row in family.tensors if row.parameter == TABLE)
     if "lm_head.weight" in given:
         head, embed = tensors[given["lm_head.weight"]], tensors[given[table]]
         if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):

@@ -7,6 +7,7 @@ heads found, so that all heads read the same vectors and nothing is made large (
 Shapes: B batch, T time, D model, N heads, R the latent's size, P the size of a rotated part, H of an unrotated, V of a value.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Probe
-from dantinox.model.layers import Linear, Softmax, product, rms_norm
+from dantinox.model.layers import Linear, RMSNorm, Softmax, product
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import rotate, yarn_gain
 
@@ -59,10 +60,11 @@ class LatentAttention(nnx.Module):
         R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
         self.rank, self.head_size, self.rotated_size, self.window = R, H, P, window
         self.kv_a = Linear((D,), (R + P,), dtype=dtype, rngs=rngs)
-        self.kv_norm = rms_norm(config, R)
+        norm = partial(RMSNorm, epsilon=latent.norm_epsilon, zero_centered=config.norm_zero_centered)
+        self.kv_norm = norm(R)
         self.kv_b = UpProjection(R, N, H, V, dtype=dtype, rngs=rngs)
         self.q_a = None if Q is None else Linear((D,), (Q,), dtype=dtype, rngs=rngs)
-        self.q_norm = None if Q is None else rms_norm(config, Q)
+        self.q_norm = None if Q is None else norm(Q)
         self.q = Linear((Q or D,), (N, H + P), dtype=dtype, rngs=rngs)
         self.out = Linear((N, V), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
         self.gate = Linear((D,), (N, V), dtype=dtype, rngs=rngs) if config.no_sink else None

@@ -13,6 +13,10 @@ FOUR = {"num_hidden_layers": 4}
 PATTERN = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 SWITCHED = {"use_sliding_window": True, "sliding_window": 6}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24,
+          "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}  # fmt: skip
+DEEPSEEK = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 12,
+                     "qk_rope_head_dim": 8, "v_head_dim": 10}  # fmt: skip
 LOCAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -32,6 +36,47 @@ FAMILIES = {
     "gpt2": ("GPT2Config", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralConfig", EXPERTS),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 12, "norm_topk_prob": True}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **EXPERTS,
+            "head_dim": 12,
+            "sliding_window": 6,
+            "swiglu_limit": 1.5,
+            "rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**DEEPSEEK, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **DEEPSEEK,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "q_lora_rank": 20,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "dots1": ("Dots1Config", {**ROUTED, "head_dim": 12, "norm_topk_prob": True, "sliding_window": None}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2, "moe_intermediate_size": 24, "head_dim": 12},
+    ),
 }
 GPT2_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
               "max_position_embeddings")  # fmt: skip

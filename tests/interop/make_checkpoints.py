@@ -33,6 +33,9 @@ def random_model(family: str, seed: int, **changes):
         else:
             noise = noise * 1.3 / weight.shape[-1] ** 0.5
         weight.data = noise.to(weight.dtype)
+    for path, buffer in model.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=draw))
     return model
 
 

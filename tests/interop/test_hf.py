@@ -22,7 +22,7 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SYMBOLS = 67
 PROMPT = 8
 # The rest differ from these in what the tests of the model compare with NumPy.
-QUICK = ("llama", "qwen2", "phi3", "gemma3_text", "mixtral")
+QUICK = ("llama", "qwen2", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3")
 each = pytest.mark.parametrize("family", FAMILIES)
 most = pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -89,6 +89,17 @@ def test_sizes_that_no_file_can_hold_are_named():
     settings = build_config(settings_of(config | huge, max_context=64))
     with pytest.raises(UserError, match="which no file can hold"):
         from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
+
+
+def test_layers_that_predict_further_tokens_are_left_out():
+    config, settings, files = read("deepseek_v3")
+    more = Arrays(files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]}, lambda name: files[name])
+    model = settings.architecture(SYMBOLS, "cpu")
+    with pytest.raises(UserError, match=r"model.layers.2.eh_proj.weight, for which the model of its config has no place"):
+        from_hf(config, model, more)
+    predicting = config | {"num_nextn_predict_layers": 1}
+    arrays = from_hf(predicting, model, more)
+    assert to_hf(settings, SYMBOLS, arrays, predicting)[0] == config
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf])

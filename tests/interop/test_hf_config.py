@@ -2,7 +2,7 @@
 
 import pytest
 
-from dantinox.config import UserError, build_config
+from dantinox.config import ExpertsConfig, LatentConfig, RopeScaling, UserError, build_config
 from dantinox.interop.hf_config import config_of, settings_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
@@ -78,6 +78,32 @@ WILD = {
          "sliding_window": None},
         {"hidden_dim": 48, "qk_norm": True},
     ),
+    "gpt-oss": (
+        {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 4, "experts_per_token": 4, "head_dim": 16,
+         "num_key_value_heads": 2, "initial_context_length": 4096, "rope_theta": 150000, "sliding_window": 9,
+         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                          "rope_type": "yarn", "truncate": False}},
+        {"windows": (9, None, 9, None), "sink_logits": True, "mlp_bias": True, "swiglu_limit": 7.0, "qkv_bias": True,
+         "rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False)},
+    ),
+    "deepseek v2 lite": (
+        {"model_type": "deepseek_v2", "kv_lora_rank": 24, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+         "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 40,
+         "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+         "norm_topk_prob": False, "scoring_func": "softmax", "seq_aux": True, "topk_method": "greedy",
+         "routed_scaling_factor": 1.0, "num_key_value_heads": 4,
+         "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                          "original_max_position_embeddings": 4096, "type": "yarn"}},
+        {"latent": LatentConfig(24, 8, 12, norm_epsilon=1e-6), "hidden_dim": 40, "head_size": 16,
+         "experts": ExpertsConfig(8, 3, 80, normalise=False, dense_layers=(0,), dense_dim=96)},
+    ),
+    "qwen 1.5 moe": (
+        {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 72, "norm_topk_prob": False, "decoder_sparse_step": 2, "max_window_layers": 21,
+         "sliding_window": 32768, "num_key_value_heads": 4},
+        {"qkv_bias": True,
+         "experts": ExpertsConfig(8, 4, 72, normalise=False, shared_gate=True, dense_layers=(0, 2), dense_dim=96)},
+    ),
 }  # fmt: skip
 
 
@@ -133,6 +159,14 @@ def test_scaling_is_read_with_its_numbers():
             {"model_type": "phi3", "original_max_position_embeddings": "long", "rope_scaling": {"type": "su"}},
             "original_max_position_embeddings: 'long', expected a number",
         ),
+        (
+            {"model_type": "deepseek_v2", "num_experts_per_tok": 2, "topk_method": "best"},
+            "topk_method: 'best', which is none of",
+        ),
+        ({"model_type": "deepseek_v3", "num_experts_per_tok": 2, "n_group": None}, "n_group: null, expected a number"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func: 'softmax', where only 'sigmoid' is the same"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers: ['1'], expected a list of numbers"),
+        ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias: true, where only false is the same model here"),
         ({"new\nkey": 1}, "config.json has new"),
     ],
 )

@@ -203,7 +203,7 @@ def latent_attention(
         return np.array([rotated(x, p, config.rope_theta, config.rope_scaling) for x, p in rows])
 
     def norm(x_TD: Array, name: str) -> Array:
-        return np.array([normalise(rms_kind(config), x, weights[name], config.norm_epsilon) for x in x_TD])
+        return np.array([normalise(rms_kind(config), x, weights[name], config.latent.norm_epsilon) for x in x_TD])
 
     kv_TC = x_TD @ weights["kv_a"]["kernel"]
     latent_TR, shared_TP = norm(kv_TC[:, :R], "kv_norm"), turned_all(kv_TC[:, R:])

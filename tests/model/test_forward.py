@@ -35,7 +35,7 @@ GRID = {
     "yarn, blended anywhere": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0, truncate=False), "head_size": 24},
     "latents": {"latent": LatentConfig(5, 2, 4), "kv_heads": 4},
     "latents, yarn": {
-        "latent": LatentConfig(5, 4, 4),
+        "latent": LatentConfig(5, 4, 4, norm_epsilon=0.3),
         "kv_heads": 4,
         "rope_scaling": RopeScaling("yarn", 4.0, 30, beta_fast=8.0, mscale=0.7, mscale_all_dim=1.3),
     },
