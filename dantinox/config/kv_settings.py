@@ -13,12 +13,12 @@ from dantinox.config.prerequisites import Needs, given
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
 AVERAGES = ("snapkv+ema", "expected_attention", "kvzip")  # policies with a moving average of attention while decoding
-Signal = Literal["uniform", "entropy", "coverage", "loss"]
+Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 
 BUDGET = Needs(("kv.budget", given), ("kv.budget_tokens", given))
 SNAPKV = BUDGET, Needs(("kv.policy", "snapkv+ema"))
 AVERAGE = BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGES))
-BY_HEAD = (("kv.signal", "entropy"), ("kv.signal", "coverage"))  # what query heads are measured for
+BY_HEAD = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))  # what query heads are measured for
 
 
 class KVSection(Section):
@@ -47,13 +47,13 @@ class KVSection(Section):
         0.98, "factor of an importance per token where it is an average (entropy: from the measured entropy of the head)"
     )
     scale_min: Annotated[float, Field(gt=0, le=1), BUDGET, Needs(*BY_HEAD)] = field(
-        0.3, "smallest share of a head by entropy or coverage, as a multiple of the mean"
+        0.3, "smallest share of a head by entropy, coverage or distance, as a multiple of the mean"
     )
     scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), BUDGET, Needs(*BY_HEAD)] = field(
-        2.5, "largest share of a head by entropy or coverage, as a multiple of the mean"
+        2.5, "largest share of a head by entropy, coverage or distance, as a multiple of the mean"
     )
     grouping: Annotated[Literal["max", "mean", "min"], BUDGET, Needs(*BY_HEAD, ("kv.decay", "entropy"))] = field(
-        "max", "how a key head's entropy or coverage comes from those of its query heads"
+        "max", "how a key head's entropy, coverage or distance comes from those of its query heads"
     )
     calibration: Annotated[
         str | None, BUDGET, Needs(("kv.signal", lambda signal: signal != "uniform"), ("kv.decay", "entropy"))

@@ -119,7 +119,7 @@ class SamplingSettings(TypedDict, total=False):
     kv_budget: float | None
     kv_budget_tokens: int | None
     kv_policy: Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
-    kv_signal: Literal["uniform", "entropy", "coverage", "loss"]
+    kv_signal: Literal["uniform", "entropy", "coverage", "distance", "loss"]
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"]
     kv_sinks: int
     kv_recent: int

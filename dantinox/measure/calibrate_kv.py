@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import check_writable
 from dantinox.generation import load
-from dantinox.measure.head_loss import loss_rises
+from dantinox.measure.head_loss import SINKS, loss_rises
 from dantinox.measure.texts import in_batches, padded, read_text, stored
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
@@ -53,7 +54,7 @@ class HeadCalibration(HeadFile):
         return self.model_dump(exclude_none=True)
 
     def heads(self, name: str) -> np.ndarray:
-        """`head_entropies` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`."""
+        """`head_entropies`, `coverage` or `distance` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`."""
         values = np.array(list(getattr(self, name).values()), np.float64)
         return values.reshape(self.n_layer, -1, *values.shape[1:])
 
@@ -72,7 +73,8 @@ def calibrate_kv(
     """Measures the attention of every query head on a text, and saves it in the run as `kv_entropy.json`.
 
     In each sequence the queries at 25, 50, 75 and 100 % of its tokens are measured: the entropy of their attention over the
-    keys they see, and the smallest number of keys that hold 95 % of it. A head has the mean over queries and sequences. Then
+    keys they see, the smallest number of keys that hold 95 % of it, and how many tokens back it goes in the mean, the first
+    four tokens of the text left out. A head has the mean over queries and sequences. Then
     `loss_rises` measures what eviction costs every key head, in as many readings as there are key heads and sizes.
 
     Args:
@@ -116,7 +118,7 @@ def calibrate_kv(
     if not texts:
         least = min(LEAST_TOKENS, config.max_context)
         raise UserError(f"found no document of at least {least} tokens in the text: give another one with --data_path")
-    entropy_SRLN, coverage_SRLN = measure(run.model, texts, progress)
+    entropy_SRLN, coverage_SRLN, distance_SRLN = measure(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
         raise UserError(f"the model of {directory.path} gives attention that is no number: its weights are damaged")
     found: dict[str, Any] = {
@@ -125,6 +127,7 @@ def calibrate_kv(
         "lengths": np.mean([row_ends(len(text)) for text in texts], axis=0).tolist(),
         "length_entropies": _named(np.moveaxis(entropy_SRLN.mean(axis=0), 0, -1), "H"),
         "coverage": _named(coverage_SRLN.mean(axis=(0, 1)), "H"),
+        "distance": _named(distance_SRLN.mean(axis=(0, 1)), "H"),
         "split_half_correlation": split_half(entropy_SRLN.mean(axis=1)),
         "tokens": sum(map(len, texts)),
         "sequences": len(texts),
@@ -213,48 +216,59 @@ def row_ends(tokens: int) -> list[int]:
 
 def measure(
     model: Transformer, texts: Sequence[np.ndarray], progress: Callable[[str], None] = lambda line: None
-) -> tuple[np.ndarray, np.ndarray]:
-    """For S sequences, R query rows, L layers, N heads the entropy (bits) of the attention and the keys that hold `MASS` of it:
-    two float64 arrays `[S, R, L, N]`."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entropy (bits) of the attention, the keys that hold `MASS` of it, and its mean distance (tokens).
+
+    For S sequences, R query rows, L layers and N heads these are float64 arrays `[S, R, L, N]`.
+    """
     tokens_SN, lengths_S = padded(texts)
     ends_SR = np.array([row_ends(length) for length in lengths_S.tolist()])
     slots = tokens_SN.shape[1]
     T = -(-slots // ROWS)  # no quarter is longer
+    unwindowed = replace(model.config, windows=(None,) * model.config.num_blocks)  # slot s holds position s in every layer
 
     def read(rows: np.ndarray) -> np.ndarray:
-        cache = make_cache(model.config, len(rows), slots, model.dtype)
+        cache = make_cache(unwindowed, len(rows), slots, model.dtype)
         starts_B, measured = np.zeros(len(rows), int), []
         for ends_B in ends_SR[rows].T:
             places_BT = starts_B[:, None] + np.arange(T)
             tokens_BT = np.take_along_axis(tokens_SN[rows], np.minimum(places_BT, slots - 1), axis=1)
             positions_BT = np.where(places_BT < ends_B[:, None], places_BT, -1)
-            cache, read_LB2N = _read(model, cache, jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32))
-            measured.append(np.asarray(read_LB2N, np.float64))
+            cache, read_LB3N = _read(model, cache, jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32))
+            measured.append(np.asarray(read_LB3N, np.float64))
             starts_B = ends_B
         return np.stack(measured)
 
     done = Progress(progress, "measuring the attention of each head", len(texts), "sequences")
-    found_RLS2N = in_batches(len(texts), max(1, BATCH_TOKENS // T), read, done.advance, axis=2)
-    entropy_SRLN, keys_SRLN = found_RLS2N.transpose(3, 2, 0, 1, 4)
-    return entropy_SRLN, keys_SRLN
+    found_RLS3N = in_batches(len(texts), max(1, BATCH_TOKENS // T), read, done.advance, axis=2)
+    entropy_SRLN, keys_SRLN, distance_SRLN = found_RLS3N.transpose(3, 2, 0, 1, 4)
+    return entropy_SRLN, keys_SRLN, distance_SRLN
 
 
 @nnx.jit(donate_argnames=("cache",), graph_updates=False)
 def _read(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> tuple[KVCache, jax.Array]:
-    """The cache after these tokens, and of each row's newest query `[L, B, 2, N]`; see `_entropy_and_keys`."""
-    _, after, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=_entropy_and_keys)
+    """The cache after these tokens, and of each row's newest query `[L, B, 3, N]`; see `_attention_of`."""
+    _, after, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=_attention_of)
     assert after is not None
     return after, jnp.stack(aux["probe"])
 
 
-def _entropy_and_keys(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
-    """`[B, 2, N]`: entropy in bits, and the keys that hold `MASS`, of the attention of one query per row."""
+def _attention_of(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
+    """`[B, 3, N]` of the attention of one query per row: entropy in bits, keys that hold `MASS`, and mean distance in tokens.
+
+    The distance leaves out the first `SINKS` keys, which models attend to where they look for nothing.
+    """
     valid_B1S = valid_BS[:, None]
     p_BNS = jax.nn.softmax(jnp.where(valid_B1S, scores_BNS.astype(jnp.float32), -jnp.inf), axis=-1)
     entropy_BN = jnp.maximum(jax.scipy.special.entr(p_BNS).sum(axis=-1), 0) / jnp.log(2)  # p may be rounded to more than 1
     held_BNS = jnp.cumsum(jnp.sort(p_BNS, axis=-1, descending=True), axis=-1)
     keys_BN = jnp.minimum(1 + (held_BNS < MASS).sum(axis=-1), valid_B1S.sum(axis=-1))
-    return jnp.stack([entropy_BN, keys_BN], axis=1)
+    places_S = jnp.arange(p_BNS.shape[-1])
+    newest_B11 = jnp.max(jnp.where(valid_BS, places_S, 0), axis=-1)[:, None, None]
+    others_BNS = jnp.where(places_S >= SINKS, p_BNS, 0)
+    reach_BN = jnp.sum(others_BNS * jnp.maximum(newest_B11 - places_S, 0), axis=-1)
+    distance_BN = reach_BN / jnp.maximum(jnp.sum(others_BNS, axis=-1), jnp.finfo(jnp.float32).tiny)
+    return jnp.stack([entropy_BN, keys_BN, distance_BN], axis=1)
 
 
 def _named(values: np.ndarray, letter: str) -> dict[str, Any]:

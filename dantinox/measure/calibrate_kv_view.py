@@ -57,6 +57,9 @@ def _sentences(found: HeadCalibration) -> Iterator[str]:
             "keys that hold 95 % of a head's attention: "
             f"{keys.mean():.1f} on average, from {keys.min():.1f} to {keys.max():.1f}"
         )
+    if found.distance is not None:
+        tokens = found.heads("distance")
+        yield f"mean distance of a head's attention: {tokens.mean():.0f} tokens, from {tokens.min():.0f} to {tokens.max():.0f}"
     if found.loss is not None and found.loss_slots:
         rises = {head: values[0] for head, values in found.loss.items()}
         worst = max(rises, key=rises.__getitem__)

@@ -26,7 +26,9 @@ _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(st
 
 MAX_KV_BYTES = 16 << 20
 KV_FORMAT = 2
-PER_HEAD = {"head_entropies": "H", "coverage": "H", "loss": "K", "length_entropies": "H"}  # H: query heads, K: key heads
+PER_HEAD = {  # H: query heads, K: key heads
+    "head_entropies": "H", "coverage": "H", "distance": "H", "loss": "K", "length_entropies": "H",
+}  # fmt: skip
 Whole = Annotated[int, Field(ge=0)]
 Rise = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # bits, keys: a sum of them stays a number
@@ -87,6 +89,7 @@ class HeadFile(Section):
       head_entropies: of a query head's attention in bits, by names like `L0_H1`.
       lengths: tokens up to the query rows, means over the sequences, and `length_entropies`, the entropies there.
       coverage: keys that hold 95 % of a query head's attention.
+      distance: mean distance in tokens of a query head's attention, without the first tokens of the text.
       loss: what eviction costs a key head (`L0_K1`) in nats per token, a number for each of `loss_slots`.
       split_half_correlation: of the heads' entropies in odd and in even sequences.
       tokenizer, weights: SHA-256.
@@ -104,6 +107,7 @@ class HeadFile(Section):
     lengths: list[NonNegative] | None = None
     length_entropies: dict[str, list[Signal]] | None = None
     coverage: dict[str, Signal] | None = None
+    distance: dict[str, Signal] | None = None
     loss: dict[str, list[Rise]] | None = None
     loss_slots: list[Count] | None = None
     split_half_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
@@ -125,6 +129,8 @@ class KVCalibration:
         not measured.
       loss_slots: how many, C growing numbers; with the last one nothing is lost.
       path: the file, for messages.
+      distance_LN: how many tokens back a query head attends in the mean, the first tokens of the text left out, or None where
+        it was not measured.
     """
 
     entropy_LN: np.ndarray
@@ -132,14 +138,16 @@ class KVCalibration:
     loss_LKC: np.ndarray | None = None
     loss_slots: tuple[int, ...] = ()
     path: Path = Path("kv_entropy.json")
+    distance_LN: np.ndarray | None = None
 
     def signal(self, name: str) -> np.ndarray:
-        """`entropy` or `coverage` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`.
+        """`entropy`, `coverage` or `distance` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`.
 
         Raises:
           UserError: it was not measured.
         """
-        found = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "loss": self.loss_LKC}[name]
+        measured = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "distance": self.distance_LN}
+        found = (measured | {"loss": self.loss_LKC})[name]
         if found is None:
             raise UserError(f"the calibration {self.path} holds no {name}: {_again(self.path, 'kv')}, or set another kv.signal")
         return found
@@ -173,7 +181,7 @@ def load_kv_calibration(
 
     entropy_LN, slots = grid("head_entropies"), tuple(found.get("loss_slots", ()))
     assert entropy_LN is not None
-    return KVCalibration(entropy_LN, grid("coverage"), grid("loss", len(slots)), slots, Path(path))
+    return KVCalibration(entropy_LN, grid("coverage"), grid("loss", len(slots)), slots, Path(path), grid("distance"))
 
 
 def read_kv_calibration(

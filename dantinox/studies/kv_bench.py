@@ -28,7 +28,7 @@ from dantinox.studies.kv_tasks import Sequences, Tasks, shares
 from dantinox.studies.statistics import chosen
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
-SIGNALS = ("entropy", "coverage", "loss")
+SIGNALS = ("entropy", "coverage", "distance", "loss")
 # Name → the keys of `kv` beside the budget. The oracle is no cache: it keeps everything and looks at its best keys alone.
 METHODS: dict[str, dict[str, Any]] = {
     STREAMING: {"policy": "streaming", "signal": "uniform"},

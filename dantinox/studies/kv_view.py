@@ -17,6 +17,7 @@ from dantinox.studies.statistics import verdict
 # Okabe and Ito's colours, which stay apart for colour-blind eyes, and a shape each.
 MARKS = {
     "streaming": ("v", "#56b4e9"), "uniform": ("o", "#999999"), "entropy": ("s", "#d55e00"), "coverage": ("^", "#009e73"),
+    "distance": ("P", "#0072b2"),
     "loss": ("D", "#b59f00"), "random": ("x", "#cc79a7"), "oracle": ("*", "#000000"),
 }  # fmt: skip
 
@@ -211,8 +212,8 @@ def _notes(study: KVStudy) -> list[str]:
     )
     return [
         "full: nothing is given up. streaming: the first tokens and the last ones stay. uniform: what gets attention stays, "
-        "and all heads have equal shares. entropy, coverage, loss: the same with shares by what was measured of each head. "
-        "random: any tokens stay. oracle: an upper bound and no cache: every query sees its best keys, as many as uniform has "
+        "and all heads have equal shares. entropy, coverage, distance, loss: the same with shares by what was measured of each "
+        "head. random: any tokens stay. oracle: an upper bound and no cache: every query sees its best keys, as many as uniform has "
         "slots.",
         "At a ratio all have as many slots; bytes are those allocated for one row, positions and importances included.",
         "ΔPPL: perplexity of the text behind the prompt, above the full cache's. KL: from the full cache's prediction, in nats "

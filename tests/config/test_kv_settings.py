@@ -27,14 +27,14 @@ def sections(draw):
         return KVSection.model_validate(tree)
     tree[budget] = draw(st.floats(1e-6, 1) if budget == "budget" else st.integers(1, 2**31 - 1))
     tree["policy"] = draw(st.sampled_from(["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]))
-    tree["signal"] = draw(st.sampled_from(["uniform", "entropy", "coverage", "loss"]))
+    tree["signal"] = draw(st.sampled_from(["uniform", "entropy", "coverage", "distance", "loss"]))
     tree |= {"sinks": draw(st.integers(0, 99)), "recent": draw(st.integers(1, 99))}
     if tree["policy"] == "snapkv+ema":
         tree |= {"window": draw(st.integers(1, 99)), "pool": draw(st.integers(0, 9)) * 2 + 1}
         tree["decay"] = draw(st.floats(0, 1) | st.just("entropy"))
-    if tree["signal"] in ("entropy", "coverage"):
+    if tree["signal"] in ("entropy", "coverage", "distance"):
         tree |= {"scale_min": draw(st.floats(0.01, 1)), "scale_max": draw(st.floats(1, 100))}
-    if tree["signal"] in ("entropy", "coverage") or tree.get("decay") == "entropy":
+    if tree["signal"] in ("entropy", "coverage", "distance") or tree.get("decay") == "entropy":
         tree["grouping"] = draw(st.sampled_from(["max", "mean", "min"]))
     if tree["signal"] != "uniform" or tree.get("decay") == "entropy":
         tree["calibration"] = draw(st.none() | st.just("a/kv.json"))
@@ -102,7 +102,7 @@ def test_every_key_needs_a_budget_but_the_budgets_and_the_dtype(key):
             {"policy": "snapkv"},
             "kv.policy must be one of snapkv+ema, expected_attention, kvzip, streaming, tova, h2o, random, got 'snapkv'",
         ),
-        ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, loss, got null"),
+        ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, distance, loss, got null"),
         ({"dtype": "int3"}, "kv.dtype must be one of auto, float32, bfloat16, int8, int4, got 'int3'"),
         ({"sinks": -1}, "kv.sinks must be an integer in [0, 2^31), got -1"),
         ({"recent": 0}, "kv.recent must be an integer in [1, 2^31), got 0"),

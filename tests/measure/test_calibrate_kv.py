@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 
 def expected(config, weights, text) -> np.ndarray:
-    """Entropy and keys for 95 % at the query rows of a text, `[2, R, L, N]`, by the slow transformer of the model's tests."""
-    told = np.zeros((2, 4, config.num_blocks, config.n_heads))
+    """Entropy, keys for 95 % and distance at the query rows of a text, `[3, R, L, N]`, by the slow transformer of the tests."""
+    told = np.zeros((3, 4, config.num_blocks, config.n_heads))
     for row in range(4):
         end = -(-len(text) * (row + 1) // 4)
         _, probed = reference.forward(config, weights, np.asarray(text[:end]))
@@ -42,6 +42,8 @@ def expected(config, weights, text) -> np.ndarray:
                 told[0, row, layer, head] = -(p_S @ np.log2(p_S))
                 largest_S = np.sort(p_S)[::-1]
                 told[1, row, layer, head] = next(keys for keys in range(1, end + 1) if largest_S[:keys].sum() >= 0.95)
+                back_S, later_S = end - 1 - np.flatnonzero(sees_S), np.flatnonzero(sees_S) >= 4
+                told[2, row, layer, head] = p_S[later_S] @ back_S[later_S] / max(p_S[later_S].sum(), 1e-30)
     return told
 
 
@@ -62,12 +64,13 @@ def test_the_measures_are_those_of_numpy(changes, batch_tokens, monkeypatch):
     config = builder.config(**changes)
     built = builder.build(config)
     texts = [builder.texts((1, length), seed=length)[0] for length in (26, 9, 4, 23, 16)]
-    entropy_SRLN, keys_SRLN = measure(built.model(), texts)
+    entropy_SRLN, keys_SRLN, distance_SRLN = measure(built.model(), texts)
     assert entropy_SRLN.shape == (5, 4, config.num_blocks, 4)
     wanted = np.array([expected(config, built.weights, text) for text in texts])
     assert np.ptp(wanted[:, 0]) > 2 and np.ptp(wanted[:, 1]) > 5  # or equality would prove little
     np.testing.assert_allclose(entropy_SRLN, wanted[:, 0], atol=2e-5)
     np.testing.assert_array_equal(keys_SRLN, wanted[:, 1])
+    np.testing.assert_allclose(distance_SRLN, wanted[:, 2], rtol=1e-4, atol=1e-5)
 
 
 def test_the_query_rows():
@@ -214,9 +217,10 @@ def test_the_record_is_that_of_numpy(measured):
     heads = wanted[:, 0].mean(axis=(0, 1))
     assert np.ptp(heads) > 1  # or heads would be all alike
     names = [f"L{layer}_H{head}" for layer in range(LAYERS) for head in range(HEADS)]
-    for key, numbers in (("head_entropies", heads), ("coverage", wanted[:, 1].mean(axis=(0, 1)))):
+    coverage, distance = wanted[:, 1:].mean(axis=(0, 2))
+    for key, numbers in (("head_entropies", heads), ("coverage", coverage), ("distance", distance)):
         assert list(record[key]) == names
-        np.testing.assert_allclose(list(record[key].values()), numbers.ravel(), atol=1e-4)
+        np.testing.assert_allclose(list(record[key].values()), numbers.ravel(), rtol=1e-5, atol=1e-4)
     at_rows = np.moveaxis(wanted[:, 0].mean(axis=0), 0, -1).reshape(-1, 4)
     np.testing.assert_allclose(list(record["length_entropies"].values()), at_rows, atol=1e-4)
     lengths = [[-(-len(text) * row // 4) for row in (1, 2, 3, 4)] for text in chosen]
@@ -239,6 +243,7 @@ def test_the_record_is_saved_and_comes_back(measured):
     found = load_kv_calibration(open_run(path).kv, load(path).model.config, weights_digest(open_run(path)))
     np.testing.assert_array_equal(found.entropy_LN.ravel(), list(record["head_entropies"].values()))
     assert found.coverage_LN is not None and found.coverage_LN.shape == (LAYERS, HEADS) and found.loss_LKC is None
+    np.testing.assert_array_equal(found.distance_LN.ravel(), list(record["distance"].values()))
 
 
 def test_another_text_another_file(run_path, record, tmp_path):

@@ -40,6 +40,7 @@ def record() -> dict:
         "lengths": [16, 32.5],
         "length_entropies": {name: [0.1 * i, 0.2 * i] for i, name in enumerate(names)},
         "coverage": {name: 1 + i / 2 for i, name in enumerate(names)},
+        "distance": {name: 10.0 * i for i, name in enumerate(names)},
         "split_half_correlation": 0.975,
         "tokens": 640,
         "sequences": 20,
@@ -70,6 +71,7 @@ def test_format_2_comes_back(path):
         found = load_kv_calibration(path, CONFIG, weights)
         np.testing.assert_array_equal(found.entropy_LN, ENTROPIES)
         np.testing.assert_array_equal(found.coverage_LN, [[1, 1.5, 2, 2.5], [3, 3.5, 4, 4.5]])
+        np.testing.assert_array_equal(found.distance_LN, [[0, 10, 20, 30], [40, 50, 60, 70]])
         np.testing.assert_array_equal(found.signal("entropy"), ENTROPIES)
         assert found.loss_LKC is None and found.path == path
     assert read_kv_calibration(path, CONFIG, None) == {"format_version": 2, **record()}

@@ -298,12 +298,12 @@ def calibration(**also):
 
 
 def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
-    whole = calibration(coverage_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
+    whole = calibration(coverage_LN=np.ones((2, 4)), distance_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
     assert chosen_caches(None, whole, tmp_path) == (list(METHODS), [])
     assert chosen_caches(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
     names, left_out = chosen_caches(None, calibration(), tmp_path)
     assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
-    assert [line.split(":")[0] for line in left_out] == ["coverage", "loss"] and "--what kv` again" in left_out[0]
+    assert [line.split(":")[0] for line in left_out] == ["coverage", "distance", "loss"] and "--what kv` again" in left_out[0]
     with pytest.raises(UserError, match=r"holds no loss"):
         chosen_caches(["loss"], calibration(), tmp_path)
     with pytest.raises(UserError, match=r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`"):
