@@ -212,9 +212,9 @@ def _notes(study: KVStudy) -> list[str]:
     )
     return [
         "full: nothing is given up. streaming: the first tokens and the last ones stay. uniform: what gets attention stays, "
-        "and all heads have equal shares. entropy, coverage, distance, loss: the same with shares by what was measured of each "
-        "head. random: any tokens stay. oracle: an upper bound and no cache: every query sees its best keys, as many as uniform "
-        "has slots.",
+        "and all heads have equal shares. entropy, coverage, distance, loss: the same with shares by what was measured of "
+        "each head. random: any tokens stay. oracle: an upper bound and no cache: every query sees its best keys, as many as "
+        "uniform has slots.",
         "At a ratio all have as many slots; bytes are those allocated for one row, positions and importances included.",
         "ΔPPL: perplexity of the text behind the prompt, above the full cache's. KL: from the full cache's prediction, in nats "
         "per token. top-1: tokens for which the likeliest one is the same. Tokens of the prompt do not count.",
