@@ -22,9 +22,11 @@ from dantinox.interop.gguf_families import (
     LONG,
     SHORT,
     Family,
+    Joined,
     config_of,
     frequency_tensors,
     metadata_of,
+    unsaid,
 )
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
@@ -34,8 +36,19 @@ from dantinox.text import Tokenizer
 
 # By the name of the flag `--type`: GGUF's name of the type, and llama.cpp's number for a file of it.
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-ALWAYS_F32 = (".mlp.gate.", ".block_sparse_moe.gate.", ".wpe.")  # routers and positions, besides what has one axis
-WITHOUT_TYING = ("olmo2",)  # architectures that llama.cpp wants an output layer of, even where it is the table of embeddings
+ALWAYS_F32 = (
+    ".mlp.gate.",
+    ".mlp.router.",
+    ".block_sparse_moe.gate.",
+    ".wpe.",
+)  # routers and positions, besides what has one axis
+WITHOUT_TYING = (
+    "olmo2",
+    "olmoe",
+    "qwen2moe",
+    "gpt-oss",
+    "dots1",
+)  # architectures that llama.cpp wants an output layer of, even where it is the table of embeddings
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 
@@ -58,27 +71,65 @@ def source_of(file: GGUFFile) -> Source:
     config["vocab_size"] = rows
     described: dict[str, Tensor] = {}
     for name, (stored_as, expert) in parts.items():
-        stored = file.tensors[stored_as]
-        shape = stored.shape if expert is None else stored.shape[1:]
-        shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
-        described[name] = Tensor(shape, PLAIN[stored.kind].name if stored.kind in PLAIN else "float32")
+        stored = [file.tensors[part] for part in stored_as]
+        kinds = {PLAIN[part.kind].name if part.kind in PLAIN else "float32" for part in stored}
+        if joined := family.joined.get(_general(name)):
+            shape = _joined_shape(joined, config, [part.shape for part in stored], f"{path} has {' and '.join(stored_as)}")
+        else:
+            shape = stored[0].shape if expert is None else stored[0].shape[1:]
+            shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
+        described[name] = Tensor(shape, kinds.pop() if len(kinds) == 1 else "float32")
+
+    def make(name: str) -> np.ndarray:
+        stored_as, expert = parts[name]
+        joined = family.joined.get(_general(name))
+        if joined is None:
+            return _converted(family, config, name, read_tensor(file, stored_as[0], expert), back=False)
+        arrays = [read_tensor(file, part) for part in stored_as]
+        whole = np.empty(described[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
+        for piece, array in zip(joined.pieces(whole, config), arrays, strict=True):
+            piece[...] = array
+        return whole
+
     return Source(
         path=path,
         format="gguf",
         config=config,
-        tensors=Arrays(
-            described,
-            lambda name: _converted(family, config, name, read_tensor(file, *parts[name]), back=False),
-        ),
+        tensors=Arrays(described, make),
         **vocabulary._asdict(),
     )
 
 
-def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[str, int | None]]:
-    """For every name of transformers the tensor in the file, and the entry of its first axis where that is one of experts."""
-    parts: dict[str, tuple[str, int | None]] = {}
+def _joined_shape(joined: Joined, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
+    """The shape of a tensor of transformers that is made of tensors of these shapes; `what`: the beginning of an error."""
+    try:
+        shape = joined.shape(config, *shapes)
+        pieces = joined.pieces(np.broadcast_to(np.uint8(0), shape), config)
+    except (IndexError, ValueError):
+        pieces = ()
+    if [piece.shape for piece in pieces] != shapes:
+        raise UserError(f"{what} of shapes that do not fit the metadata: {' and '.join(map(str, shapes))}")
+    return shape
+
+
+def _general(name: str) -> str:
+    """A name of transformers with `{}` for the layer."""
+    return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
+
+
+def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], int | None]]:
+    """For every name of transformers the tensors in the file, and the entry of the first axis where that is one of experts."""
+    parts: dict[str, tuple[tuple[str, ...], int | None]] = {}
+    joined = {stored: theirs for theirs, how in family.joined.items() for stored in how.stored}
     for name, stored in file.tensors.items():
         if name in (LLAMA3, LONG, SHORT):
+            continue
+        if theirs := joined.get(re.sub(r"^blk\.\d+\.", "blk.{}.", name)):
+            number = name.split(".")[1]
+            of = tuple(part.replace("{}", number) for part in family.joined[theirs].stored)
+            if missing := next((part for part in of if part not in file.tensors), None):
+                raise UserError(f"{file.path} has {name} and lacks {missing}")
+            parts[theirs.replace("{}", number)] = of, None
             continue
         module, _, suffix = name.rpartition(".")
         theirs = family.names.get(re.sub(r"^blk\.\d+\.", "blk.{}.", module))
@@ -89,9 +140,9 @@ def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[str, int | None]]:
         if "{e}" in theirs:
             if stored.shape[0] != file.metadata.get(f"{family.arch}.expert_count"):
                 raise UserError(f"{file.path} has {stored.shape[0]} experts in {on_one_line(name)}, and says otherwise")
-            parts |= {theirs.replace("{e}", str(e)): (name, e) for e in range(stored.shape[0])}
+            parts |= {theirs.replace("{e}", str(e)): ((name,), e) for e in range(stored.shape[0])}
         else:
-            parts[theirs] = (name, None)
+            parts[theirs] = (name,), None
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{file.path} has no embeddings: token_embd.weight is missing")
     embeddings, output = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight"))
@@ -160,9 +211,11 @@ def export_gguf(
         raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     made_of = _made_of(family, [name for name in tensors if name not in tied])
-    shapes = {stored: _shape(family, tensors, names, TYPES[kind][0]) for stored, names in made_of.items()}
+    shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in made_of.items()}
     rows = shapes["token_embd.weight"][0][0]
     model = config.architecture(tokenizer.vocab_size)
+    if what := unsaid(model, family, hf_config):
+        raise UserError(f"llama.cpp's {family.arch} cannot have {what}")
     context = hf_config.get("max_position_embeddings", model.max_context)
     if not family.windows and all(window is None or window >= model.max_context for window in model.windows):
         # Windows as long as the context change nothing, and the file says that it is no longer.
@@ -180,6 +233,10 @@ def export_gguf(
 
     def arrays() -> Iterator[np.ndarray]:
         for stored, names in made_of.items():
+            if joined := family.joined.get(_general(names[0])):
+                number = joined.stored.index(_stored_name(stored))
+                yield np.ascontiguousarray(joined.pieces(tensors[names[0]], hf_config)[number])
+                continue
             parts = (_converted(family, hf_config, name, tensors[name], back=True) for name in names)
             yield np.stack(list(parts)) if "_exps" in stored else next(parts)
         yield from extra.values()
@@ -192,6 +249,10 @@ def _made_of(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
     names = {theirs: ours for ours, theirs in family.names.items()}
     made_of: dict[str, dict[int, str]] = {}
     for name in tensors:
+        if joined := family.joined.get(_general(name)):
+            number = name.split(".")[2]
+            made_of |= {stored.replace("{}", number): {0: name} for stored in joined.stored}
+            continue
         module, _, suffix = name.rpartition(".")
         layer, expert = re.search(r"\.(?:layers|h)\.(\d+)\.", name), re.search(r"\.experts\.(\d+)\.", name)
         general = re.sub(r"\.experts\.\d+\.", ".experts.{e}.", re.sub(r"\.(layers|h)\.\d+\.", r".\1.{}.", module))
@@ -204,13 +265,21 @@ def _made_of(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
     return {stored: [parts[e] for e in sorted(parts)] for stored, parts in made_of.items()}
 
 
-def _shape(family: Family, tensors: Arrays, names: list[str], kind: str) -> Shape:
+def _stored_name(stored: str) -> str:
+    """A name of GGUF with `{}` for the layer."""
+    return re.sub(r"^blk\.\d+\.", "blk.{}.", stored)
+
+
+def _shape(family: Family, tensors: Arrays, stored: str, names: list[str], kind: str, hf_config: Mapping[str, Any]) -> Shape:
     shape = tensors.tensors[names[0]].shape
+    if joined := family.joined.get(_general(names[0])):
+        pieces = joined.pieces(np.broadcast_to(np.uint8(0), shape), hf_config)
+        shape = pieces[joined.stored.index(_stored_name(stored))].shape
     if _is_transposed(family, names[0], len(shape)):
         shape = shape[::-1]
-    if ".experts." in names[0]:
+    if "_exps" in stored and ".experts.0." in names[0]:
         shape = (len(names), *shape)
-    if len(shape) == 1 or any(part in names[0] for part in ALWAYS_F32):
+    if len(shape) == 1 or stored.endswith(".bias") or any(part in names[0] for part in ALWAYS_F32):
         return shape, "F32"
     return shape, "F16" if kind == "Q8_0" and shape[-1] % BLOCK else kind
 

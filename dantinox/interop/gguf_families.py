@@ -4,7 +4,7 @@ The facts of an architecture are those of llama.cpp, `conversion/` and `src/mode
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,51 @@ def _experts(module: str, gate: str, up: str, down: str) -> dict[str, str]:
     return ENDS | ATTENTION | BEFORE | stacks | {"blk.{}.ffn_gate_inp": f"{LAYER}{module}.gate"}
 
 
+class Joined(NamedTuple):
+    """A tensor of transformers that is one or several of GGUF in another form.
+
+    Attributes:
+      stored: names of these in GGUF, with `{}` for the layer.
+      shape: of the tensor, from theirs and `config.json`.
+      pieces: views of the tensor, each with the axes of one of theirs; what is written into them stands in the tensor.
+    """
+
+    stored: tuple[str, ...]
+    shape: Callable[..., tuple[int, ...]]
+    pieces: Callable[[np.ndarray, Mapping[str, Any]], Sequence[np.ndarray]]
+
+
+def _keys_and_values(tensor: np.ndarray, config: Mapping[str, Any]) -> list[np.ndarray]:
+    """What makes keys and values of a latent, `[N (H+V), R]`: as `[N, R, H]` and `[N, V, R]`."""
+    heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
+    H = config["qk_nope_head_dim"]
+    return [heads[:, :H].transpose(0, 2, 1), heads[:, H:]]
+
+
+SINKS = Joined(("blk.{}.attn_sinks.weight",), lambda config, sinks: sinks, lambda t, config: [t])
+# Stacked experts [E, D, 2F], gate and up by turns, as [E, F, D] each.
+GATE_UP = Joined(
+    ("blk.{}.ffn_gate_exps.weight", "blk.{}.ffn_up_exps.weight"),
+    lambda config, gate, up: (gate[0], gate[2], 2 * gate[1]),
+    lambda t, config: t.reshape(*t.shape[:2], -1, 2).transpose(3, 0, 2, 1),  # type: ignore[arg-type,return-value]
+)
+GATE_UP_BIAS = Joined(
+    ("blk.{}.ffn_gate_exps.bias", "blk.{}.ffn_up_exps.bias"),
+    lambda config, gate, up: (gate[0], 2 * gate[1]),
+    lambda t, config: t.reshape(len(t), -1, 2).transpose(2, 0, 1),  # type: ignore[arg-type,return-value]
+)
+DOWN = Joined(("blk.{}.ffn_down_exps.weight",), lambda config, s: (s[0], s[2], s[1]), lambda t, config: [t.transpose(0, 2, 1)])
+DOWN_BIAS = Joined(("blk.{}.ffn_down_exps.bias",), lambda config, bias: bias, lambda t, config: [t])
+SHARED_GATE = Joined(("blk.{}.ffn_gate_inp_shexp.weight",), lambda config, gate: (1, *gate), lambda t, config: [t[0]])
+CHOICE = Joined(("blk.{}.exp_probs_b.bias",), lambda config, bias: bias, lambda t, config: [t])
+CHOICE_ROW = Joined(("blk.{}.exp_probs_b.bias",), lambda config, bias: (1, *bias), lambda t, config: [t[0]])
+KEYS_AND_VALUES = Joined(
+    ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
+    lambda config, k, v: (k[0] * (k[2] + v[1]), k[1]),
+    _keys_and_values,
+)
+
+
 class Family(NamedTuple):
     """A family of transformers in GGUF.
 
@@ -50,6 +95,8 @@ class Family(NamedTuple):
       interleaved: whether heads are stored for rotations of neighbouring numbers.
       shifted: whether norms are stored as 1 + w.
       windows: after how many layers one without a window comes; 0 where llama.cpp has no windows.
+      keys: metadata of experts → the keys of `config.json`, their type, and what holds where they are absent (None: nothing).
+      joined: tensors of transformers, with `{}` for the layer, that are not those of GGUF under another name.
     """
 
     model_type: str
@@ -59,6 +106,8 @@ class Family(NamedTuple):
     interleaved: bool = False
     shifted: bool = False
     windows: int = 0
+    keys: Mapping[str, tuple[str, type[Any], Any]] = {}
+    joined: Mapping[str, Joined] = {}
 
 
 GPT2 = {
@@ -75,13 +124,46 @@ PHI3 = (
         **{"blk.{}.ffn_up": LAYER + "mlp.gate_up_proj", "blk.{}.ffn_down": LAYER + "mlp.down_proj"},
     }
 )
+SPARSE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+PARTS = ("gate", "up", "down")
+SHARED = {f"blk.{{}}.ffn_{part}_shexp": f"{LAYER}mlp.shared_experts.{part}_proj" for part in PARTS}
+LATENT = {
+    **{name: theirs for name, theirs in SPARSE.items() if name not in ("blk.{}.attn_k", "blk.{}.attn_v")},
+    **{"blk.{}.attn_q_a": LAYER + "self_attn.q_a_proj", "blk.{}.attn_q_b": LAYER + "self_attn.q_b_proj"},
+    **{"blk.{}.attn_q_a_norm": LAYER + "self_attn.q_a_layernorm", "blk.{}.attn_kv_a_norm": LAYER + "self_attn.kv_a_layernorm"},
+    **{"blk.{}.attn_kv_a_mqa": LAYER + "self_attn.kv_a_proj_with_mqa"},
+    **MLP,
+    **SHARED,
+}
+ROUTED: dict[str, tuple[str, type[Any], Any]] = {
+    "expert_count": ("num_experts", int, None),
+    "expert_used_count": ("num_experts_per_tok", int, None),
+    "expert_feed_forward_length": ("moe_intermediate_size", int, None),
+}
+DEEPSEEK = ROUTED | {
+    "expert_count": ("n_routed_experts", int, None),
+    "expert_shared_count": ("n_shared_experts", int, None),
+    "expert_weights_scale": ("routed_scaling_factor", float, 1.0),
+    "expert_weights_norm": ("norm_topk_prob", bool, False),
+    "leading_dense_block_count": ("first_k_dense_replace", int, 0),
+    "expert_group_count": ("n_group", int, 1),
+    "expert_group_used_count": ("topk_group", int, 1),
+}
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the scores of experts, `llama_expert_gating_func_type`
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
 # Of several families with one architecture, the first is what a file is read as.
 FAMILIES = (
     Family("llama", "llama", DENSE, SILU, interleaved=True),
     Family("mistral", "llama", DENSE, SILU, interleaved=True),
-    Family("mixtral", "llama", _experts("block_sparse_moe", "w1", "w3", "w2"), SILU, interleaved=True),
+    Family(
+        "mixtral",
+        "llama",
+        _experts("block_sparse_moe", "w1", "w3", "w2"),
+        SILU,
+        interleaved=True,
+        keys={"expert_count": ("num_local_experts", int, None), "expert_used_count": ("num_experts_per_tok", int, None)},
+    ),
     Family("smollm3", "smollm3", DENSE, SILU | {"no_rope_layer_interval": 4}, interleaved=True),
     Family("qwen2", "qwen2", DENSE, SILU),
     Family("qwen3", "qwen3", DENSE | HEAD_NORMS, SILU | NO_BIAS),
@@ -90,6 +172,85 @@ FAMILIES = (
         "qwen3moe",
         _experts("mlp", "gate_proj", "up_proj", "down_proj") | HEAD_NORMS,
         SILU | NO_BIAS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        keys=ROUTED,
+    ),
+    Family(
+        "qwen2_moe",
+        "qwen2moe",
+        SPARSE | SHARED | {f"blk.{{}}.ffn_{part}_shexp": f"{LAYER}mlp.shared_expert.{part}_proj" for part in PARTS},
+        SILU | {"qkv_bias": True, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        keys=ROUTED | {"expert_shared_feed_forward_length": ("shared_expert_intermediate_size", int, None)},
+        joined={f"{LAYER}mlp.shared_expert_gate.weight": SHARED_GATE},
+    ),
+    Family(
+        "olmoe",
+        "olmoe",
+        SPARSE | HEAD_NORMS,
+        SILU | NO_BIAS | {"norm_topk_prob": False},
+        keys={"expert_count": ("num_experts", int, None), "expert_used_count": ("num_experts_per_tok", int, None)},
+    ),
+    Family(
+        "gpt_oss",
+        "gpt-oss",
+        ENDS
+        | ATTENTION
+        | {
+            **{"blk.{}.attn_norm": LAYER + "input_layernorm", "blk.{}.ffn_gate_inp": LAYER + "mlp.router"},
+            **{"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"},
+        },
+        SILU | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        windows=2,
+        keys={
+            "expert_count": ("num_local_experts", int, None),
+            "expert_used_count": ("num_experts_per_tok", int, None),
+            "expert_feed_forward_length": ("intermediate_size", int, None),
+        },
+        joined={
+            f"{LAYER}self_attn.sinks": SINKS,
+            f"{LAYER}mlp.experts.gate_up_proj": GATE_UP,
+            f"{LAYER}mlp.experts.gate_up_proj_bias": GATE_UP_BIAS,
+            f"{LAYER}mlp.experts.down_proj": DOWN,
+            f"{LAYER}mlp.experts.down_proj_bias": DOWN_BIAS,
+        },
+    ),
+    Family(
+        "deepseek_v2",
+        "deepseek2",
+        LATENT,
+        SILU | NO_BIAS,
+        keys={key: value for key, value in DEEPSEEK.items() if key != "expert_weights_norm"},
+        joined={f"{LAYER}self_attn.kv_b_proj.weight": KEYS_AND_VALUES},
+    ),
+    Family(
+        "deepseek_v3",
+        "deepseek2",
+        LATENT,
+        SILU | NO_BIAS,
+        keys=DEEPSEEK,
+        joined={f"{LAYER}self_attn.kv_b_proj.weight": KEYS_AND_VALUES, f"{LAYER}mlp.gate.e_score_correction_bias": CHOICE},
+    ),
+    Family(
+        "dots1",
+        "dots1",
+        SPARSE | MLP | HEAD_NORMS | SHARED,
+        SILU | NO_BIAS | {"sliding_window": None},
+        keys=DEEPSEEK,
+        joined={f"{LAYER}mlp.gate.e_score_correction_bias": CHOICE},
+    ),
+    Family(
+        "ernie4_5_moe",
+        "ernie4_5-moe",
+        SPARSE | MLP | SHARED,
+        SILU | {"use_bias": False, "moe_layer_end_index": -1},
+        keys={
+            "expert_count": ("moe_num_experts", int, None),
+            "expert_used_count": ("moe_k", int, None),
+            "expert_feed_forward_length": ("moe_intermediate_size", int, None),
+            "expert_shared_count": ("moe_num_shared_experts", int, 0),
+            "leading_dense_block_count": ("moe_layer_start_index", int, 0),
+            "interleave_moe_layer_step": ("moe_layer_interval", int, None),
+        },
+        joined={f"{LAYER}mlp.moe_statics.e_score_correction_bias": CHOICE_ROW},
     ),
     Family("gemma2", "gemma2", TIED | ATTENTION | BOTH | MLP, GELU | NO_BIAS, shifted=True, windows=2),
     Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
@@ -122,6 +283,7 @@ AXES = (
 )
 # Metadata that changes no number here.
 IDLE = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_weights_norm"}
+LITE = (26, 27)  # layers of a deepseek2 that llama.cpp reads without a latent of queries
 LARGEST = 1e30
 LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 
@@ -179,13 +341,18 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
       UserError: the architecture is not known, or the metadata lacks something, or says more than is known here.
     """
     meta = Metadata(file)
-    experts = meta("expert_count", 0) if meta.arch in ("llama", "qwen3moe") else 0
+    experts = meta("expert_count", 0) if meta.arch == "llama" else 0
     known = [family for family in FAMILIES if family.arch == meta.arch]
     if not known:
         names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
         raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
     meta.check_sizes(file.tensors)
     family = known[-1] if experts else known[0]
+    if meta.arch in ("deepseek2", "dots1"):
+        scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" else SIGMOID)
+        if scores not in (SOFTMAX, SIGMOID) or (meta.arch == "dots1" and scores != SIGMOID):
+            raise UserError(f"{file.path} says {meta.arch}.expert_gating_func: {scores}, which is not known here")
+        family = known[scores - SOFTMAX] if meta.arch == "deepseek2" else family
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     if family.model_type == "gpt2":
         config |= {theirs: meta(key, kind=_kind_of(key)) for key, theirs in GPT2_SIZES.items()}
@@ -195,21 +362,32 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         meta.refuse_rest()
         return family, config
     heads = meta("attention.head_count")
-    defaults = {"attention.head_count_kv": heads, "feed_forward_length": 1 if family.arch == "qwen3moe" else None}
+    width = "expert_feed_forward_length" in family.keys
+    defaults = {"attention.head_count_kv": heads, "feed_forward_length": 1 if width else None}
     config |= {theirs: meta(key, defaults.get(key), _kind_of(key)) for key, theirs in SIZES.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
         raise UserError(f"{file.path} must give {family.arch}.attention.key_length: {heads} heads do not divide the width")
-    head_size = meta("attention.key_length", max(config["hidden_size"] // heads, 1))
-    _same_length(meta, head_size)
-    config["head_dim"] = head_size
-    config |= _expert_keys(meta, family, experts)
+    config |= {theirs: meta(key, default, kind) for key, (theirs, kind, default) in family.keys.items()}
+    if family.names is LATENT:
+        config |= _latent(meta, heads, config["num_key_value_heads"])
+        head_size = config["head_dim"]
+    else:
+        head_size = meta("attention.key_length", max(config["hidden_size"] // heads, 1))
+        _same_length(meta, head_size)
+        config["head_dim"] = head_size
+    if family.model_type == "deepseek_v2":
+        config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
+    if family.arch == "ernie4_5-moe":
+        shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
+        if meta("expert_shared_feed_forward_length", shared) != shared:
+            raise UserError(f"{file.path} gives the shared experts another width than that of so many experts")
     config |= _biases(file, family)
     config |= _windows(meta, family, config["num_hidden_layers"])
     config |= _rotary(meta, family, file, config)
     if family.shifted:
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch == "olmo2":  # transformers has no key for it
+    if family.arch in ("olmo2", "olmoe"):  # transformers has no key for it
         del config["head_dim"]
     if not meta("attention.causal", True, bool):
         raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
@@ -227,13 +405,18 @@ def _same_length(meta: Metadata, head_size: int) -> None:
         raise UserError(f"{meta.name} gives keys and values different lengths, which is not known here")
 
 
-def _expert_keys(meta: Metadata, family: Family, experts: int) -> dict[str, Any]:
-    if not experts:
-        return {}
-    used = {"num_experts_per_tok": meta("expert_used_count")}
-    if family.model_type == "mixtral":
-        return used | {"num_local_experts": experts}
-    return used | {"num_experts": experts, "moe_intermediate_size": meta("expert_feed_forward_length")}
+def _latent(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]:
+    """The sizes of latent attention, whose cache llama.cpp describes as one key head of rank + rotated numbers."""
+    if key_heads != 1:
+        raise UserError(f"{meta.name} must give {meta.arch}.attention.head_count_kv as 1, and gives {key_heads}")
+    rank, rotated = meta("attention.kv_lora_rank"), meta("rope.dimension_count")
+    lengths = tuple(meta(f"attention.{part}_length", default) for part, default in (("key", rank + rotated), ("value", rank)))
+    key, value = meta("attention.key_length_mla"), meta("attention.value_length_mla")
+    if lengths != (rank + rotated, rank) or key <= rotated:
+        raise UserError(f"{meta.name} gives keys of {key} and {lengths} numbers with a latent of {rank} and {rotated} rotated")
+    found = {"kv_lora_rank": rank, "qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated, "v_head_dim": value}
+    found["q_lora_rank"] = meta("attention.q_lora_rank") if meta.has("attention.q_lora_rank") else None
+    return found | {"num_key_value_heads": heads, "head_dim": rotated}
 
 
 def _biases(file: GGUFFile, family: Family) -> dict[str, Any]:
@@ -249,7 +432,9 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
             meta.asked.add("attention.sliding_window")  # llama.cpp reads it and does without
         plain = {"sliding_window": None} if family.model_type in ("mistral", "mixtral", "phi3") else {}
         return plain | (
-            {"use_sliding_window": False} if family.model_type in ("qwen2", "qwen3", "qwen3_moe", "smollm3") else {}
+            {"use_sliding_window": False}
+            if family.model_type in ("qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "smollm3")
+            else {}
         )
     meta.asked.add("attention.sliding_window_pattern")
     pattern = meta.all.get(f"{meta.arch}.attention.sliding_window_pattern", family.windows)
@@ -260,7 +445,7 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
     kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern]
     found: dict[str, Any] = {"sliding_window": window or 4096, "layer_types": kinds}
-    caps = ("attn", "final") if family.arch == "gemma2" else ("final",)
+    caps = {"gemma2": ("attn", "final"), "gemma3": ("final",)}.get(family.arch, ())
     for cap in caps:
         key = f"{cap}_logit_softcapping"
         found[key] = meta(key, kind=float) if meta.has(key) else None
@@ -293,6 +478,10 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
         )
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             rope[name] = meta(f"rope.scaling.yarn_{name}", default, float)
+        if family.arch == "gpt-oss":
+            rope["truncate"] = False
+        if family.names is LATENT:  # llama.cpp reads both as one number
+            rope["mscale"] = rope["mscale_all_dim"] = round(10 * meta("rope.scaling.yarn_log_multiplier", kind=float), 6)
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
@@ -370,12 +559,70 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
     if family.model_type != "gpt2":
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
-    if model.experts is not None:
-        found |= {"expert_count": model.experts.count, "expert_used_count": model.experts.top_k}
-        found |= {"expert_feed_forward_length": model.hidden_dim} if family.model_type == "qwen3_moe" else {}
+    found |= _experts_said(model, family) | _latent_said(model)
     found |= _windows_said(model, family) | _scaling_said(model, context)
-    numbers = ("base", "base_swa", "factor", "capping")
+    numbers = ("base", "base_swa", "factor", "capping", "weights_scale", "multiplier")
     return {key: float(value) if key.endswith(numbers) else value for key, value in found.items() if value is not None}
+
+
+def _experts_said(model: ModelConfig, family: Family) -> dict[str, Any]:
+    experts = model.experts
+    if experts is None:
+        return {}
+    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups} if experts.groups > 1 else {}
+    values = groups | {
+        "expert_count": experts.count,
+        "expert_used_count": experts.top_k,
+        "expert_feed_forward_length": model.hidden_dim,
+        "expert_shared_feed_forward_length": experts.shared_dim,
+        "expert_shared_count": experts.shared_dim // model.hidden_dim,
+        "expert_weights_scale": experts.scaling,
+        "expert_weights_norm": experts.normalise,
+        "leading_dense_block_count": len(experts.dense_layers),
+        "interleave_moe_layer_step": 1,
+    }
+    found = {key: value for key, value in values.items() if key in family.keys}
+    found["feed_forward_length"] = experts.dense_dim or model.hidden_dim
+    if family.arch in ("deepseek2", "dots1"):
+        found["expert_gating_func"] = SIGMOID if experts.score == "sigmoid" else SOFTMAX
+    if family.arch == "ernie4_5-moe":
+        found["expert_shared_feed_forward_length"] = experts.shared_dim
+    return found
+
+
+def _latent_said(model: ModelConfig) -> dict[str, Any]:
+    """The opposite of `_latent`."""
+    if model.latent is None:
+        return {}
+    rank, rotated = model.latent.rank, model.latent.rotated_size
+    found: dict[str, Any] = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+    }
+    found |= {"attention.key_length_mla": model.head_size + rotated, "attention.value_length_mla": model.latent.value_size}
+    found |= {"attention.kv_lora_rank": rank, "attention.q_lora_rank": model.latent.query_rank}
+    if model.rope_scaling is not None and model.rope_scaling.mscale_all_dim:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * model.rope_scaling.mscale_all_dim
+    return found
+
+
+def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> str | None:
+    """What of a model llama.cpp's architecture cannot have, although its metadata and tensors can be written."""
+    experts = model.experts
+    if family.arch == "deepseek2" and experts is not None and experts.groups > 1 and experts.group_score == "max":
+        return "moe.group_score: max (it takes the sum of the best two)"
+    if family.names is LATENT and model.latent is not None and model.latent.query_rank is None and model.num_blocks not in LITE:
+        return f"attention.q_lora_rank: null with other than {LITE[0]} or {LITE[1]} layers"
+    if model.latent is not None and model.latent.norm_epsilon != model.norm_epsilon:
+        return "attention.latent_norm_epsilon: other than model.norm_epsilon"
+    if family.names is LATENT and hf_config.get("rope_interleave") is False:
+        return "rope_interleave: false"
+    if family.arch in ("dots1", "olmoe") and model.kv_heads != model.n_heads:
+        return "model.kv_heads: fewer than model.n_heads"
+    if family.arch in ("qwen2moe", "olmoe") and model.n_heads * model.head_size != model.dim:
+        return "model.head_size: other than model.dim / model.n_heads"
+    return None
 
 
 def _windows_said(model: ModelConfig, family: Family) -> dict[str, Any]:

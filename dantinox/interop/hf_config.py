@@ -266,7 +266,12 @@ def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     elif family.dense == "steps":
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
     elif family.dense == "range":
-        written |= {"moe_layer_start_index": len(dense), "moe_layer_end_index": -1, "moe_layer_interval": 1}
+        routed = [i for i in range(model.num_blocks) if i not in dense]
+        first, last = routed[0], routed[-1]
+        steps = range(1, model.num_blocks + 1)
+        every = next((n for n in steps if routed == [i for i in range(first, last + 1) if not (i + 1) % n]), 1)
+        end = -1 if last == model.num_blocks - 1 else last
+        written |= {"moe_layer_start_index": first, "moe_layer_end_index": end, "moe_layer_interval": every}
     if family.groups is not None:
         written |= {"n_group": groups, "topk_group": model.experts.top_groups}
     if family.groups == "max":
@@ -300,7 +305,10 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
     """
     model = config.architecture(vocab_size)
     nearest: list[str] | None = None
+    unlike: list[str] = []
     for name in FAMILIES if family is None else [family]:
+        if unlike := _unlike(model, FAMILIES[name]):
+            continue
         written = _written(config, model, FAMILIES[name])
         differing = [key for key, value in written.items() if value is _UNSAID]
         if not differing:
@@ -309,11 +317,17 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
         if not differing:
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
-    assert nearest
-    values = flat(config)
+    nearest, values = nearest or unlike, flat(config)
     what = " and ".join(f"{path}: {shown(values[path])}" for path in nearest[:3])
     which = "no family of transformers" if family is None else family
     raise UserError(f"{which} can say this model: the nearest differs in {what}")
+
+
+def _unlike(model: ModelConfig, family: Family) -> list[str]:
+    """The settings by which a model cannot be of a family, whatever its others are."""
+    experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
+    has = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
+    return [path for path, (ours, theirs) in has.items() if ours != theirs]
 
 
 _UNSAID = object()

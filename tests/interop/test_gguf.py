@@ -29,6 +29,17 @@ SAID = {
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "deepseek_v2": {"q_lora_rank": 20, "topk_method": "greedy"},
+    "deepseek_v3": {
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+            **{"mscale": 0.8, "mscale_all_dim": 0.8},
+        }
+    },
+    "dots1": {"num_key_value_heads": 4},
+    "olmoe": {"num_key_value_heads": 4},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None},
 }
 PADDED = {"padded_vocab_size": 70, "max_context": 64}
@@ -70,9 +81,12 @@ def test_names_are_those_of_the_library_and_all_of_a_family(family):
     for stored, theirs in ours.names.items():
         name = re.sub(r"experts\.\{e\}", "experts", theirs).replace("{}", "2")
         assert known.get_name(name) == stored.replace("{}", "2")
-    theirs = {row.tensor.rpartition(".")[0].replace("{i}", "{}") for row in families.FAMILIES[family].tensors}
+    theirs = {row.tensor.replace("{i}", "{}") for row in families.FAMILIES[family].tensors} - ours.joined.keys()
+    theirs = {tensor.rpartition(".")[0] for tensor in theirs}
     unsaid = {f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")}  # llama.cpp has no dense layers there
-    theirs -= {"gemma2": {"lm_head"}, "qwen3_moe": unsaid}.get(family, set())
+    theirs -= {"gemma2": {"lm_head"}, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
+    modules = {gguf.TENSOR_NAMES[kind].replace("{bid}", "{}") for kind in gguf.MODEL_TENSORS[archs[ours.arch]]}
+    assert {stored.rpartition(".")[0] for how in ours.joined.values() for stored in how.stored} <= modules
     assert set(ours.names.values()) == theirs
 
 
@@ -199,6 +213,16 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "GGUF's smollm3 cannot say attention.rope_layers: of unrotated (0,)"),
         ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot say attention.sliding_window"),
         ("gemma2", {"tie_word_embeddings": False}, "GGUF has no name for the tensor lm_head.weight"),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, "GGUF has no name for the tensor model.layers.0.mlp.gate_proj.weight"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "GGUF's gpt-oss cannot say model.swiglu_limit: of swiglu_limit 5.0 it makes 7.0"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "llama.cpp's deepseek2 cannot have moe.group_score: max"),
+        ("deepseek_v2", {"q_lora_rank": None}, "deepseek2 cannot have attention.q_lora_rank: null with other than 26 or 27"),
+        ("deepseek_v3", {"rope_interleave": False}, "llama.cpp's deepseek2 cannot have rope_interleave: false"),
+        (
+            "deepseek_v3",
+            {"rms_norm_eps": 1e-5},
+            "deepseek2 cannot have attention.latent_norm_epsilon: other than model.norm_eps",
+        ),
     ],
 )
 def test_what_llama_cpp_takes_for_another_model_is_refused(family, changes, sentence, tmp_path):
@@ -283,7 +307,7 @@ def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
     file = open_gguf(tmp_path / "x.gguf")
     arch = file.metadata["general.architecture"]
     before = settings_of(source_of(file).config)
-    idle = {"vocab_size"} | ({"feed_forward_length"} if family == "qwen3_moe" else set())
+    idle = {"vocab_size"} | ({"feed_forward_length"} if family in ("qwen3_moe", "qwen2_moe") else set())
     for key, value in file.metadata.items():
         if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in idle:
             continue
