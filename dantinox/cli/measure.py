@@ -40,28 +40,32 @@ CALIBRATE: Flags = {
     "output": ("kv", {"type": Path, "metavar": "FILE", "help": "where to write (default: RUN/kv_entropy.json)"}),
 }  # fmt: skip
 EVALUATE: Flags = {
+    "lengths": ("ruler", COUNT | {"nargs": "+", "help": "tokens of a prompt with its answer (default: 2048 4096)"}),
+    "samples": ("ruler", COUNT | {"help": "of each task (default: 10)"}),
     "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
         "less of everything: prompts, sequences, seeds, trials"}),
-    "out": ("sampling kv", {"type": Path, "metavar": "DIR", "help":
+    "out": ("sampling kv ruler", {"type": Path, "metavar": "DIR", "help":
         "where CSV, Markdown and plot go (default: RUN/evaluation)"}),
-    "methods": ("sampling kv", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
+    "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
     "tokens": ("sampling kv ppl", COUNT | {"help":
         "sampling: of each continuation; kv: of each sequence (default: context); ppl: of the text (default: all)"}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "the run that judges (default: the same)"}),
     "prompts": ("sampling", COUNT | {"help": "to test on, and as many to tune on"}),
     "seeds": ("sampling", COUNT | {"help": "continuations of each prompt"}),
     "trials": ("sampling", COUNT | {"help": "settings tried for each method"}),
-    "ratios": ("kv", {"type": float, "nargs": "+", "metavar": "R", "help":
-        "shares of the slots that are kept (default: .5 .3 .2 .1)"}),
+    "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help":
+        "shares of the slots that are kept (default: .5 .3 .2 .1, ruler: .5 .2)"}),
     "sequences": ("kv", COUNT | {"help": "sequences of text to read (default: 200)"}),
-    "kv_calibration": ("kv", {"type": Path, "metavar": "FILE", "help":
+    "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
         "the heads' measured signals (default: RUN/kv_entropy.json)"}),
-    "kv_dtype": ("kv", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
+    "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "of the compressed caches (default: auto)"}),
-    "data_path": ("ppl", {"metavar": "FILE", "help": "the text, or what else data.path may name"}),
+    "data_path": ("ppl ruler", {"metavar": "FILE", "help":
+        "the text, or what else data.path may name (ruler: of its essays; default: Python's manual)"}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT | {"help": "tokens of a window (default: the model's context)"}),
-    "tasks": ("tasks", {"metavar": "NAME[,NAME]", "help": "of lm-evaluation-harness: tasks, groups, or YAML files"}),
+    "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help":
+        "tasks: of lm-evaluation-harness: tasks, groups, or YAML files; ruler: some of its 13 (default: all)"}),
     "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "a folder of further tasks, whose code is run"}),
     "limit": ("tasks", COUNT | {"help": "samples of each task (default: all)"}),
     "shots": ("tasks", COUNT | {"help": "examples before each question (default: as each task has it)"}),
@@ -163,7 +167,8 @@ def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterab
 def evaluate_flags(command: Parser) -> None:
     what = (
         "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size; "
-        "ppl: the perplexity of a text, in windows that slide over it; tasks: those of lm-evaluation-harness"
+        "ruler: the tasks of RULER through compressed caches; ppl: the perplexity of a text, in windows that slide over it; "
+        "tasks: those of lm-evaluation-harness"
     )
     command.add_argument("what", choices=list(KINDS), help=what)
     add_run(command)
@@ -213,7 +218,7 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
 
 KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
-    "sampling": _study, "kv": _study, "ppl": _perplexity, "tasks": _tasks,
+    "sampling": _study, "kv": _study, "ruler": _study, "ppl": _perplexity, "tasks": _tasks,
 }  # fmt: skip
 
 

@@ -1,0 +1,329 @@
+"""`dantinox eval ruler`: the tasks of RULER through compressed caches.
+
+A prompt is read and its cache chooses what it keeps, either before the question is seen or with the question in the prompt. The
+question, or its last token alone, is then read token by token and the answer is written greedily, from what was kept.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import GenerationSection, KVSection, UserError
+from dantinox.generation import LoadedModel, load
+from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
+from dantinox.generation.decode import CHUNK, PART, read_prompt
+from dantinox.generation.quantized_weights import NARROW_ROWS, widen
+from dantinox.measure.texts import batches, padded
+from dantinox.model import CacheReport, KVCache, Transformer, make_cache
+from dantinox.report.console import Progress
+from dantinox.run import KVCalibration, open_run
+from dantinox.studies.ruler_tasks import TASKS, Sample, draw, haystack_of, manual, score
+from dantinox.studies.statistics import Interval, chosen, mean_interval
+from dantinox.text import Corpus
+
+FULL = "full"
+SIGNALS = ("entropy", "distance", "loss")
+# Name → the keys of `kv` beside the budget and the dtype.
+METHODS: dict[str, dict[str, Any]] = {
+    FULL: {},
+    "streaming": {"policy": "streaming", "signal": "uniform"},
+    "uniform": {"signal": "uniform"},
+    **{signal: {"signal": signal} for signal in SIGNALS},
+    "expected_attention": {"policy": "expected_attention", "signal": "uniform"},
+    "expected_attention+loss": {"policy": "expected_attention", "signal": "loss"},
+    "kvzip": {"policy": "kvzip", "signal": "uniform"},
+    "kvzip+loss": {"policy": "kvzip", "signal": "loss"},
+}
+LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
+LEAST_LENGTH = 256
+ROW_TOKENS = 4096  # of prompts that are read together
+TEXT_CHARACTERS = 1 << 21  # read of a given text at most
+SEEN = ("agnostic", "aware")  # the question comes after the cache has chosen, or before
+
+
+class Cache(NamedTuple):
+    """A cache to be compared at one length, and the model with its heads in the order that the cache wants."""
+
+    method: str
+    ratio: float
+    model: Transformer
+    plan: CachePlan
+    report: CacheReport
+
+
+@dataclass(frozen=True)
+class RulerFinding:
+    """What a cache scored at a length.
+
+    Attributes:
+      bytes: of one row, `share` of the full cache's bytes in the compute dtype.
+      scores: for `agnostic` and `aware` the score in % of each task, and of all of them as `mean`.
+      prefill_seconds: of a prompt, and `tokens_per_second` of a row while decoding: medians; None with a single batch.
+    """
+
+    method: str
+    length: int
+    ratio: float
+    dtype: str
+    bytes: int
+    share: float
+    scores: Mapping[str, Mapping[str, Interval]]
+    prefill_seconds: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class RulerStudy:
+    """What was done, and what was found of every cache at every length.
+
+    Attributes:
+      text: what the essays are made of.
+      samples: of each task.
+      left_out: what was not compared, and why.
+    """
+
+    run: str
+    calibration: str | None
+    device: str
+    text: str
+    tasks: Sequence[str]
+    samples: int
+    seed: int
+    left_out: Sequence[str]
+    findings: Sequence[RulerFinding]
+
+
+def evaluate_ruler(
+    run_dir: str | Path,
+    *,
+    lengths: Sequence[int] | None = None,
+    methods: Sequence[str] | None = None,
+    ratios: Sequence[float] | None = None,
+    samples: int = SAMPLES,
+    tasks: str | None = None,
+    data_path: str | Path | None = None,
+    kv_calibration: str | Path | None = None,
+    kv_dtype: str = "auto",
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> RulerStudy:
+    """Generates RULER's tasks and lets the model answer them through each cache.
+
+    Args:
+      lengths: tokens of a prompt together with its answer; None: those of `LENGTHS` that the context allows.
+      methods: names of `METHODS`; None: all for which something was measured.
+      ratios: shares of the slots; None: `RATIOS`.
+      samples: of each task.
+      tasks: names of `TASKS` with commas between them; None: all.
+      data_path: the text that essays and words are taken from, as `data.path` names one; None: Python's manual.
+      kv_calibration: the file of the measured signals; None: the run's own.
+      kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
+      progress: called with a line before every stretch of work and every few seconds.
+
+    Raises:
+      UserError: a name or number is wrong, a task does not fit, or the run was not calibrated.
+    """
+    directory, run = open_run(run_dir), load(run_dir)
+    context = run.model.config.max_context
+    for length in lengths or ():
+        if not LEAST_LENGTH <= length <= context:
+            raise UserError(f"--lengths must lie in [{LEAST_LENGTH}, {context}], the model's context, got {length}")
+    sizes = sorted(set(lengths or [length for length in LENGTHS if length <= context] or [context]))
+    if samples < 1:
+        raise UserError(f"--samples must be at least 1, got {samples}")
+    for ratio in ratios or ():
+        if not 0 < ratio < 1:
+            raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
+    names = chosen(None if tasks is None else tasks.split(","), TASKS, "task of RULER")
+    measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
+    found, left_out = _chosen_methods(methods, measured)
+    haystack = manual() if data_path is None else haystack_of(_text(run, str(data_path)), str(data_path))
+    findings: list[RulerFinding] = []
+    for length in sizes:
+        caches = _caches(run, measured, found, sorted(set(ratios or RATIOS), reverse=True), length, kv_dtype)
+        drawn = {name: [draw(name, length, run.tokenizer.encode, haystack, seed, i) for i in range(samples)] for name in names}
+        findings += _findings(run, caches, drawn, length, progress)
+    return RulerStudy(
+        run=str(directory.path),
+        calibration=None if measured is None else str(measured.path),
+        device=jax.devices()[0].device_kind,
+        text="Python's manual" if data_path is None else str(data_path),
+        tasks=names,
+        samples=samples,
+        seed=seed,
+        left_out=left_out,
+        findings=findings,
+    )
+
+
+def _text(run: LoadedModel, path: str) -> str:
+    parts, count = list[str](), 0
+    for _, part in Corpus.open(path, run.config.data.text_field).pieces():
+        parts.append(part)
+        count += len(part)
+        if count >= TEXT_CHARACTERS:
+            break
+    return "".join(parts)[:TEXT_CHARACTERS]
+
+
+def _chosen_methods(names: Sequence[str] | None, measured: KVCalibration | None) -> tuple[list[str], list[str]]:
+    """The methods of these names (None: all that can be had), and a line for each that is left out."""
+    found, left_out = [], []
+    for name in chosen(names, METHODS, "method of eval ruler"):
+        signal = METHODS[name].get("signal", "uniform")
+        again = "run `dantinox calibrate --what kv`, or give a file with --kv_calibration"
+        reason = "" if signal == "uniform" else again if measured is None else measured.lacks(signal)
+        if reason and names is not None:
+            raise UserError(f"the method {name} needs what was not measured: {reason}")
+        if reason:
+            left_out.append(f"{name}: {reason}")
+        else:
+            found.append(name)
+    return found, left_out
+
+
+def _caches(
+    run: LoadedModel, measured: KVCalibration | None, names: Sequence[str], ratios: Sequence[float], length: int, dtype: str
+) -> list[Cache]:
+    """Every method at every ratio; the full cache has one."""
+
+    def cache(name: str, ratio: float) -> Cache:
+        budget = {} if name == FULL else {"budget": ratio, "dtype": dtype}
+        kv = KVSection.model_validate(budget | METHODS[name])
+        plan = plan_cache(run.model.config, kv, length, measured)
+        model = run.prepared(GenerationSection(), head_order(run.model.config, kv, measured))
+        return Cache(name, ratio, model, plan, make_cache(run.model.config, 1, *plan).report())
+
+    return [cache(name, ratio) for name in names for ratio in ((1.0,) if name == FULL else ratios)]
+
+
+class Job(NamedTuple):
+    """Rows that are read and answered together: prompts, and what is read of each token by token."""
+
+    task: str
+    prompts: list[list[int]]
+    given: list[list[int]]
+    new_tokens: int
+
+    def work(self, length: int) -> int:
+        """How many compiled calls it takes."""
+        return -(-length // PART) + -(-self.steps // CHUNK)
+
+    @property
+    def steps(self) -> int:
+        return max(map(len, self.given)) + self.new_tokens
+
+
+Drawn = Mapping[str, Sequence[Sample]]
+
+
+def _jobs(run: LoadedModel, drawn: Drawn, length: int, aware: bool) -> Iterator[tuple[Job, list[Sample]]]:
+    rows = max(1, ROW_TOKENS // length)
+    for task, samples in drawn.items():
+        for numbers in batches(len(samples), min(rows, len(samples))):
+            own = [samples[number] for number in numbers]
+            pairs = [(run.prompt_ids(sample.context), run.tokenizer.encode(sample.question)) for sample in own]
+            if aware:
+                pairs = [([*prompt, *question[:-1]], question[-1:]) for prompt, question in pairs]
+            prompts, given = (list(side) for side in zip(*pairs, strict=True))
+            yield Job(task, prompts, given, own[0].new_tokens), own
+
+
+def _findings(
+    run: LoadedModel, caches: Sequence[Cache], drawn: Drawn, length: int, progress: Callable[[str], None]
+) -> Iterator[RulerFinding]:
+    stops = {run.tokenizer.eos_id, *run.tokenizer.stop_ids}
+    jobs = {seen: list(_jobs(run, drawn, length, seen == "aware")) for seen in SEEN}
+    total = sum(job.work(length) for own in jobs.values() for job, _ in own)
+    done = Progress(progress, f"RULER at {length} tokens", total * len(caches), "calls")
+    full = make_cache(run.model.config, 1, *plan_cache(run.model.config, KVSection(), length)).report()["bytes"]
+    for cache in caches:
+        jax.clear_caches()
+        scores: dict[str, dict[str, Interval]] = {}
+        times: list[tuple[float, float]] = []
+        for seen in SEEN:
+            right: defaultdict[str, list[float]] = defaultdict(list)
+            for job, samples in jobs[seen]:
+                ids_BT, *seconds = _answers(cache, job, length, done)
+                times.append((seconds[0] / len(ids_BT), len(ids_BT) * job.steps / seconds[1]))
+                for row, sample in enumerate(samples):
+                    if len(right[job.task]) < len(drawn[job.task]):  # behind the last sample the first ones come again
+                        answer = ids_BT[row, len(job.given[row]) - 1 :][: sample.new_tokens].tolist()
+                        end = next((i for i, token in enumerate(answer) if token in stops), len(answer))
+                        right[job.task].append(100 * score(run.tokenizer.decode(answer[:end]), sample))
+            scores[seen] = {task: mean_interval(np.array(values)) for task, values in right.items()}
+            scores[seen]["mean"] = mean_interval(np.concatenate(list(right.values())))
+        prefill, rate = (float(np.median(side)) for side in zip(*times[1:], strict=True)) if len(times) > 1 else (None, None)
+        yield RulerFinding(
+            cache.method, length, cache.ratio, cache.report["dtype"], cache.report["bytes"], cache.report["bytes"] / full,
+            scores, prefill, rate,
+        )  # fmt: skip
+
+
+def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
+    """The likeliest token `[B, steps]` behind each one that is read or written, and the seconds of prefill and decoding."""
+    begun, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
+    parts = -(-length // PART)
+    size = -(-length // parts)
+    tokens_BT, lengths_B = padded(job.prompts, parts * size)
+    positions_BT = np.where(np.arange(parts * size) < lengths_B[:, None], np.arange(parts * size), -1).astype(np.int32)
+    memory: KVCache = make_cache(cache.model.config, len(tokens_BT), *cache.plan)
+    for part in range(parts):
+        columns = slice(part * size, (part + 1) * size)
+        memory = _read(cache.model, memory, jnp.asarray(tokens_BT[:, columns]), jnp.asarray(positions_BT[:, columns]))
+        jax.block_until_ready(memory)
+        done.advance(1, note)
+    prefilled = time.perf_counter()
+    given_BQ, counts_B = padded(job.given, length)
+    last_B, found = jnp.zeros(len(tokens_BT), jnp.int32), []
+    for start in range(0, job.steps, CHUNK):
+        rest = (jnp.asarray(given_BQ), jnp.asarray(counts_B), jnp.asarray(lengths_B), jnp.int32(start))
+        memory, last_B, ids_BC = _decode(cache.model, memory, last_B, *rest)
+        found.append(np.asarray(ids_BC))
+        done.advance(1, note)
+    return np.concatenate(found, axis=1), prefilled - begun, time.perf_counter() - prefilled
+
+
+@nnx.jit(donate_argnames=("cache",), graph_updates=False)
+def _read(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> KVCache:
+    """The cache with part of the prompts in it."""
+    _, after, _ = read_prompt(widen(model), tokens_BT, positions_BT, cache)
+    assert after is not None
+    return after
+
+
+@nnx.jit(donate_argnames=("cache",), graph_updates=False)
+def _decode(
+    model: Transformer,
+    cache: KVCache,
+    last_B: jax.Array,
+    given_BQ: jax.Array,
+    counts_B: jax.Array,
+    lengths_B: jax.Array,
+    start: jax.Array,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """`CHUNK` more tokens of each row, from number `start` on: those that are given, then the likeliest ones.
+
+    Returns:
+      The cache, the likeliest token `[B]` behind the last of them, and behind each of them `[B, CHUNK]`.
+    """
+    model = model if len(last_B) <= NARROW_ROWS else widen(model)
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        cache, last_B, ids_BC = carry
+        number = start + i
+        token_B = jnp.where(number < counts_B, given_BQ[:, jnp.minimum(number, given_BQ.shape[1] - 1)], last_B)
+        x_B1D, cache, _ = model.hidden(token_B[:, None], (lengths_B + number)[:, None], cache=cache)
+        last_B = jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1).astype(jnp.int32)
+        return cache, last_B, ids_BC.at[:, i].set(last_B)
+
+    found: Any = jax.lax.fori_loop(0, CHUNK, step, (cache, last_B, jnp.zeros((len(last_B), CHUNK), jnp.int32)))
+    return found

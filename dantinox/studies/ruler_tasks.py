@@ -1,0 +1,292 @@
+"""The 13 tasks of RULER, generated locally (Hsieh et al. 2024, arXiv 2404.06654, table 1 and appendix B).
+
+Eight hide needles in a haystack, one assigns variables in chains, two count words, and two ask about documents. Numbers, kinds
+and sizes are RULER's. The wording is our own, the essays are sentences of Python's manual or of a given text, words are taken
+from them, and the documents are generated, as no data set is downloaded: in the place of SQuAD one document answers, in the
+place of HotpotQA two do. Scores are not to be compared with published ones digit by digit.
+"""
+
+import math
+import random
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+from dantinox.config import UserError
+
+NOISE = "The meadow is wide. The lake is cold. The moon is bright. We walk a while. Then we come home again."
+FEW_SENTENCES, FEW_WORDS = 50, 300  # that a haystack must have
+SHORT = 4096  # tokens, below which the words of `cwe` come less often, as in RULER
+_LISTS = """
+adjectives: amber brave brisk calm clever cosy crisp eager early faint fierce fresh gentle giant golden grand hasty hollow
+  humble icy jolly keen late lively lofty lucky mellow merry mighty modest narrow noble pale plain proud quick quiet rapid rare
+  rough rusty shiny silent simple sleepy slow smooth solid steady stern sturdy sunny swift tall tender tidy tiny vivid warm wise
+nouns: anchor apple arrow badge barrel basket beacon bell bench blanket bottle bridge bucket button candle canoe carpet castle
+  chain cherry clock cloud copper corner cradle crown curtain drum engine feather fence ferry flute fountain garden glove
+  hammer harbor helmet island jacket kettle ladder lantern lemon letter marble mirror needle orchard paddle pebble pencil
+  pillow planet pocket ribbon river saddle shovel signal spoon statue tunnel valley violin wagon window
+names: Ada Bruno Clara David Elsa Felix Greta Hugo Irene Jonas Karla Leon Marta Nils Olga Paul Rosa Simon Tilda Victor
+families: Ander Berg Carl Dahl Eck Finn Gard Holm Ivar Jansen
+children: son man berg strom wood well stad lund
+towns: Al Bren Cor Dun El Fair Gran Hol Kel Lor Mar Nor Os Per Quin
+places: bury dale field ford ham ley mont
+trades: baker carpenter doctor farmer gardener lawyer mason painter pilot printer sailor tailor teacher weaver
+"""
+WORDS = {name: tuple(words.split()) for name, words in re.findall(r"^(\w+): ((?:.|\n  )*)$", _LISTS, re.MULTILINE)}
+
+
+class Sample(NamedTuple):
+    """A text to be read, a question that is seen before or after the cache chooses what it keeps, and the answers.
+
+    Attributes:
+      question: with the beginning of the answer.
+      every: the score is the share of the answers that are found; else one of them is enough.
+      new_tokens: how long a continuation may be.
+    """
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    every: bool
+    new_tokens: int
+
+
+class Haystack(NamedTuple):
+    """Sentences to hide needles in, and words to count."""
+
+    sentences: Sequence[str]
+    words: Sequence[str]
+
+
+def haystack_of(text: str, what: str = "the text") -> Haystack:
+    """The plain sentences and the words of a text.
+
+    Raises:
+      UserError: it has too few.
+    """
+    flat = re.sub(r"\s+", " ", text)
+    sentences = list(dict.fromkeys(re.findall(r"(?:(?<=[.!?] )|(?<=^))[A-Z][A-Za-z ,;'()-]{30,220}\.", flat)))
+    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(sentences))))
+    if len(sentences) < FEW_SENTENCES or len(words) < FEW_WORDS:
+        raise UserError(
+            f"{what} has {len(sentences)} plain sentences and {len(words)} words, and the tasks need {FEW_SENTENCES} and "
+            f"{FEW_WORDS}: give a longer one with --data_path"
+        )
+    return Haystack(sentences, words)
+
+
+@cache
+def manual() -> Haystack:
+    """The haystack of Python's own manual, which every installation has."""
+    from pydoc_data.topics import topics
+
+    return haystack_of(" ".join(topics.values()), "Python's manual")
+
+
+def score(answer: str, sample: Sample) -> float:
+    """RULER's string match in [0, 1]: which answers stand in a text, whatever their case."""
+    found = [wanted.lower() in answer.lower() for wanted in sample.answers]
+    return sum(found) / len(found) if sample.every else float(any(found))
+
+
+def draw(name: str, length: int, encode: Callable[[str], Sequence[int]], haystack: Haystack, seed: int, number: int) -> Sample:
+    """Sample `number` of a task: the longest that has at most `length` tokens together with its answer.
+
+    Raises:
+      UserError: even the shortest is longer.
+    """
+
+    def made(size: int) -> Sample:
+        return TASKS[name](random.Random(f"{name} {seed} {number}"), haystack, length, size)
+
+    def fits(size: int) -> bool:
+        sample = made(size)
+        return len(encode(sample.context)) + len(encode(sample.question)) + sample.new_tokens < length
+
+    if not fits(1):
+        raise UserError(f"the task {name} does not fit {length} tokens: give larger --lengths")
+    low = 1
+    while low < length and fits(2 * low):  # a list of words or names may come to its end
+        low *= 2
+    high = 2 * low
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return made(low)
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(10**6, 10**7))
+
+
+def _word(rng: random.Random) -> str:
+    return f"{rng.choice(WORDS['adjectives'])}-{rng.choice(WORDS['nouns'])}"
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+KINDS = {"word": _word, "number": _number, "uuid": _uuid}
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _among(rng: random.Random, units: list[str], hidden: Sequence[str]) -> list[str]:
+    """The units with what is hidden at random places, in its order."""
+    places = sorted(rng.choices(range(len(units) + 1), k=len(hidden)), reverse=True)
+    for place, line in zip(places, reversed(hidden), strict=True):
+        units.insert(place, line)
+    return units
+
+
+def _needles(
+    rng: random.Random,
+    haystack: Haystack,
+    length: int,
+    size: int,
+    *,
+    hay: str,
+    key: str = "word",
+    value: str = "number",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> Sample:
+    def needle(name: str, secret: str) -> str:
+        return f"One of the secret {value}s of {name} is {secret}."
+
+    facts = {KINDS[key](rng): [KINDS[value](rng) for _ in range(values)] for _ in range(max(keys, queries))}
+    hidden = [needle(name, secret) for name, secrets in facts.items() for secret in secrets]
+    rng.shuffle(hidden)
+    if hay == "essay":
+        first = rng.randrange(len(haystack.sentences))
+        units = [haystack.sentences[(first + i) % len(haystack.sentences)] for i in range(size)]
+    else:
+        units = [NOISE if hay == "noise" else needle(KINDS[key](rng), KINDS[value](rng)) for _ in range(size)]
+    asked = rng.sample(list(facts), queries)
+    answers = tuple(secret for name in asked for secret in facts[name])
+    one = len(answers) == 1
+    what, verb, article, it = (f"secret {value}", "is", "A", "it") if one else (f"secret {value}s", "are", "Some", "them")
+    text = (" " if hay == "essay" else "\n").join(_among(rng, units, hidden))
+    context = (
+        f"{article} {what} {verb} hidden in the following text. Keep {it} in mind: the question comes afterwards.\n{text}\n"
+    )
+    of = f"of {_listed(asked)}"
+    asks = "What is" if one else "What are all"
+    question = f"{asks} the {what} {of} in the text above? The {what} {of} in the text above {verb}"
+    return Sample(context, question, answers, True, 128)
+
+
+def _variables(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
+    def chain(letters: int, noises: int) -> tuple[str, str, list[str]]:
+        """The text, the value, and the five variables that have it."""
+        names: list[str] = []
+        while len(names) < 5:
+            name = "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(letters))
+            names += [] if name in names else [name]
+        value = str(rng.randrange(10000, 100000))
+        lines = [f"VAR {name} = {'VAR ' + names[i - 1] if i else value}" for i, name in enumerate(names)]
+        return "\n".join(_among(rng, [NOISE] * noises, lines)), value, names
+
+    def asked(value: str) -> str:
+        return (
+            f"Question: Which variables have the value {value} in the text above? "
+            f"Answer: By the assignments in the text above, five variables have the value {value}:"
+        )
+
+    def told(text: str) -> str:
+        return f"Follow the assignments of variables that are hidden in the following text.\n\n{text}\n"
+
+    example, shown, found = chain(3, 5)
+    text, value, names = chain(5, size)
+    context = f"{told(example)}{asked(shown)} {' '.join(found)}\n\n{told(text)}"
+    return Sample(context, asked(value), tuple(names), True, 30)
+
+
+def _common_words(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
+    def listing(words: Sequence[str], often: int, seldom: int) -> str:
+        every = list(words[:10]) * often + list(words[10:]) * seldom
+        rng.shuffle(every)
+        numbered = " ".join(f"{i}. {word}" for i, word in enumerate(every, 1))
+        return (
+            "The following is a numbered list of words. Some of them come more often than others. Keep those in mind that come "
+            f"most often.\n{numbered}\n"
+        )
+
+    asked = "Question: Which 10 words come most often in the list above? Answer: The 10 words that come most often are:"
+    shown, counts, example = (20, (6, 1), (3, 1)) if length < SHORT else (40, (30, 3), (10, 3))
+    words = rng.sample(haystack.words, shown + min(10 + size, len(haystack.words) - shown))
+    found = " ".join(f"{i}. {word}" for i, word in enumerate(words[:10], 1))
+    rest = words[shown:]
+    context = f"{listing(words[:shown], *example)}{asked} {found}\n\n{listing(rest, *counts)}"
+    return Sample(context, asked, tuple(rest[:10]), True, 120)
+
+
+def _frequent_words(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
+    """The word of rank k comes in proportion to k⁻²; that of rank 1 is a row of dots."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["..."]
+    while len(words) < max(4, length // 50):
+        word = "".join(rng.choice(letters) for _ in range(6))
+        words += [] if word in words else [word]
+    zeta = math.pi**2 / 6
+    every = [word for rank, word in enumerate(words, 1) for _ in range(int(16 * size / rank**2 / zeta))]
+    rng.shuffle(every)
+    context = (
+        "Read the following text in code and count how often each word comes. Find the three words that come most often. "
+        f"{' '.join(every)}\n"
+    )
+    question = (
+        "Question: Which three words come most often in the text above? Leave the dots out and explain nothing. "
+        "Answer: In the text above, the three words that come most often are:"
+    )
+    return Sample(context, question, tuple(words[1:4]), True, 50)
+
+
+def _documents(rng: random.Random, haystack: Haystack, length: int, size: int, *, hops: int) -> Sample:
+    """Documents about people, and with two hops about the towns where they were born; one person is asked about."""
+    towns = rng.sample([start + end for start in WORDS["towns"] for end in WORDS["places"]], 40)
+    rivers = rng.sample([f"{a.title()} {noun.title()}" for a in WORDS["adjectives"] for noun in WORDS["nouns"]], len(towns))
+    surnames = [start + end for start in WORDS["families"] for end in WORDS["children"]]
+    names = [f"{first} {last}" for first in WORDS["names"] for last in surnames]
+    people = rng.sample(names, min(size + 1, len(names)))
+    births = [rng.randrange(len(towns)) for _ in people]
+    documents = [
+        f"{name} was a {rng.choice(WORDS['trades'])} who was born in {towns[town]} in {rng.randrange(1700, 1990)}. "
+        f"Later {name} lived in {rng.choice(towns)} and kept {rng.randrange(2, 40)} {rng.choice(WORDS['nouns'])}s."
+        for name, town in zip(people, births, strict=True)
+    ]
+    asked, town = people[0], births[0]
+    if hops == 2:
+        near = [town, *rng.sample([i for i in range(len(towns)) if i != town], min(size, len(towns) - 1))]
+        documents += [f"{towns[i]} is a town on the river {rivers[i]}. It has {rng.randrange(2, 90)} mills." for i in near]
+        what, answer = f"On which river is the town where {asked} was born?", rivers[town]
+    else:
+        what, answer = f"In which town was {asked} born?", towns[town]
+    rng.shuffle(documents)
+    numbered = "\n\n".join(f"Document {i}:\n{document}" for i, document in enumerate(documents, 1))
+    order = "Answer the question by the documents. Give the answer and no other words.\n\n"
+    return Sample(f"{order}{numbered}\n\n", f"{order}Question: {what}\nAnswer:", (answer,), False, 32)
+
+
+# Name → (random numbers, haystack, tokens in all, size) to a sample; the size is a number of sentences, words or documents.
+TASKS: dict[str, Callable[[random.Random, Haystack, int, int], Sample]] = {
+    "niah_single_1": partial(_needles, hay="noise"),
+    "niah_single_2": partial(_needles, hay="essay"),
+    "niah_single_3": partial(_needles, hay="essay", value="uuid"),
+    "niah_multikey_1": partial(_needles, hay="essay", keys=4),
+    "niah_multikey_2": partial(_needles, hay="needles"),
+    "niah_multikey_3": partial(_needles, hay="needles", key="uuid", value="uuid"),
+    "niah_multivalue": partial(_needles, hay="essay", values=4),
+    "niah_multiquery": partial(_needles, hay="essay", queries=4),
+    "vt": _variables,
+    "cwe": _common_words,
+    "fwe": _frequent_words,
+    "qa_1": partial(_documents, hops=1),
+    "qa_2": partial(_documents, hops=2),
+}

@@ -1,0 +1,108 @@
+"""The scores of RULER's tasks as text, Markdown, CSV and JSON."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
+from dantinox.studies.ruler import SEEN, RulerFinding, RulerStudy
+
+# Heading → the beginning of its tasks' names.
+GROUPS = {
+    "single": "niah_single", "multikey": "niah_multikey", "multivalue": "niah_multivalue", "multiquery": "niah_multiquery",
+    "vt": "vt", "cwe": "cwe", "fwe": "fwe", "qa": "qa",
+}  # fmt: skip
+
+
+def _pair(heading: str, start: str) -> Column:
+    """The mean scores of the tasks whose names begin so, with the question unseen / seen."""
+
+    def both(finding: RulerFinding) -> str:
+        own = [[found.value for task, found in finding.scores[seen].items() if task.startswith(start)] for seen in SEEN]
+        return " / ".join(f"{fmean(values):.0f}" for values in own)
+
+    return Column(heading, heading, both)
+
+
+def _mean(seen: str) -> Column:
+    return Column(f"mean_{seen}", seen, lambda finding: finding.scores[seen]["mean"], ".1f", interval=True)
+
+
+def _columns(study: RulerStudy) -> list[Column]:
+    groups = [_pair(heading, start) for heading, start in GROUPS.items() if any(t.startswith(start) for t in study.tasks)]
+    return [
+        Column("method", "method", lambda finding: finding.method),
+        Column("ratio", "ratio", lambda finding: finding.ratio, ".2f"),
+        *map(_mean, SEEN),
+        *groups,
+        Column("bytes", "bytes", lambda finding: finding.bytes, ",.0f"),
+        Column("share", "share %", lambda finding: 100 * finding.share, ".1f"),
+        Column("prefill_seconds", "prefill s", lambda finding: finding.prefill_seconds, ".2f"),
+        Column("tokens_per_second", "tok/s", lambda finding: finding.tokens_per_second, ".1f"),
+    ]
+
+
+def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
+    """What was done, a table for each length, and what its words mean, in lines of at most `width`."""
+    width = max(width, 60)
+    yield from wrapped([_done(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
+    for length in dict.fromkeys(finding.length for finding in study.findings):
+        yield from ["", f"{length} tokens"]
+        yield from text_table(_columns(study), [finding for finding in study.findings if finding.length == length], width, 2)
+    yield from wrapped(["", *_notes()], width)
+
+
+def ruler_markdown(study: RulerStudy) -> str:
+    """A table for each length, with whole intervals, and what its words mean."""
+    parts = [f"# RULER on {Path(study.run).name}", _done(study)]
+    parts += [bullets([f"Left out: {line}" for line in study.left_out])] if study.left_out else []
+    for length in dict.fromkeys(finding.length for finding in study.findings):
+        rows = [finding for finding in study.findings if finding.length == length]
+        parts += [f"## {length} tokens", markdown_table(_columns(study), rows)]
+    return "\n\n".join([*parts, bullets(_notes())]) + "\n"
+
+
+def ruler_csv(study: RulerStudy) -> str:
+    """A row per cache and length, with the interval of every task."""
+
+    def task(seen: str, name: str) -> Column:
+        return Column(f"{name}_{seen}", "", lambda finding: finding.scores[seen][name], interval=True)
+
+    columns = [
+        Column("length", "", lambda finding: finding.length, ".0f"),
+        *(column for column in _columns(study) if column.name not in GROUPS),
+        *(task(seen, name) for seen in SEEN for name in study.tasks),
+    ]
+    return csv_table(columns, study.findings)
+
+
+def ruler_files(study: RulerStudy) -> dict[str, Callable[[], str | bytes]]:
+    return {
+        "ruler.csv": lambda: ruler_csv(study),
+        "ruler.md": lambda: ruler_markdown(study),
+        "ruler.json": lambda: json.dumps(asdict(study), indent=1, allow_nan=False) + "\n",
+    }
+
+
+def _done(study: RulerStudy) -> str:
+    return (
+        f"{study.run}: {len(study.tasks)} tasks of RULER with {study.samples} samples each, generated from {study.text} with "
+        f"seed {study.seed}; {study.device}."
+    )
+
+
+def _notes() -> list[str]:
+    """What the words of the tables mean."""
+    return [
+        "Scores are the answers found in %, by RULER's string match. agnostic: the cache chooses what it keeps before the "
+        "question is read; aware: with the question in the prompt. Pairs are agnostic / aware, means over tasks of a group.",
+        "full: nothing is given up. streaming: the first and the last tokens stay. uniform, entropy, distance, loss: what the "
+        "last queries attend to stays, shared among heads by that signal. expected_attention, kvzip: these policies, with "
+        "equal shares or with +loss.",
+        "bytes: allocated for one row, positions and importances included; share: of the full cache in the compute dtype.",
+        "The wording, the words and the documents of the tasks are made here: compare no digit with published scores.",
+        "prefill s: of one prompt; tok/s: of all rows decoded together; medians without the first batch, which compiles.",
+        "Intervals are 95 %, bootstrapped over samples.",
+    ]

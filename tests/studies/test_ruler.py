@@ -1,0 +1,198 @@
+"""RULER's tasks say what they ask for, and their scores are those of the answers that a model gives."""
+
+import json
+import math
+import random
+import re
+from collections import Counter
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dantinox.config import UserError
+from dantinox.generation import load
+from dantinox.generation.cache_plan import CachePlan
+from dantinox.measure.texts import padded
+from dantinox.model import make_cache
+from dantinox.report.console import Progress
+from dantinox.studies import ruler
+from dantinox.studies.ruler import Cache, Job, _answers, evaluate_ruler
+from dantinox.studies.ruler_tasks import TASKS, Haystack, Sample, draw, haystack_of, manual, score
+from dantinox.studies.ruler_view import ruler_csv, ruler_files, ruler_lines, ruler_markdown
+
+
+def words_of(text: str) -> list[str]:
+    """As a tokenizer of words and signs."""
+    return re.findall(r"\w+|[^\w ]", text)
+
+
+def drawn(name: str, length: int = 1500, seed: int = 0, number: int = 0) -> Sample:
+    return draw(name, length, words_of, manual(), seed, number)
+
+
+def made(name: str, size: int, length: int = 8192) -> Sample:
+    return TASKS[name](random.Random(4), manual(), length, size)
+
+
+# --- tasks
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sample_is_as_long_as_it_may_be_and_holds_its_answers(name):
+    for length in (1000, 4500):
+        sample = drawn(name, length)
+        used = len(words_of(sample.context)) + len(words_of(sample.question)) + sample.new_tokens
+        assert 0.85 * length < used < length
+        assert score(sample.context, sample) == 1 and score(sample.question, sample) == 0
+        assert len(set(sample.answers)) == len(sample.answers) == {"vt": 5, "cwe": 10, "fwe": 3}.get(name, len(sample.answers))
+    assert (
+        drawn(name) == drawn(name)
+        and len({drawn(name, number=i).context for i in range(3)} | {drawn(name, seed=1).context}) == 4
+    )
+    with pytest.raises(UserError, match=f"the task {name} does not fit 40 tokens: give larger --lengths"):
+        drawn(name, 40)
+
+
+@pytest.mark.parametrize(
+    "name, needles, asked",
+    [("single_1", 1, 1), ("single_3", 1, 1), ("multikey_1", 4, 1), ("multivalue", 4, 4), ("multiquery", 4, 4)],
+)
+def test_needles(name, needles, asked):
+    sample = made(f"niah_{name}", 40)
+    found = dict(re.findall(r"One of the secret (?:number|uuid)s of [a-z0-9-]+ is ([a-z0-9-]+)(\.)", sample.context))
+    assert len(found) == needles and len(sample.answers) == asked and set(sample.answers) <= set(found)
+    keys = set(re.findall(r"secret (?:number|uuid)s of ([a-z]+-[a-z]+) is", sample.context))
+    assert len(keys) == (1 if name == "multivalue" else needles)
+    assert sum(key in sample.question for key in keys) == (needles if name == "multiquery" else 1)
+    assert ("The meadow is wide" in sample.context) == (name == "single_1")
+    form = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}" if name == "single_3" else r"\d{7}"
+    assert all(re.fullmatch(form, answer) for answer in sample.answers)
+
+
+def test_needles_among_needles():
+    for name in ("niah_multikey_2", "niah_multikey_3"):
+        sample = made(name, 30)
+        facts = re.findall(r"One of the secret \w+ of (\S+) is (\S+)\.", sample.context)
+        assert len(facts) == 31
+        (asked,) = {key for key, _ in facts if key in sample.question}
+        assert dict(facts)[asked] == sample.answers[0]
+
+
+def test_variables_by_following_the_chain():
+    sample = made("vt", 20)
+    lines = re.findall(r"VAR (\w{5}) = (?:VAR )?(\w+)", sample.context)
+    value = re.search(r"value (\d{5}) in", sample.question)[1]
+    assert "five variables" in sample.question and sample.context.count("VAR") == 18  # 9 in the example, 9 in the task
+    values = {}
+    for name, source in lines:
+        values[name] = values.get(source, source)
+    assert {name for name, held in values.items() if held == value} == set(sample.answers)
+
+
+def test_words_by_counting():
+    for length, often, seldom in ((2048, 6, 1), (8192, 30, 3)):
+        sample = made("cwe", 30, length)
+        counts = Counter(re.findall(r"\d+\. (\w+)", sample.context.rpartition("The following is a numbered list")[2]))
+        assert {counts[word] for word in sample.answers} == {often} and len(counts) == 40
+        assert {count for word, count in counts.items() if word not in sample.answers} == {seldom}
+    sample = made("fwe", 50)
+    counts = Counter(sample.context.partition("most often. ")[2].split())
+    assert [word for word, _ in counts.most_common(4)] == ["...", *sample.answers]
+    assert [counts[word] for word in sample.answers] == [int(800 / rank**2 / (math.pi**2 / 6)) for rank in (2, 3, 4)]
+
+
+def test_documents_by_reading_them():
+    for name in ("qa_1", "qa_2"):
+        for number in range(5):
+            sample = TASKS[name](random.Random(number), manual(), 4096, 25)
+            born = dict(re.findall(r"(\w+ \w+) was a \w+ who was born in (\w+) in", sample.context))
+            river = dict(re.findall(r"(\w+) is a town on the river (\w+ \w+)\.", sample.context))
+            (asked,) = {person for person in born if person in sample.question}
+            wanted = born[asked] if name == "qa_1" else river[born[asked]]
+            assert sample.answers == (wanted,) and len(born) == 26 and len(river) == (26 if name == "qa_2" else 0)
+
+
+def test_scores():
+    every = Sample("", "", ("Alpha", "12", "b"), True, 9)
+    assert score("it is ALPHA and 12", every) == pytest.approx(2 / 3) and score("", every) == 0
+    assert score("or b", every._replace(every=False)) == 1 and score("or c", every._replace(every=False)) == 0
+
+
+def test_a_text_that_is_too_short_is_told():
+    with pytest.raises(UserError, match=r"notes.txt has 1 plain sentences and 8 words, .* need 50 and 300: .*--data_path"):
+        haystack_of("Nothing much stands here that could ever hide needles in.", "notes.txt")
+    found = manual()
+    assert isinstance(found, Haystack) and len(set(found.words)) == len(found.words) > 300
+
+
+# --- answers
+
+
+def test_greedy_answers_are_those_of_the_whole_text(run_dir):
+    """A prompt of two lengths, some tokens given one by one, and more steps than a chunk has."""
+    model = load(run_dir).model
+    plan = CachePlan(96, "float32")
+    cache = Cache("full", 1.0, model, plan, make_cache(model.config, 1, *plan).report())
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 200, size).tolist() for size in (20, 13)]
+    given = [rng.integers(3, 200, size).tolist() for size in (3, 7)]
+    said = []
+    job = Job("x", prompts, given, 34)
+    ids_BT, *_ = _answers(cache, job, 64, Progress(said.append, "x", job.work(64), "calls"))
+    whole = nnx.jit(lambda model, tokens: model(tokens, jnp.arange(64)[None])[0])
+    for row, (prompt, known) in enumerate(zip(prompts, given, strict=True)):
+        text = [*prompt, *known]
+        for _ in range(job.new_tokens):
+            tokens_1T, _ = padded([text], 64)
+            text.append(int(whole(model, tokens_1T)[0, len(text) - 1].argmax()))
+        assert ids_BT[row, len(known) - 1 :][: job.new_tokens].tolist() == text[-job.new_tokens :]
+
+
+def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path):
+    """The last byte decides the next one: whatever a cache keeps, one task is always right and another never."""
+    first, then = "aè"  # of the circle
+
+    def task(rng, haystack, length, size, answer):
+        return Sample("a" * min(size, 40), f"say {first}", (answer,), True, 4)
+
+    monkeypatch.setattr(ruler, "LEAST_LENGTH", 64)
+    monkeypatch.setattr(ruler, "TASKS", found := {"vt": None, "qa_1": None})
+    tasks = {"vt": lambda *args: task(*args, then), "qa_1": lambda *args: task(*args, "never")}
+    monkeypatch.setattr("dantinox.studies.ruler_tasks.TASKS", tasks)
+    found.update(tasks)
+    said: list[str] = []
+    study = evaluate_ruler(
+        run_dir, lengths=[64], samples=2, methods=["full", "kvzip"], ratios=[0.5],
+        kv_dtype="int4", progress=said.append,
+    )  # fmt: skip
+    assert [(one.method, one.ratio, one.dtype) for one in study.findings] == [
+        ("full", 1.0, "float32"), ("kvzip", 0.5, "int4"),
+    ]  # fmt: skip
+    for one in study.findings:
+        for seen in ("agnostic", "aware"):
+            assert one.scores[seen]["vt"].value == 100 and one.scores[seen]["qa_1"].value == 0
+            assert one.scores[seen]["mean"].value == 50
+    assert study.findings[0].share == 1 and study.findings[1].share < 0.25 and said[0].startswith("RULER at 64 tokens: ")
+    lines = list(ruler_lines(study, 200))
+    assert any(re.match(r"kvzip +0.50 +50.0", line) for line in lines)
+    assert "| kvzip | 0.50 | 50.0 [0.0, 100.0]" in ruler_markdown(study)
+    assert ruler_csv(study).count("\n") == 3 and "vt_aware_low" in ruler_csv(study)
+    assert json.loads(ruler_files(study)["ruler.json"]())["findings"][0]["scores"]["aware"]["vt"] == [100.0, 100.0, 100.0]
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"lengths": [100]}, r"--lengths must lie in \[256, 128\], the model's context, got 100"),
+        ({"samples": 0}, "--samples must be at least 1, got 0"),
+        ({"ratios": [1.0]}, "--ratios must lie between 0 and 1, got 1"),
+        ({"tasks": "vt,cw"}, "no task of RULER is called cw: did you mean cwe"),
+        ({"methods": ["kvzap"]}, "no method of eval ruler is called kvzap: did you mean kvzip"),
+        ({"methods": ["loss"]}, "the method loss needs what was not measured: run `dantinox calibrate"),
+    ],
+)
+def test_what_is_refused(run_dir, given, told):
+    with pytest.raises(UserError, match=told):
+        evaluate_ruler(run_dir, **given)
