@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser serve-test aot aot-tests faults parity lint schema clean
+.PHONY: help demo test test-all test-browser serve-test aot aot-tests faults parity lint schema models clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
+	@echo "make models        rewrite the table of docs/models.md from the families"
 	@echo "make clean         remove caches and build products, not runs"
 
 demo: $(VENV)/.plot
@@ -61,6 +62,9 @@ lint: $(VENV)/.dev
 
 schema: $(VENV)/.dev
 	$(PY) -c "from dantinox.config import json_schema; open('configs/schema.json', 'w').write(json_schema())"
+
+models: $(VENV)/.dev
+	$(PY) -m dantinox.interop.model_table docs/models.md
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -37,6 +37,9 @@ class ModelSection(Section):
     head_bias: bool = field(False, "a bias of the logits")
     final_logit_softcapping: Positive | None = field(None, "softcap of the output logits: cap · tanh(logit / cap) (null: none)")
     scale_embeddings: bool = field(False, "embeddings are multiplied by √dim")
+    embedding_multiplier: Positive = field(1.0, "embeddings are multiplied by it")
+    residual_multiplier: Positive = field(1.0, "the outputs of sub-layers are multiplied by it before they are added")
+    logits_scaling: Positive = field(1.0, "the output logits are divided by it")
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
     swiglu_limit: Annotated[Positive, CLAMPED] = field(
         7.0, "clamped_swiglu: the largest gate, and the largest magnitude of what gates multiply"
@@ -183,6 +186,9 @@ class AttentionSection(Section):
     qkv_bias: bool = field(False, "biases of queries, keys and values")
     out_bias: bool = field(False, "a bias of attention's output")
     query_pre_attn_scalar: Positive | None = field(None, "scores are divided by the root of it (null: head_size)")
+    attention_multiplier: Positive | None = field(
+        None, "scores are multiplied by it, and not divided (null: they are divided as query_pre_attn_scalar says)"
+    )
     no_sink: bool = field(False, "output gate: attention output times sigmoid(W x)")
     gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(False, "a bias in that gate")
     attn_logit_softcapping: Positive | None = field(None, "softcap of attention scores: cap · tanh(score / cap) (null: none)")
@@ -300,6 +306,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()
     partial_rotary_factor: float = 1.0
     scale_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = "swiglu"
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
@@ -388,7 +397,8 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if m.n_heads % kv_heads:
         yield "model.kv_heads", f"must divide model.n_heads, got {kv_heads} and {m.n_heads}"
     if a.kv_lora_rank is not None:
-        for key in ("qkv_bias", "out_bias", "gate_bias", "query_pre_attn_scalar", "partial_rotary_factor", "rope_layers"):
+        scores = ("query_pre_attn_scalar", "attention_multiplier")
+        for key in ("qkv_bias", "out_bias", "gate_bias", *scores, "partial_rotary_factor", "rope_layers"):
             if getattr(a, key) != AttentionSection.model_fields[key].default:
                 yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
@@ -401,6 +411,8 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     elif rotated < 2 or rotated % 2:
         share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
         yield "attention.partial_rotary_factor", share
+    if a.attention_multiplier is not None and a.query_pre_attn_scalar is not None:
+        yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: give one of them"
     if a.absolute_pos and m.dim % 2:
         yield "model.dim", f"must be even with attention.absolute_pos, got {m.dim}"
     if m.hidden_dim is not None and moe.expansion is not None:
@@ -504,6 +516,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         hidden_dim = max(1, round(moe.expansion * m.dim))
     head_size = m.head_size or m.dim // m.n_heads
     window = None if a.context_window is None else a.context_window + 1
+    multiplier = a.attention_multiplier
     kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
     resolved: dict[str, Any] = {
         "vocab_size": m.padded_vocab_size or vocab_size,
@@ -517,6 +530,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "rope_scaling": rope_scaling(a, m.max_context),
         "rope_local_theta": a.rope_local_theta if a.sliding_window else None,
         "unrotated": tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
+        "query_pre_attn_scalar": a.query_pre_attn_scalar if multiplier is None else multiplier**-2,
         "softcap": a.attn_logit_softcapping,
         "final_softcap": m.final_logit_softcapping,
         "remat": m.remat_policy if m.gradient_checkpointing else "none",

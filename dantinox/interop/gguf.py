@@ -36,19 +36,10 @@ from dantinox.text import Tokenizer
 
 # By the name of the flag `--type`: GGUF's name of the type, and llama.cpp's number for a file of it.
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
-ALWAYS_F32 = (
-    ".mlp.gate.",
-    ".mlp.router.",
-    ".block_sparse_moe.gate.",
-    ".wpe.",
-)  # routers and positions, besides what has one axis
-WITHOUT_TYING = (
-    "olmo2",
-    "olmoe",
-    "qwen2moe",
-    "gpt-oss",
-    "dots1",
-)  # architectures that llama.cpp wants an output layer of, even where it is the table of embeddings
+# Routers and positions, besides biases and what has one axis.
+ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
+# Architectures that llama.cpp wants an output layer of, even where it is the table of embeddings.
+WITHOUT_TYING = ("olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1")
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 

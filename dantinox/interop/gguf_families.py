@@ -60,6 +60,11 @@ def _keys_and_values(tensor: np.ndarray, config: Mapping[str, Any]) -> list[np.n
     return [heads[:, :H].transpose(0, 2, 1), heads[:, H:]]
 
 
+def _halves(tensor: np.ndarray, config: Mapping[str, Any]) -> Sequence[np.ndarray]:
+    """Gate and up of a matrix `[2F, D]`, or of those of experts `[E, 2F, D]`."""
+    return np.split(tensor, 2, axis=-2)
+
+
 SINKS = Joined(("blk.{}.attn_sinks.weight",), lambda config, sinks: sinks, lambda t, config: [t])
 # Stacked experts [E, D, 2F], gate and up by turns, as [E, F, D] each.
 GATE_UP = Joined(
@@ -82,6 +87,19 @@ KEYS_AND_VALUES = Joined(
     lambda config, k, v: (k[0] * (k[2] + v[1]), k[1]),
     _keys_and_values,
 )
+
+
+HALVES = Joined(
+    ("blk.{}.ffn_gate_exps.weight", "blk.{}.ffn_up_exps.weight"),
+    lambda config, gate, up: (gate[0], 2 * gate[1], gate[2]),
+    _halves,
+)
+SHARED_HALVES = Joined(
+    ("blk.{}.ffn_gate_shexp.weight", "blk.{}.ffn_up_shexp.weight"),
+    lambda config, gate, up: (2 * gate[0], gate[1]),
+    _halves,
+)
+SAME = Joined(("blk.{}.ffn_down_exps.weight",), lambda config, down: down, lambda t, config: [t])
 
 
 class Family(NamedTuple):
@@ -148,6 +166,20 @@ DEEPSEEK = ROUTED | {
     "leading_dense_block_count": ("first_k_dense_replace", int, 0),
     "expert_group_count": ("n_group", int, 1),
     "expert_group_used_count": ("topk_group", int, 1),
+}
+SCALES: dict[str, tuple[str, type[Any], Any]] = {
+    "logit_scale": ("logits_scaling", float, None),
+    "residual_scale": ("residual_multiplier", float, 1.0),
+    "embedding_scale": ("embedding_multiplier", float, 1.0),
+    "attention.scale": ("attention_multiplier", float, None),
+}
+GRANITE = {
+    **{name: theirs for name, theirs in DENSE.items() if theirs not in MLP.values()},
+    "blk.{}.ffn_gate_inp": LAYER + "block_sparse_moe.router.layer",
+}
+GRANITE_KEYS = SCALES | {
+    "expert_count": ("num_local_experts", int, None),
+    "expert_used_count": ("num_experts_per_tok", int, None),
 }
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the scores of experts, `llama_expert_gating_func_type`
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
@@ -256,6 +288,29 @@ FAMILIES = (
     Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
     Family("phi3", "phi3", PHI3, SILU),
     Family("olmo2", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS),
+    Family("granite", "granite", DENSE, SILU, interleaved=True, keys=SCALES),
+    Family(
+        "granitemoe",
+        "granitemoe",
+        GRANITE,
+        SILU | NO_BIAS,
+        interleaved=True,
+        keys=GRANITE_KEYS,
+        joined={LAYER + "block_sparse_moe.input_linear.weight": HALVES, LAYER + "block_sparse_moe.output_linear.weight": SAME},
+    ),
+    Family(
+        "granitemoeshared",
+        "granitemoe",
+        GRANITE | {"blk.{}.ffn_down_shexp": LAYER + "shared_mlp.output_linear"},
+        SILU | NO_BIAS,
+        interleaved=True,
+        keys=GRANITE_KEYS | {"expert_shared_feed_forward_length": ("shared_intermediate_size", int, None)},
+        joined={
+            LAYER + "block_sparse_moe.input_linear.weight": HALVES,
+            LAYER + "block_sparse_moe.output_linear.weight": SAME,
+            LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES,
+        },
+    ),
     Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
 )
 # Metadata, without the name of the architecture before it → `config.json`.
@@ -348,6 +403,12 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
     meta.check_sizes(file.tensors)
     family = known[-1] if experts else known[0]
+    if meta.arch == "granitemoe":
+        family = known[meta.has("expert_shared_feed_forward_length")]
+    if str(meta.arch).startswith("granite") and not meta("rope.scaling.finetuned", True, bool):
+        raise UserError(
+            f"{file.path} says {meta.arch}.rope.scaling.finetuned: false, which there means no rotation, unknown here"
+        )
     if meta.arch in ("deepseek2", "dots1"):
         scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" else SIGMOID)
         if scores not in (SOFTMAX, SIGMOID) or (meta.arch == "dots1" and scores != SIGMOID):
@@ -420,7 +481,7 @@ def _latent(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]:
 
 
 def _biases(file: GGUFFile, family: Family) -> dict[str, Any]:
-    if family.model_type not in ("llama", "smollm3"):
+    if family.model_type not in ("llama", "smollm3", "granite"):
         return {}
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
 
@@ -560,8 +621,12 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
     found |= _experts_said(model, family) | _latent_said(model)
+    if "logit_scale" in family.keys:
+        found |= {"logit_scale": model.logits_scaling, "residual_scale": model.residual_multiplier}
+        found["embedding_scale"] = model.embedding_multiplier
+        found["attention.scale"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
     found |= _windows_said(model, family) | _scaling_said(model, context)
-    numbers = ("base", "base_swa", "factor", "capping", "weights_scale", "multiplier")
+    numbers = ("base", "base_swa", "factor", "capping", "scale", "multiplier")
     return {key: float(value) if key.endswith(numbers) else value for key, value in found.items() if value is not None}
 
 

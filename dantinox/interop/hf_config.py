@@ -8,7 +8,7 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flat
 from dantinox.files import on_one_line, shown
-from dantinox.interop.hf_families import FAMILIES, ONLY, UNUSED, Family
+from dantinox.interop.hf_families import FAMILIES, NEAREST, ONLY, UNUSED, Family
 
 # How transformers names the scaling of rotary frequencies, how we do, and the keys that each has.
 FACTOR = {"factor": "attention.rope_factor"}
@@ -35,6 +35,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family that a `config.json` names, or an error where there is none of this name here."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        if isinstance(name, str) and name in NEAREST:
+            nearest, missing = NEAREST[name]
+            raise UserError(f"config.json has model_type: {name}, which is not known here: it is {nearest} with {missing}")
         raise UserError(f"config.json has model_type: {shown(name)}, which is none of {', '.join(FAMILIES)}")
     family, classes = FAMILIES[name], config.get("architectures") or [FAMILIES[name].architecture]
     if classes != [family.architecture]:
@@ -130,6 +133,10 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     family = keys.family
     if family.rope is None:
         return {}
+    if family.rope == "switched" and keys.take("position_embedding_type") != "rope":
+        for key in ("rope_scaling", "rope_parameters", "rope_theta"):
+            keys.take(key)
+        return {"attention.use_rotary_pos": False}
     scaling, parameters = (_object(keys.take(key), key) for key in ("rope_scaling", "rope_parameters"))
     theta, share = keys.take("rope_theta", 10000.0), keys.take("partial_rotary_factor", 1.0)
     found: dict[str, Any] = {}
@@ -144,7 +151,7 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         scaling = dict(scaling or parameters)
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
     share = scaling.pop("partial_rotary_factor", share)
-    if share != 1 and family.rope != "partial":
+    if share != 1 and family.rope not in ("partial", "share"):
         raise UserError(f"config.json has partial_rotary_factor: {shown(share)}, where only 1 is the same model here")
     found["attention.partial_rotary_factor"] = share
     if family.rope == "some layers":
@@ -242,6 +249,11 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             for key, least in (("moe_layer_start_index", 0), ("moe_layer_end_index", -1), ("moe_layer_interval", 1))
         )
         dense = {i for i in range(L) if i < start or (i > end != -1) or (i + 1) % every}
+    elif family.dense == "all":
+        for kind in keys.take("layer_types") or ["linear_attention"]:
+            if kind not in ("attention", FULL):
+                raise UserError(f"config.json has layer_types: {shown(kind)}, of which only attention is known here")
+        found |= _optional_experts(keys)
     if dense:
         found["moe.dense_layers"] = sorted(dense)
     if family.groups is not None:
@@ -255,12 +267,32 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
+def _optional_experts(keys: _Keys) -> dict[str, Any]:
+    """Experts beside a layer that all tokens take, or that layer alone."""
+    names = ("num_local_experts|num_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size")
+    count, taken, width, shared = (keys.take(name) for name in names)
+    if not count:
+        return {"model.hidden_dim": shared}
+    experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.n_experts": count, "moe.top_k_mlp": taken}
+    return experts | {"model.hidden_dim": width, "moe.shared_experts": 1, "moe.shared_hidden_dim": shared}
+
+
 def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The opposite of `_expert_settings`."""
+    written: dict[str, Any]
+    if family.dense == "all":
+        written = {"position_embedding_type": "rope" if model.position == "rope" else None}
+        written |= {"layer_types": [FULL] * model.num_blocks, "intermediate_size": model.hidden_dim}
+        written["mamba_n_heads"] = 1  # transformers wants a divisor of the width, without such layers too
+        experts = model.experts
+        if experts is None:
+            return written | {"num_local_experts": 0, "shared_intermediate_size": model.hidden_dim}
+        sizes = {"num_local_experts": experts.count, "num_experts_per_tok": experts.top_k}
+        return written | sizes | {"shared_intermediate_size": experts.shared_dim}
     if model.experts is None:
         return {}
     dense, groups = model.experts.dense_layers, model.experts.groups
-    written: dict[str, Any] = {}
+    written = {}
     if family.dense == "first":
         written["first_k_dense_replace"] = len(dense)
     elif family.dense == "steps":
@@ -327,7 +359,7 @@ def _unlike(model: ModelConfig, family: Family) -> list[str]:
     """The settings by which a model cannot be of a family, whatever its others are."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
     has = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
-    return [path for path, (ours, theirs) in has.items() if ours != theirs]
+    return [path for path, (ours, theirs) in has.items() if ours != theirs and (family.dense != "all" or path != "moe.use_moe")]
 
 
 _UNSAID = object()
@@ -346,6 +378,8 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
         values["attention.query_pre_attn_scalar"] = model.head_size
     elif (scalar := values["attention.query_pre_attn_scalar"]) == int(scalar):
         values["attention.query_pre_attn_scalar"] = int(scalar)  # transformers takes no other
+    if values["attention.attention_multiplier"] is None:
+        values["attention.attention_multiplier"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
     written: dict[str, Any] = {}
     for names, paths in family.keys.items():
         written[names.partition("|")[0]] = values[paths if isinstance(paths, str) else paths[0]]
@@ -375,6 +409,7 @@ def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family)
         scaling[ORIGINAL] = values["attention.rope_original_context"]
     if family.rope == "partial":
         written[ORIGINAL] = values["attention.rope_original_context"] or model.max_context
+    if family.rope in ("partial", "share"):
         written["partial_rotary_factor"] = scaling["partial_rotary_factor"] = model.partial_rotary_factor
     if family.rope == "some layers":
         written["no_rope_layers"] = [int(layer not in model.unrotated) for layer in range(model.num_blocks)]

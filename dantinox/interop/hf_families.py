@@ -148,6 +148,18 @@ ROUTED = experts("mlp", "gate_proj", "up_proj", "down_proj")
 CHOICE = rows(LAYER, {"mlp.gate.e_score_correction_bias": ("ffn/router/bias", Form("E", "E"))}, OURS)
 DEEPSEEK = ROUTED + FEED_FORWARD + shared("shared_experts")
 
+GRANITE_EXPERTS = rows(LAYER + "block_sparse_moe.", {
+    "router.layer.weight": ("router/kernel", Form("DE", "E D")),
+    "input_linear.weight": ("experts/gate_up/kernel", Form("EDCF", "E CF D")),
+    "output_linear.weight": ("experts/down/kernel", Form("EFD", "E D F")),
+}, OURS + "ffn/")  # fmt: skip
+# The layer that all tokens take, which is all that a model without experts has.
+GRANITE_SHARED = tuple(
+    row for module in ("ffn/shared/", "ffn/") for row in rows(LAYER + "shared_mlp.", {
+        "input_linear.weight": ("gate_up/kernel", Form("DCF", "CF D")), "output_linear.weight": ("down/kernel", DOWN),
+    }, OURS + module)
+)  # fmt: skip
+
 # GPT-2's projections are stored [in, out].
 GPT2 = rows("transformer.", {
     "wte.weight": ("embed", TABLE), "wpe.weight": ("position_embed", Form("PD", "P D")),
@@ -212,13 +224,13 @@ class Family:
       defaults: what transformers takes for a key that is absent, where that is not our default or nothing.
       settings: what all members have in common.
       activation: the key of it, and its names.
-      rope: whether positions are rotary; `partial`: of part of a head at will; `local`: sliding layers have frequencies of
-        their own.
+      rope: whether positions are rotary; `share` and `partial`: of part of a head at will, `partial` with longrope's numbers
+        beside; `local`: sliding layers have frequencies of their own; `some layers`; `switched`: if `position_embedding_type`.
       window: which layers slide: `all`; `switched`: all if `use_sliding_window`; `layers`: those that `layer_types` says;
         `switched layers`: both; None: none.
       pattern: without `layer_types` every n-th layer is full.
       dense: how `config.json` names the layers without experts: `first`, so many from the beginning; `steps`, all but every
-        n-th, and those in a list; `range`, those outside of one; None: there are none.
+        n-th, and those in a list; `range`, those outside of one; `all`, all where there are 0 experts; None: there are none.
       groups: how it limits a token's experts to those of the best groups: by each group's `max`, or its `top2`.
       pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers.
       only, unused: keys of this family besides those of all.
@@ -281,6 +293,16 @@ LATENT_KEYS = {key: path for key, path in DEEPSEEK_KEYS.items() if key != "head_
     "q_lora_rank": "attention.q_lora_rank",
 }
 LATENT_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+GRANITE_KEYS = HEADS | {
+    "attention_bias": BIASES,
+    "embedding_multiplier": "model.embedding_multiplier",
+    "residual_multiplier": "model.residual_multiplier",
+    "logits_scaling": "model.logits_scaling",
+    "attention_multiplier": "attention.attention_multiplier",
+}
+MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_multiplier": 1.0}
+GRANITE = UNTIED | MULTIPLIERS | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
+MAMBA = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias", "proj_bias")
 SIGMOIDS = {"moe.use_moe": True, "moe.score_function": "sigmoid", "moe.choice_bias": True}
 LATENT_NORMS = {"attention.latent_norm_epsilon": 1e-6}
 LATENT_PAIRS = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
@@ -504,4 +526,65 @@ FAMILIES: dict[str, Family] = {
         only={"use_bias": False, "moe_norm_min": 1e-12},
         unused=TRAINING,
     ),
+    "granite": Family(
+        "GraniteForCausalLM", DENSE + NORMS_BEFORE, GRANITE_KEYS | {"mlp_bias": "model.mlp_bias"}, GRANITE
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + GRANITE_EXPERTS,
+        GRANITE_KEYS | EXPERT_KEYS,
+        GRANITE,
+        {"moe.use_moe": True, "moe.norm_topk_prob": True},
+        unused=TRAINING,
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + GRANITE_EXPERTS + GRANITE_SHARED,
+        GRANITE_KEYS | EXPERT_KEYS | {"shared_intermediate_size": "moe.shared_hidden_dim"},
+        GRANITE,
+        {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.shared_experts": 1},
+        unused=TRAINING,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + GRANITE_EXPERTS + GRANITE_SHARED,
+        {key: path for key, path in GRANITE_KEYS.items() if key != "intermediate_size"},
+        GRANITE | {"intermediate_size": 11008, "shared_intermediate_size": 1024, "position_embedding_type": None},
+        rope="switched",
+        dense="all",
+        unused=(*TRAINING, "time_step_limit", *(f"mamba_{name}" for name in MAMBA)),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + HEAD_NORMS + DEEPSEEK + CHOICE,
+        DEEPSEEK_KEYS | {"attention_bias": "attention.qkv_bias", "use_qk_norm": "model.qk_norm"},
+        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8,
+                  "n_shared_experts": 1, "moe_intermediate_size": 1408, "intermediate_size": 10944, "norm_topk_prob": True,
+                  "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": False,
+                  "partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
+        SIGMOIDS,
+        rope="share",
+        dense="first",
+        groups="top2",
+        unused=tuple(key for key in DEEPSEEK_UNUSED if key != "head_dim"),
+    ),
 }  # fmt: skip
+# Families that are not here: the nearest that is, and what a model would need besides.
+NEAREST = {
+    "qwen3_next": ("qwen3_moe", "gated DeltaNet layers, whose state is no cache of keys"),
+    "qwen3_5_text": ("qwen3", "gated DeltaNet layers, whose state is no cache of keys"),
+    "qwen3_5_moe_text": ("qwen3_moe", "gated DeltaNet layers, whose state is no cache of keys"),
+    "deepseek_v32": ("deepseek_v3", "an indexer that chooses the keys of a query"),
+    "glm_moe_dsa": ("deepseek_v3", "an indexer that chooses the keys of a query"),
+    "longcat_flash": ("deepseek_v3", "experts that pass their input on, and two attentions in a layer"),
+    "kimi_linear": ("deepseek_v3", "linear attention, whose state is no cache of keys"),
+    "phimoe": ("mixtral", "routing by SparseMixer, and layer norms beside experts"),
+    "llama4_text": ("llama", "attention in chunks, and experts whose input is weighted"),
+    "jamba": ("mixtral", "Mamba layers"),
+    "falcon_h1": ("llama", "Mamba layers"),
+    "bamba": ("llama", "Mamba layers"),
+    "nemotron_h": ("llama", "Mamba layers"),
+    "mamba2": ("llama", "Mamba layers"),
+    "lfm2": ("qwen3", "short convolutions"),
+    "lfm2_moe": ("qwen3_moe", "short convolutions"),
+}

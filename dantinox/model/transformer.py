@@ -56,7 +56,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
-        self.dropout_rate = config.dropout_rate
+        self.dropout_rate, self.multiplier = config.dropout_rate, config.residual_multiplier
         self.norm1 = normalisation(config) if before else _unchanged
         self.post_norm1 = normalisation(config) if after else _unchanged
         attending = Attention if config.latent is None else LatentAttention
@@ -81,11 +81,14 @@ class Block(nnx.Module):
     ):
         keys = (None, None) if key is None else jax.random.split(key)
         a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, parallelism)
-        x_BTD = x_BTD + dropout(self.post_norm1(a_BTD), self.dropout_rate, keys[0])
+        x_BTD = x_BTD + dropout(self._scaled(self.post_norm1(a_BTD)), self.dropout_rate, keys[0])
         fed: Any = self.ffn(self.norm2(x_BTD), parallelism)
         f_BTD, routing = fed if self.routes else (fed, None if self.experts is None else unrouted(self.experts))
-        x_BTD = x_BTD + dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1])
+        x_BTD = x_BTD + dropout(self._scaled(self.post_norm2(f_BTD)), self.dropout_rate, keys[1])
         return x_BTD, memory, (probed, routing)
+
+    def _scaled(self, y_BTD: jax.Array) -> jax.Array:
+        return y_BTD if self.multiplier == 1 else (self.multiplier * y_BTD).astype(y_BTD.dtype)
 
 
 def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Linear:
@@ -231,6 +234,8 @@ class Transformer(nnx.Module):
         else:
             logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
         logits = biased(self.parallelism.all_gather(logits), self.head_bias)
+        if self.config.logits_scaling != 1:
+            logits = logits / self.config.logits_scaling
         return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
@@ -241,6 +246,8 @@ class Transformer(nnx.Module):
         x_BTD = self.embed[...][tokens_BT]
         if self.config.scale_embeddings:
             x_BTD = x_BTD.astype(self.dtype) * jnp.asarray(math.sqrt(self.config.dim), self.dtype)
+        if self.config.embedding_multiplier != 1:
+            x_BTD = (self.config.embedding_multiplier * x_BTD).astype(x_BTD.dtype)
         if self.position_embed is not None:
             x_BTD = x_BTD + self.position_embed[...][jnp.clip(positions_BT, 0)]
         elif self.config.position == "sinusoidal":

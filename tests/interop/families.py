@@ -17,6 +17,7 @@ ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1
           "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}  # fmt: skip
 DEEPSEEK = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 12,
                      "qk_rope_head_dim": 8, "v_head_dim": 10}  # fmt: skip
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.3}
 LOCAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -72,7 +73,22 @@ FAMILIES = {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
         },
     ),
+    "granite": ("GraniteConfig", MULTIPLIERS),
+    "granitemoe": ("GraniteMoeConfig", {**MULTIPLIERS, **EXPERTS}),
+    "granitemoeshared": ("GraniteMoeSharedConfig", {**MULTIPLIERS, **EXPERTS, "shared_intermediate_size": 28}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MULTIPLIERS,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 28,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": None,
+            "mamba_n_heads": 8,
+        },
+    ),
     "dots1": ("Dots1Config", {**ROUTED, "head_dim": 12, "norm_topk_prob": True, "sliding_window": None}),
+    "glm4_moe": ("Glm4MoeConfig", {**ROUTED, "head_dim": 12, "norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2, "moe_intermediate_size": 24, "head_dim": 12},

@@ -139,6 +139,8 @@ def test_scaling_is_read_with_its_numbers():
         ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}, where only null is the same model here"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu', which is none of silu"),
         ({"sliding_window": 9}, "sliding_window: 9, of which nothing is known here"),
+        ({"model_type": "qwen3_next"}, "qwen3_next, which is not known here: it is qwen3_moe with gated DeltaNet layers"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 4}, "'mamba', of which only attention is known here"),
         ({"model_type": "bert"}, "model_type: 'bert', which is none of llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "of llama only LlamaForCausalLM writes text"),
         ({"hidden_size": None}, "lacks hidden_size"),

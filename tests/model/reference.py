@@ -243,7 +243,7 @@ def forward(
     def norm(x_TD: Array, part: Weights | None) -> Array:
         return x_TD if part is None else np.array([normalise(kind, x_D, part, config.norm_epsilon) for x_D in x_TD])
 
-    x_TD = weights["embed"][tokens] * (math.sqrt(config.dim) if config.scale_embeddings else 1)
+    x_TD = weights["embed"][tokens] * (math.sqrt(config.dim) if config.scale_embeddings else 1) * config.embedding_multiplier
     if config.position == "learned":
         x_TD = x_TD + weights["position_embed"][positions]
     if config.position == "sinusoidal":
@@ -254,14 +254,15 @@ def forward(
         attend = attention if config.latent is None else latent_attention
         a_TD, *seen = attend(config, layer, norm(x_TD, block.get("norm1")), block["attention"], positions, segments)
         probed.append(tuple(seen))
-        x_TD = x_TD + norm(a_TD, block.get("post_norm1"))
+        x_TD = x_TD + config.residual_multiplier * norm(a_TD, block.get("post_norm1"))
         normed_TD = norm(x_TD, block.get("norm2"))
         if config.experts is None or layer in config.experts.dense_layers:
             f_TD = np.array([feed_forward(config, x_D, block["ffn"]) for x_D in normed_TD])
         else:
             f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
-        x_TD = x_TD + norm(f_TD, block.get("post_norm2"))
+        x_TD = x_TD + config.residual_multiplier * norm(f_TD, block.get("post_norm2"))
     x_TD = norm(x_TD, weights["norm_f"])
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
     logits_TV, cap = x_TD @ head_DV + (weights["head_bias"] if config.head_bias else 0), config.final_softcap
+    logits_TV = logits_TV / config.logits_scaling
     return logits_TV if cap is None else cap * np.tanh(logits_TV / cap), probed

@@ -80,7 +80,13 @@ GRID = {
     "norms behind, of all heads": {"norm_placement": "after", "qk_norm": True, "qk_norm_scope": "layer"},
     "norms on both sides, centred at zero": {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": True},
     "layernorms on both sides": {"norm_placement": "both", "norm": "layernorm", "experts": ExpertsConfig(3, 2)},
-    "scaled embeddings and scores": {"scale_embeddings": True, "query_pre_attn_scalar": 7.0},
+    "scaled embeddings and scores": {
+        "scale_embeddings": True,
+        "query_pre_attn_scalar": 7.0,
+        "embedding_multiplier": 1.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    },
     "part of a head, some layers": {
         "head_size": 10,
         "partial_rotary_factor": 0.45,

@@ -1,0 +1,49 @@
+"""The table of models in docs/models.md: up to date, and true of the settings of a checkpoint of each family."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dantinox.config import UserError, build_config
+from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_families import FAMILIES
+from dantinox.interop.model_table import BEGIN, HEADER, model_table, with_table
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROWS = {cells[0].strip("`"): dict(zip(HEADER, cells, strict=True)) for cells in (
+    [cell.strip() for cell in line.strip("|").split("|")] for line in model_table().splitlines()[2:]
+)}  # fmt: skip
+
+
+def test_the_page_has_the_table_of_today():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page, "run `make models`"
+    with pytest.raises(ValueError, match="unpack"):
+        with_table(page.replace(BEGIN, ""))
+
+
+def test_it_has_a_row_for_each_family():
+    assert ROWS.keys() == FAMILIES.keys()
+    assert ROWS["mistral"]["GGUF in"] == "as `llama`" and ROWS["mistral"]["GGUF out"] == "`llama`"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
+    config = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    settings = settings_of(config, 64)
+
+    def refused(**sections) -> bool:
+        try:
+            build_config(settings | sections)
+        except UserError:
+            return True
+        return False
+
+    attention, all_of_it = {"targets": ["q_proj"]}, {"targets": ["q_proj", "down_proj"]}
+    start = {"training": {"init_from": "x"}}
+    has = ["attention"] * (not refused(lora={"rank": 2} | attention, **start))
+    has += ["all"] * (not refused(lora={"rank": 2} | all_of_it, **start))
+    assert ROWS[family]["LoRA"].split(",")[0] == (has or ["no"])[-1]
+    assert ROWS[family]["compressed cache"] == ("no" if refused(kv={"budget": 0.5}) else "yes")
