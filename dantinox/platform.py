@@ -5,9 +5,11 @@ one at hand. `auto` is the machine at hand.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import platform as machine
+import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -84,6 +86,13 @@ def platform_of(name: str = "auto") -> Platform:
 def cache_folder() -> Path:
     """Where this user's caches are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dantinox"
+
+
+def release_free_memory() -> None:
+    """Returns memory that the C library has freed, but keeps for later, to the operating system; on Linux with glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def use_compilation_cache() -> None:

@@ -24,7 +24,7 @@ from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
 from dantinox.config.starting_config import DEFAULT
 from dantinox.files import atomic_write, check_folder
-from dantinox.report.console import show_progress
+from dantinox.report.console import steady_progress
 
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
 # Flag → what it belongs to, of router and kv or of the kinds of `eval` ("": all), and how it is read.
@@ -34,6 +34,7 @@ CALIBRATE: Flags = {
         "the text (default: the run's own; router: its validation tokens, kv: its training tokens)"}),
     "tokens": ("router", COUNT | {"help": "tokens to read at most (default: 32768)"}),
     "sequences": ("kv", COUNT | {"help": "sequences to read (default: 20)"}),
+    "length": ("kv", COUNT | {"help": "tokens of a sequence (default: the context, at most 512)"}),
     "no_loss": ("kv", {"action": "store_true", "default": None, "help":
         "leave out what eviction costs each head, the longest part"}),
     "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "take over what this file holds instead of measuring"}),
@@ -55,13 +56,14 @@ EVALUATE: Flags = {
     "trials": ("sampling", COUNT | {"help": "settings tried for each method"}),
     "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help":
         "shares of the slots that are kept (default: .5 .3 .2 .1, ruler: .5 .2)"}),
-    "sequences": ("kv", COUNT | {"help": "sequences of text to read (default: 200)"}),
+    "sequences": ("kv", COUNT | {"help": "sequences of text to read, at least 6 (default: 200)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
         "the heads' measured signals (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "of the compressed caches (default: auto)"}),
-    "data_path": ("ppl ruler", {"metavar": "FILE", "help":
-        "the text, or what else data.path may name (ruler: of its essays; default: Python's manual)"}),
+    "data_path": ("sampling kv ppl ruler", {"metavar": "FILE", "help":
+        "the text, or what else data.path may name (default for sampling and kv: the run's own validation text; for ruler, whose "
+        "essays it is: Python's manual)"}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT | {"help": "tokens of a window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help":
@@ -132,7 +134,7 @@ def calibrate_flags(command: Parser) -> None:
 def calibration(options: argparse.Namespace) -> dict[str, Any]:
     """The flags of `calibrate` that were given; one without effect is an error."""
     flags = given(options, CALIBRATE, f"--what {options.what}")
-    for name in ("data_path", "sequences", "no_loss"):
+    for name in ("data_path", "sequences", "length", "no_loss"):
         if "from_results" in flags and name in flags:
             raise UserError(f"--from_results measures nothing: leave --{name} out")
     return flags
@@ -146,12 +148,14 @@ def calibrate(options: argparse.Namespace) -> int:
         from dantinox.measure.calibrate_router import calibrate_router
         from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
 
-        router = calibrate_router(options.run_dir, progress=show_progress, **flags)
+        with steady_progress() as progress:
+            router = calibrate_router(options.run_dir, progress=progress, **flags)
         return _show(options, router, lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
     from dantinox.measure.calibrate_kv import calibrate_kv
     from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
-    heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=show_progress, **flags)
+    with steady_progress() as progress:
+        heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=progress, **flags)
     record, lines = heads.to_dict(), kv_calibration_lines
     return _show(options, record, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
 
@@ -189,7 +193,8 @@ def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.report.plots import save_files
 
     study, view = import_module(f"dantinox.studies.{name}"), import_module(f"dantinox.studies.{name}_view")
-    found = getattr(study, f"evaluate_{name}")(options.run_dir, progress=show_progress, **flags)
+    with steady_progress() as progress:
+        found = getattr(study, f"evaluate_{name}")(options.run_dir, progress=progress, **flags)
     print_lines(lambda width: getattr(view, f"{name}_lines")(found, width))
     save_files(out, getattr(view, f"{name}_files")(found))
     return 0
@@ -202,7 +207,8 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.measure.perplexity import measure_perplexity, perplexity_lines
 
     flags.pop("json", None)
-    found = measure_perplexity(options.run_dir, progress=show_progress, **flags)
+    with steady_progress() as progress:
+        found = measure_perplexity(options.run_dir, progress=progress, **flags)
     return print_result(options, found, lambda _: perplexity_lines(found))
 
 
@@ -213,7 +219,8 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.studies.tasks import evaluate_tasks, task_lines
 
     flags.pop("json", None)
-    found = evaluate_tasks(options.run_dir, progress=show_progress, **flags)
+    with steady_progress() as progress:
+        found = evaluate_tasks(options.run_dir, progress=progress, **flags)
     return print_result(options, found, lambda width: task_lines(found, width))
 
 
@@ -224,13 +231,15 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 
 def info_flags(command: Parser) -> None:
     add_run(command, "the run directory")
+    text = "the text that narrow weights are compared on (default: the run's own validation text)"
+    command.add_argument("--data_path", metavar="FILE", help=text)
 
 
 def info(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.measure.info import describe
 
-    return print_lines(lambda _: describe(options.run_dir))
+    return print_lines(lambda _: describe(options.run_dir, options.data_path))
 
 
 def plan_flags(command: Parser) -> None:
@@ -271,7 +280,8 @@ def plan(options: argparse.Namespace) -> int:
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     symbols = vocabulary_size_of(config)
-    found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=show_progress, **sizes)
+    with steady_progress() as progress:
+        found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=progress, **sizes)
     return print_result(options, found, lambda width: plan_lines(found, width))
 
 

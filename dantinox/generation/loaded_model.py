@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.config.request_settings import RequestSettings
@@ -228,5 +230,9 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     build, shapes = blueprint(model)
     where = weight_places(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
-    place = lambda path, array: jax.device_put(array, where.get(path))  # noqa: E731
+
+    def place(path: str, array: np.ndarray) -> jax.Array:
+        """A copy: an array that aliases the mapped file would keep all of the file in memory."""
+        return jax.device_put(array, where[path]) if path in where else jnp.array(array)
+
     return build(run_weights(run, config, shapes, vocab_size, place))

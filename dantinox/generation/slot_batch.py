@@ -29,7 +29,7 @@ from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
 from dantinox.generation.token_settings import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
 from dantinox.model.scoring import by_position
-from dantinox.platform import platform_of
+from dantinox.platform import platform_of, release_free_memory
 from dantinox.programs import available_bytes, size
 from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL
@@ -111,7 +111,7 @@ class SlotBatch(RunningBatch):
     refills = True
 
     def __init__(self, model: ModelBundle, count: int | None, context: int, config: Config | None = None):
-        """Allocates the memory of all slots.
+        """Chooses the number of slots; `compile` allocates their memory.
 
         Args:
           count: the slots; None: 8, or fewer where their caches would take over a quarter of the free memory.
@@ -136,11 +136,11 @@ class SlotBatch(RunningBatch):
         segmented = platform_of(self._architecture.platform).parted_cache
         compiled = jax.jit(make_cache, static_argnums=range(6))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
-        self.cache: KVCache = self._make_cache(self.count)
+        self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
         # Only a compressed cache keeps what a new request must not see.
-        self._fresh: KVCache | None = self._make_cache(1) if self.cache.compressed else None
-        self._ring = min(self.cache.spans)
-        self.part = min(PART if self.cache.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
+        self._fresh: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
+        self._ring = min(self._cache_shapes.spans)
+        self.part = min(PART if self._cache_shapes.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
@@ -174,7 +174,10 @@ class SlotBatch(RunningBatch):
         return all(key in self._programs for key in self._keys(program, echo))
 
     def compile(self, config: Config, echo: bool = False) -> None:
-        """Compiles what requests with these settings need, which takes seconds; from any thread, one at a time."""
+        """Compiles what requests with these settings need, which takes seconds; from any thread, one at a time.
+
+        The first call allocates the cache at its end.
+        """
         program = self.program_key(config)
         with self._compiling:
             if program not in self._states:
@@ -182,6 +185,9 @@ class SlotBatch(RunningBatch):
             for key in self._keys(program, echo):
                 if key not in self._programs:
                     self._programs[key] = self._compile(config, *key)
+            if self.cache is None:
+                release_free_memory()  # what compilation took: the two peaks do not add up
+                self.cache = self._make_cache(self.count)
 
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
         reads = [("read", length, reports) for length in self._lengths() for reports in {False, echo}]
@@ -196,7 +202,7 @@ class SlotBatch(RunningBatch):
 
     def _compile(self, config: Config, kind: str, *of: Any) -> Any:
         zero, V = jnp.int32(0), self._architecture.vocab_size
-        cache, report = _shapes(self.cache), min(ALTERNATIVES, V)
+        cache, report = self._cache_shapes, min(ALTERNATIVES, V)
         if kind == "copy":
             return _copy_slot.lower(cache, zero, zero).compile()
         if kind == "read":
@@ -379,11 +385,6 @@ def _number(value: int) -> np.ndarray:
 
 def _wide(length: int, least: int = 1) -> int:
     return max(least, 1 << max(length - 1, 0).bit_length())
-
-
-def _shapes(tree: Any) -> Any:
-    """The shapes of what is donated, for compilation."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> Any:

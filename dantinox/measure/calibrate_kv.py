@@ -15,7 +15,7 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.files import check_writable
 from dantinox.generation import load
 from dantinox.measure.head_loss import SINKS, loss_rises
-from dantinox.measure.texts import in_batches, padded, read_text, stored
+from dantinox.measure.texts import in_batches, padded, text_store
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
 from dantinox.report.trace_file import finite
@@ -33,10 +33,10 @@ from dantinox.run import (
 from dantinox.text import Tokenizer
 
 SEQUENCES = 20
+LENGTH = 512  # tokens of a sequence, where the context is longer
 ROWS = 4  # query rows of a sequence, a quarter of it apart
 LEAST_TOKENS = 64  # of a sequence
 MASS = 0.95
-TEXT_TOKENS = 1 << 22  # read of a given text at most
 BATCH_TOKENS = 2048  # read at once
 TRIES = 10_000  # places drawn in vain before a text is given up
 # What a head is called whose mean entropy is below so many bits.
@@ -63,6 +63,7 @@ def calibrate_kv(
     run_dir: str | Path,
     *,
     sequences: int = SEQUENCES,
+    length: int | None = None,
     data_path: str | Path | None = None,
     seed: int = 0,
     output: str | Path | None = None,
@@ -74,16 +75,17 @@ def calibrate_kv(
 
     In each sequence the queries at 25, 50, 75 and 100 % of its tokens are measured: the entropy of their attention over the
     keys they see, the smallest number of keys that hold 95 % of it, and how many tokens back it goes in the mean, the first
-    four tokens of the text left out. A head has the mean over queries and sequences. Then
-    `loss_rises` measures what eviction costs every key head, in as many readings as there are key heads and sizes.
+    four tokens of the text left out. A head has the mean over queries and sequences. Then `loss_rises` estimates what eviction
+    costs every key head.
 
     Args:
       sequences: how many are read; fewer where the text has no more that differ.
+      length: tokens of a sequence at most; None: `LENGTH`, or the model's context if that is less.
       data_path: the text, as `data.path` names one (of a long one the beginning); None: the training tokens left in the run.
       seed: chooses the sequences.
       output: write to this file instead of into the run.
       from_results: measure nothing and take over what this file of format 1 or 2 holds, if it is of this model.
-      loss: measure `loss_rises`, by far the longest part.
+      loss: estimate `loss_rises`, the longest part.
       progress: called with a line at the start of each part, and every few seconds.
 
     Raises:
@@ -95,28 +97,29 @@ def calibrate_kv(
     for name, number, least in (("sequences", sequences, 1), ("seed", seed, 0)):
         if number < least:
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
-    if from_results is not None and (data_path is not None or not loss):
-        raise UserError("from_results measures nothing: leave data_path and loss out")
+    if from_results is not None and (data_path is not None or length is not None or not loss):
+        raise UserError("from_results measures nothing: leave data_path, length and loss out")
     weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
     if from_results is not None:
         tokenizer = Tokenizer.load(directory.tokenizer)
-        config = load_run_config(directory).architecture(tokenizer.vocab_size)
-        taken = described(directory, config, read_kv_calibration(from_results, config, weights, tokenizer.fingerprint))
+        model = load_run_config(directory).architecture(tokenizer.vocab_size)
+        taken = described(directory, model, read_kv_calibration(from_results, model, weights, tokenizer.fingerprint))
         save_kv_calibration(path, taken.to_dict())
         return taken
-    run = load(directory.path)
-    config = run.model.config
-    if config.latent is not None:
+    config = load_run_config(directory)
+    if config.attention.kv_lora_rank is not None:
         raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): there are no slots to divide")
-    if config.max_context < ROWS:
-        raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {config.max_context}")
-    if data_path is None:
-        ids = stored(run, directory, "text of its training: give a text with --data_path").training_ids
-    else:
-        ids = read_text(run, str(data_path), TEXT_TOKENS)
-    texts = choose(ids, sequences, config.max_context, run.tokenizer.eos_id, seed)
+    context = config.model.max_context
+    if context < ROWS:
+        raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {context}")
+    length = min(context, LENGTH) if length is None else length
+    if not ROWS <= length <= context:
+        raise UserError(f"length must be in [{ROWS}, {context}], the model's context, got {length}")
+    store = text_store(directory, data_path)
+    run = load(directory.path)
+    texts = choose(store.training_ids, sequences, length, run.tokenizer.eos_id, seed)
     if not texts:
-        least = min(LEAST_TOKENS, config.max_context)
+        least = min(LEAST_TOKENS, length)
         raise UserError(f"found no document of at least {least} tokens in the text: give another one with --data_path")
     entropy_SRLN, coverage_SRLN, distance_SRLN = measure(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
@@ -138,7 +141,7 @@ def calibrate_kv(
     if loss:
         rises_LKC, sizes = loss_rises(run.model, *padded(texts), progress)
         found |= {"loss": _named(rises_LKC, "K"), "loss_slots": sizes}
-    calibration = described(directory, config, found)
+    calibration = described(directory, run.model.config, found)
     save_kv_calibration(path, calibration.to_dict())
     return calibration
 

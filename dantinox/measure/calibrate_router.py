@@ -14,7 +14,7 @@ from dantinox.config import UserError
 from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
 from dantinox.generation.quantized_weights import widen
-from dantinox.measure.texts import in_batches, read_text, stored
+from dantinox.measure.texts import in_batches, text_store
 from dantinox.model import Transformer
 from dantinox.model.scoring import by_position
 from dantinox.report.console import Progress
@@ -88,12 +88,10 @@ def calibrate_router(
         raise UserError(f"tokens must be an integer ≥ 1, got {tokens}")
     directory = open_run(run_dir)
     weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
+    store = text_store(directory, data_path, max(tokens, 2))
     run = load(run_dir)
-    if data_path is not None:
-        ids = read_text(run, str(data_path), tokens)
-    else:
-        store = stored(run, directory, "validation text of its training: give a text with --data_path")
-        ids = store.validation_ids[:-1][:tokens]  # the last token is a target alone
+    # The last validation token of a training is a target alone.
+    ids = (store.validation_ids[:-1] if data_path is None else store.validation_ids)[:tokens]
     window = min(WINDOW, run.model.config.max_context)
     context = min(CONTEXT, window // 4)
     text = windows(ids, window, context, run.tokenizer.eos_id)

@@ -14,6 +14,7 @@ from flax import nnx
 from dantinox.config import Config, ModelConfig
 from dantinox.generation import LoadedModel, load, prepare
 from dantinox.generation.quantized_weights import WEIGHTS, weight_bytes, widen
+from dantinox.measure.texts import text_store
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.report import human_bytes, human_count, table
@@ -25,14 +26,21 @@ TOKENS = 8192  # of the validation text; the comparison is paired, so that more 
 ROWS = 8
 
 
-def describe(run_dir: str | Path) -> Iterator[str]:
-    """Paragraphs: the model, its training, then a line per precision of the weights."""
-    directory, run = open_run(run_dir), load(run_dir)
+def describe(run_dir: str | Path, data_path: str | Path | None = None) -> Iterator[str]:
+    """Paragraphs: the model, its training, then a line per precision of the weights.
+
+    Args:
+      data_path: the text that narrow weights are compared on, as `data.path` names one; None: the validation tokens that
+        training left in the run, if any.
+    """
+    directory = open_run(run_dir)
+    given = None if data_path is None else text_store(directory, data_path, TOKENS + 1)
+    run = load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)
-    store = open_store(run.config, directory.data, run.tokenizer)
+    store = open_store(run.config, directory.data, run.tokenizer) if given is None else given
     if store is None:
-        yield "no token store in this run: the cost of narrow weights cannot be measured\n"
+        yield "this run keeps no text of its training: give a text with --data_path to measure the cost of narrow weights\n"
     reference = Reference(run, store) if store is not None else None
     for name in WEIGHTS[1:]:
         narrow = (

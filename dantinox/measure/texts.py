@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +11,13 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel
-from dantinox.run import RunDirectory
+from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import cut_up
 from dantinox.text.tokenizer import UnknownCharacter
 
+TEXT_TOKENS = 1 << 22  # read of a given text at most
+WINDOW = 1024  # tokens of a window of a given text, where a store cuts it into windows
 CHARACTERS, AT_MOST = 1 << 16, 4 << 20  # encoded at a time; of other vocabularies, which may tell the beginning of a text
 
 
@@ -65,18 +68,34 @@ def positions_of(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
     return jnp.where(places_T < lengths_B[:, None], places_T, -1)
 
 
-def stored(run: LoadedModel, directory: RunDirectory, what: str) -> TokenStore:
-    """The tokens that the training left in a run directory, or an error that it keeps no `what`."""
-    store = open_store(run.config, directory.data, run.tokenizer)
-    if store is None:
-        raise UserError(f"{directory.path} keeps no {what}")
-    return store
+def text_store(directory: RunDirectory, data_path: str | Path | None = None, tokens: int = TEXT_TOKENS) -> TokenStore:
+    """The text to measure a run on, found before its weights are loaded.
+
+    Args:
+      data_path: the text, as `data.path` names one: its first tokens are both the training and the validation tokens of the
+        store. None: the tokens that training left in the run.
+      tokens: of the text at `data_path`, to read at most.
+
+    Raises:
+      UserError: there is no text, or it has fewer than 2 tokens.
+    """
+    config, tokenizer = load_run_config(directory), Tokenizer.load(directory.tokenizer)
+    if data_path is None:
+        store = open_store(config, directory.data, tokenizer)
+        if store is None:
+            raise UserError(f"{directory.path} keeps no text of its training: give a text with --data_path")
+        return store
+    ids = read_text(tokenizer, str(data_path), config.data.text_field, tokens)
+    if len(ids) < 2:
+        raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: give a longer text with --data_path")
+    length = min(config.model.max_context, WINDOW, len(ids) - 1)
+    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id)
 
 
-def read_text(run: LoadedModel, path: str, tokens: int) -> np.ndarray:
+def read_text(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> np.ndarray:
     """The first tokens of a text, which is named as `data.path` names one."""
     parts, count = [np.zeros(0, np.int32)], 0
-    for part in _encoded(run, path):
+    for part in _encoded(tokenizer, path, text_field):
         parts.append(part)
         count += len(part)
         if count >= tokens:
@@ -84,13 +103,11 @@ def read_text(run: LoadedModel, path: str, tokens: int) -> np.ndarray:
     return np.concatenate(parts)[:tokens]
 
 
-def _encoded(run: LoadedModel, path: str) -> Iterator[np.ndarray]:
+def _encoded(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[np.ndarray]:
     """The tokens of a text in parts, its documents between begin and end tokens as a token store has them."""
-    begin, end = (
-        np.array([] if token is None else [token], np.int32) for token in (run.tokenizer.bos_id, run.tokenizer.eos_id)
-    )
+    begin, end = (np.array([] if token is None else [token], np.int32) for token in (tokenizer.bos_id, tokenizer.eos_id))
     document = -1
-    for number, _, ids in _parts(run, path):
+    for number, _, ids in _parts(tokenizer, path, text_field):
         if number != document:
             yield begin if document < 0 else np.concatenate([end, begin])
             document = number
@@ -108,7 +125,7 @@ def read_documents(run: LoadedModel, path: str, tokens: int | None = None) -> li
     """The documents of a text, which is named as `data.path` names one; of all of it the first `tokens`."""
     found: dict[int, list[Document]] = {}
     left = math.inf if tokens is None else tokens
-    for number, text, ids in _parts(run, path):
+    for number, text, ids in _parts(run.tokenizer, path, run.config.data.text_field):
         kept = ids if len(ids) <= left else ids[: int(left)]
         size = len(text.encode()) if kept is ids else spelled_bytes(run.tokenizer, kept)
         found.setdefault(number, []).append(Document(kept, size))
@@ -132,13 +149,13 @@ def spelled_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     return sum(len((inner if place else first)[token]) for place, token in enumerate(ids.tolist()))
 
 
-def _parts(run: LoadedModel, path: str) -> Iterator[tuple[int, str, np.ndarray]]:
+def _parts(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[tuple[int, str, np.ndarray]]:
     """(number of the document, a part of its text, the tokens of that)."""
-    characters, size = 0, AT_MOST if run.tokenizer.kind == "other" else CHARACTERS
-    for number, text in Corpus.open(path, run.config.data.text_field).pieces():
+    characters, size = 0, AT_MOST if tokenizer.kind == "other" else CHARACTERS
+    for number, text in Corpus.open(path, text_field).pieces():
         for part in cut_up(text, size):
             try:
-                yield number, part, run.tokenizer.encode_array(part)
+                yield number, part, tokenizer.encode_array(part)
             except UnknownCharacter as error:
                 raise UnknownCharacter(error.character, characters + error.position) from None
             characters += len(part)

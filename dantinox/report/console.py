@@ -1,21 +1,55 @@
 """Progress of a training and of long commands on stderr: a live display at a terminal, plain lines elsewhere."""
 
+import contextlib
 import os
 import sys
+import threading
 import time
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
 EVERY = 5.0  # seconds between two lines of progress
+SILENCE = 8.0  # seconds without a line, after which `steady_progress` repeats the last one
 
 
 def show_progress(line: str) -> None:
     """Prints a line of progress of a long command on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def steady_progress(show: Callable[[str], None] = show_progress, seconds: float = SILENCE) -> Iterator[Callable[[str], None]]:
+    """A function that shows lines of progress. After `seconds` without one the last is shown again with the time it took."""
+    stopped, lock = threading.Event(), threading.Lock()
+    last, begun, shown = "starting", time.monotonic(), time.monotonic()
+
+    def note(line: str) -> None:
+        nonlocal last, begun, shown
+        with lock:
+            last = line
+            begun = shown = time.monotonic()
+            show(line)
+
+    def repeat() -> None:
+        nonlocal shown
+        while not stopped.wait(seconds / 8):
+            with lock:
+                now = time.monotonic()
+                if now - shown >= seconds:
+                    shown = now
+                    show(f"{last} (for {human_time(now - begun)})")
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        stopped.set()
+        thread.join()
 
 
 class Progress:

@@ -58,7 +58,7 @@ def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: in
     if len(found) < 2 * count:
         raise UserError(
             f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
-            f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give the run more validation text"
+            f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give more text with --data_path"
         )
     halves = [zip(*half, strict=True) for half in (found[:count], found[count:])]
     first, second = (Windows(list(prompts), list(texts), np.stack(ids)) for prompts, texts, ids in halves)

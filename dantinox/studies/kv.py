@@ -19,7 +19,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.texts import stored
+from dantinox.measure.texts import text_store
 from dantinox.run import open_run
 from dantinox.studies.kv_bench import (
     FREE_TOKENS,
@@ -141,6 +141,7 @@ def evaluate_kv(
     progress: Callable[[str], None] = lambda _: None,
     tokens: int | None = None,
     sequences: int | None = None,
+    data_path: str | Path | None = None,
 ) -> KVStudy:
     """Reads a text, continues it and does tasks through the full cache and through compressed ones.
 
@@ -153,13 +154,16 @@ def evaluate_kv(
       progress: called with a line before every stretch of work.
       tokens: of a sequence, at most the context; the first half is the prompt.
       sequences: how many are read.
+      data_path: the text, as `data.path` names one; None: the validation tokens that training left in the run.
 
     Raises:
       UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
     """
     usual, of_each_kind = QUICK if quick else FULL
     sequences = usual if sequences is None else sequences
-    directory, run = open_run(run_dir), load(run_dir)
+    directory = open_run(run_dir)
+    store = text_store(directory, data_path)
+    run = load(run_dir)
     length = min(run.model.config.max_context, run.model.config.max_context if tokens is None else tokens)
     if length < LEAST_TOKENS:
         raise UserError(f"--tokens, and the model's context, must be at least {LEAST_TOKENS}, got {length}")
@@ -171,7 +175,6 @@ def evaluate_kv(
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = chosen_caches(methods, measured, directory.path)
     caches, too_small = contenders(run, measured, names, ratios, length, kv_dtype)
-    store = stored(run, directory, "validation text, which the caches are measured on")
     text = draw_sequences(run.tokenizer, store, sequences, length)
     tasks = draw_tasks(run.tokenizer, text, of_each_kind) if spells_words(run.tokenizer) else None
     bench = Bench(caches, progress)

@@ -50,7 +50,7 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
     if len(left) < count:
         raise UserError(
             f"the validation text has {len(left)} places where {length} tokens stand within a document, and {count} sequences "
-            "are needed: lower --tokens or --sequences, or give the run more validation text"
+            "are needed: lower --tokens or --sequences, or give more text with --data_path"
         )
     overlapping = len(apart) < count
     left = left if overlapping else apart
@@ -64,7 +64,7 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
     if repeated > REPEATED:
         raise UserError(
             f"{100 * repeated:.0f} % of the word 4-grams of the validation text stood in it before, and above "
-            f"{100 * REPEATED:.0f} % a text hides what a cache has lost: take a run whose validation text repeats itself less"
+            f"{100 * REPEATED:.0f} % a text hides what a cache has lost: give another one with --data_path"
         )
     return Sequences(stream_N[places_ST], np.repeat(np.arange(SEEDS), shares(count)), overlapping, repeated)
 

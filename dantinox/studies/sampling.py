@@ -21,7 +21,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel, load
-from dantinox.measure.texts import stored
+from dantinox.measure.texts import text_store
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
 from dantinox.studies.statistics import OF_TEXT, Interval, Measured, chosen, excess, mean_interval, percentiles, self_bleu
@@ -192,6 +192,7 @@ def evaluate_sampling(
     *,
     quick: bool = False,
     methods: Sequence[str] | None = None,
+    data_path: str | Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **effort: int | None,
 ) -> SamplingStudy:
@@ -201,6 +202,8 @@ def evaluate_sampling(
       reference: the run that judges quality; None: the run itself, which favours its own likeliest texts.
       quick: start from `QUICK` instead of `Effort()`.
       methods: names of `METHODS`; None: all.
+      data_path: the text that prompts are taken from, as `data.path` names one; None: the validation tokens that training left
+        in the run.
       progress: called with a line before every stretch of work.
       effort: fields of `Effort`. Where `tokens` is not given, prompts keep at least a quarter of a small context.
 
@@ -217,8 +220,8 @@ def evaluate_sampling(
             f"{', '.join(calibrated)} cannot run without {directory.router}: run `dantinox calibrate --run_dir "
             f"{directory.path} --what router`, or name other methods in --methods"
         )
+    store = text_store(directory, data_path)
     run = load(run_dir)
-    store = stored(run, directory, "validation text, from which the prompts are taken")
     for name in names:  # a setting that the engine refuses is reported before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].tuned(0.5), "seed": 0})])
     context = run.model.config.max_context

@@ -296,6 +296,7 @@ def test_a_file_says_where_a_misplaced_key_belongs(tree):
         ("--what kv --tokens 5", "--tokens belongs to --what router: leave it out with --what kv"),
         ("--what kv --from_results o --no_loss", "--from_results measures nothing: leave --no_loss out"),
         ("--what kv --from_results o --sequences 0", "--from_results measures nothing: leave --sequences out"),
+        ("--what kv --from_results o --length 64", "--from_results measures nothing: leave --length out"),
         ("--what kv --from_results o --data_path t", "--from_results measures nothing: leave --data_path out"),
         ("--what router --tokens 5 --data_path t --json --plot p.png", ""),
         ("--what kv --sequences 5 --no_loss --output o --data_path t --json --plot p.png", ""),

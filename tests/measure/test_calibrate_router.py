@@ -227,7 +227,7 @@ def test_no_text_and_too_little_of_it(run_path, tmp_path):
     assert "at least 500 positions" in told and "give a longer text with --data_path" in told and "first 32 of each" in told
     assert "no corpus at" in sentence(run_path, data_path=tmp_path / "none.txt")
     shutil.rmtree(run_path / "data")
-    assert sentence(run_path) == f"{run_path} keeps no validation text of its training: give a text with --data_path"
+    assert sentence(run_path) == f"{run_path} keeps no text of its training: give a text with --data_path"
     assert not open_run(run_path).router.exists()
     assert "no run directory at" in sentence(tmp_path / "none")
 
@@ -249,12 +249,11 @@ def test_a_damaged_calibration_is_replaced(run_path, record):
 
 def test_an_unknown_character_is_placed_in_the_text(tmp_path):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["ab\n"]))
-    run = SimpleNamespace(tokenizer=tokenizer, config=build_config({}))
     path = tmp_path / "text.txt"
     path.write_text("ab\n" * 30_000 + "€", encoding="utf-8")
-    assert len(read_text(run, str(path), 1000)) == 1000
+    assert len(read_text(tokenizer, str(path), "text", 1000)) == 1000
     with pytest.raises(UserError, match="U\\+20AC\\) at position 90000 of the text"):
-        read_text(run, str(path), 100_000)
+        read_text(tokenizer, str(path), "text", 100_000)
 
 
 # --- table and picture

@@ -1,8 +1,11 @@
 """The console: plain lines a script can read, a live display that trusts no text, nothing on stdout."""
 
 import io
+import re
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,7 @@ from rich.console import Console as Screen
 
 import dantinox.report.console as report_console
 from dantinox.report import open_console
-from dantinox.report.console import Console, Progress, headline, printable
+from dantinox.report.console import Console, Progress, headline, printable, steady_progress
 from dantinox.report.live import LiveConsole
 from dantinox.report.tables import human_bytes, human_count, human_time, table
 
@@ -203,3 +206,20 @@ def test_progress_says_how_much_is_done_and_what_is_left(monkeypatch):
         "reading: 2 of 8 windows, 30s left, 2.5 nats",
         "reading: 6 of 8 windows, 7s left, 2.5 nats",
     ]
+
+
+def test_the_last_line_is_repeated_in_silence():
+    lines, repeated = [], threading.Event()
+
+    def show(line):
+        lines.append(line)
+        if len(lines) > 2:
+            repeated.set()
+
+    with steady_progress(show, seconds=0.04) as progress:
+        progress("reading: 2 of 5 files")
+        assert repeated.wait(30)
+    count = len(lines)
+    assert lines[0] == "reading: 2 of 5 files" and re.fullmatch(r"reading: 2 of 5 files \(for .*s\)", lines[1])
+    time.sleep(0.1)
+    assert len(lines) == count, "nothing is shown once the work is done"

@@ -586,7 +586,7 @@ def test_all_methods_together(toy):
 def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
     with pytest.raises(UserError, match=r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox"):
         evaluate_sampling(run_dir)
-    with pytest.raises(UserError, match="keeps no validation text, from which the prompts are taken"):
+    with pytest.raises(UserError, match="keeps no text of its training: give a text with --data_path"):
         evaluate_sampling(run_dir, methods=["min_p"])
     with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
         evaluate_sampling(toy, methods=["min_p"], tokens=128)
