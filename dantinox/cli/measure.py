@@ -62,8 +62,8 @@ EVALUATE: Flags = {
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
         "of the compressed caches (default: auto)"}),
     "data_path": ("sampling kv ppl ruler", {"metavar": "FILE", "help":
-        "the text, or what else data.path may name (default for sampling and kv: the run's own validation text; for ruler, whose "
-        "essays it is: Python's manual)"}),
+        "the text, or what else data.path may name (default of sampling and kv: the run's own validation text; of ruler, which "
+        "makes essays of it: Python's manual)"}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
     "context": ("ppl", COUNT | {"help": "tokens of a window (default: the model's context)"}),
     "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help":
