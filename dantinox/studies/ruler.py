@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
 LEAST_LENGTH = 256
-ROW_TOKENS = 4096  # of prompts that are read together
+ROW_TOKENS = 2048  # of prompts that are read together, so that progress is seen every few seconds
 TEXT_CHARACTERS = 1 << 21  # read of a given text at most
 SEEN = ("agnostic", "aware")  # the question comes after the cache has chosen, or before
 
@@ -261,6 +261,9 @@ def _findings(
                         right[job.task].append(100 * score(run.tokenizer.decode(answer[:end]), sample))
             scores[seen] = {task: mean_interval(np.array(values)) for task, values in right.items()}
             scores[seen]["mean"] = mean_interval(np.concatenate(list(right.values())))
+        told = {seen: ", ".join(f"{task} {one.value:.0f}" for task, one in own.items()) for seen, own in scores.items()}
+        found = "; ".join(f"{seen}: {line}" for seen, line in told.items())
+        progress(f"{cache.method} at {cache.ratio:g} of {length} tokens, in %: {found}")
         prefill, rate = (float(np.median(side)) for side in zip(*times[1:], strict=True)) if len(times) > 1 else (None, None)
         yield RulerFinding(
             cache.method, length, cache.ratio, cache.report["dtype"], cache.report["bytes"], cache.report["bytes"] / full,
