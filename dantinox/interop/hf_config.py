@@ -249,6 +249,11 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             for key, least in (("moe_layer_start_index", 0), ("moe_layer_end_index", -1), ("moe_layer_interval", 1))
         )
         dense = {i for i in range(L) if i < start or (i > end != -1) or (i + 1) % every}
+    elif family.dense == "types":
+        kinds = keys.take("mlp_layer_types") or ["dense", *["sparse"] * (L - 1)]
+        if other := [kind for kind in _per_layer(kinds, L, "mlp_layer_types") if kind not in ("dense", "sparse")]:
+            raise UserError(f"config.json has mlp_layer_types: {shown(other[0])}, which is neither dense nor sparse")
+        dense = {i for i, kind in enumerate(kinds) if kind == "dense"}
     elif family.dense == "all":
         for kind in keys.take("layer_types") or ["linear_attention"]:
             if kind not in ("attention", FULL):
@@ -297,6 +302,8 @@ def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
         written["first_k_dense_replace"] = len(dense)
     elif family.dense == "steps":
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
+    elif family.dense == "types":
+        written["mlp_layer_types"] = ["dense" if i in dense else "sparse" for i in range(model.num_blocks)]
     elif family.dense == "range":
         routed = [i for i in range(model.num_blocks) if i not in dense]
         first, last = routed[0], routed[-1]
@@ -339,7 +346,8 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
     nearest: list[str] | None = None
     unlike: list[str] = []
     for name in FAMILIES if family is None else [family]:
-        if unlike := _unlike(model, FAMILIES[name]):
+        if found := _unlike(model, FAMILIES[name]):
+            unlike = unlike or found
             continue
         written = _written(config, model, FAMILIES[name])
         differing = [key for key, value in written.items() if value is _UNSAID]

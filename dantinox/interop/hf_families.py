@@ -6,7 +6,7 @@ E experts.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,7 +230,8 @@ class Family:
         `switched layers`: both; None: none.
       pattern: without `layer_types` every n-th layer is full.
       dense: how `config.json` names the layers without experts: `first`, so many from the beginning; `steps`, all but every
-        n-th, and those in a list; `range`, those outside of one; `all`, all where there are 0 experts; None: there are none.
+        n-th, and those in a list; `range`, those outside of one; `all`, all where there are 0 experts; `types`, as
+        `mlp_layer_types` says; None: there are none.
       groups: how it limits a token's experts to those of the best groups: by each group's `max`, or its `top2`.
       pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers.
       only, unused: keys of this family besides those of all.
@@ -569,6 +570,17 @@ FAMILIES: dict[str, Family] = {
         unused=tuple(key for key in DEEPSEEK_UNUSED if key != "head_dim"),
     ),
 }  # fmt: skip
+FAMILIES["glm4_moe_lite"] = replace(
+    FAMILIES["deepseek_v3"],
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults=UNTIED | LATENT_SIZES | {
+        "num_key_value_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
+        "n_shared_experts": 1, "moe_intermediate_size": 1536, "intermediate_size": 10240, "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 4, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+    },
+    dense="types",
+)  # fmt: skip
 # Families that are not here: the nearest that is, and what a model would need besides.
 NEAREST = {
     "qwen3_next": ("qwen3_moe", "gated DeltaNet layers, whose state is no cache of keys"),

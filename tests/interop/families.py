@@ -88,6 +88,13 @@ FAMILIES = {
         },
     ),
     "dots1": ("Dots1Config", {**ROUTED, "head_dim": 12, "norm_topk_prob": True, "sliding_window": None}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+            **{"num_mtp_layers": 0, "q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense"], "rms_norm_eps": 1e-5},
+        },
+    ),
     "glm4_moe": ("Glm4MoeConfig", {**ROUTED, "head_dim": 12, "norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",

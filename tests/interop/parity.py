@@ -79,6 +79,7 @@ OPTIONS: dict[str, list[dict]] = {
     "granitemoehybrid": [{}, {"position_embedding_type": "rope"}, {"num_local_experts": 4}, BIASES, TIED],
     "dots1": [{}, {"norm_topk_prob": False}, BIASES, {"sliding_window": 6, "max_window_layers": 1}, {"n_group": 2},
               {"first_k_dense_replace": 0}, TIED],
+    "glm4_moe_lite": [{}, {"rope_interleave": False}, {"q_lora_rank": None}, {"mlp_layer_types": None}, {"n_group": 2}, TIED],
     "glm4_moe": [{}, {"use_qk_norm": False}, {"norm_topk_prob": False}, BIASES, {"n_group": 2}, {"first_k_dense_replace": 0},
                  {"rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0}}, TIED],
     "ernie4_5_moe": [{}, {"moe_num_shared_experts": 0}, {"moe_layer_interval": 2, "moe_layer_start_index": 0},

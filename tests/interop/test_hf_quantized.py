@@ -11,10 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dantinox.config import UserError
+from dantinox.config import UserError, build_config
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
+from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import open_tensors, write_tensors
 from dantinox.interop.hf_quantized import dequantized
+from dantinox.interop.hf_weights import _shapes, from_hf, to_hf
 from dantinox.interop.source import Arrays
 from dantinox.run.safetensors_file import Tensor
 
@@ -192,6 +194,29 @@ def test_mxfp4_of_gpt_oss_is_exact_in_bfloat16():
     expected = (E2M1[codes] * 2.0 ** (exponents.astype(int) - 127)[..., None]).reshape(2, 6, 96).swapaxes(1, 2)
     np.testing.assert_array_equal(found["experts.up"].astype(np.float64), expected)
     assert found["norm.weight"] is tensors["norm.weight"]
+
+
+def test_gpt_oss_takes_its_mxfp4_experts():
+    """gate and up by turns among the rows of `gate_up_proj`, of each expert."""
+    plain = json.loads((CHECKPOINTS / "gpt_oss" / "config.json").read_text()) | {"intermediate_size": 64}
+    config = plain | {"quantization_config": {"quant_method": "mxfp4"}}
+    settings = build_config(settings_of(plain, 64))
+    model = settings.architecture(67, "cpu")
+    _, tensors = to_hf(settings, 67, {name: np.zeros(shape, np.float32) for name, shape in _shapes(model).items()})
+    held = {name: tensors[name] for name in tensors}
+    for layer in range(2):
+        for name in ("gate_up_proj", "down_proj"):
+            experts, columns, rows = held.pop(f"model.layers.{layer}.mlp.experts.{name}").shape
+            shape = (experts, rows, columns // 32)
+            held[f"model.layers.{layer}.mlp.experts.{name}_blocks"] = RNG.integers(0, 256, (*shape, 16)).astype(np.uint8)
+            held[f"model.layers.{layer}.mlp.experts.{name}_scales"] = RNG.integers(120, 125, shape).astype(np.uint8)
+    config, found = dequantized(config, arrays_of(held))
+    assert config == plain
+    codes, scales = (held[f"model.layers.1.mlp.experts.gate_up_proj_{part}"] for part in ("blocks", "scales"))
+    values = E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(4, 128, 1, 32)] * 2.0 ** (scales.astype(int) - 127)[..., None]
+    expected = values.reshape(4, 64, 2, 32).transpose(0, 3, 2, 1)
+    kernel = from_hf(config, model, found)["blocks/1/ffn/experts/gate_up/kernel"]
+    np.testing.assert_array_equal(kernel.astype(np.float64), expected)
 
 
 def test_nothing_is_read_before_a_tensor_is_asked_for():
