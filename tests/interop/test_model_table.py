@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from dantinox.config import UserError, build_config
+from dantinox.distributed.rules import in_layer, rule_of
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_families import FAMILIES
 from dantinox.interop.model_table import BEGIN, HEADER, model_table, with_table
+from dantinox.model.parameters import blueprint
 
+SYMBOLS = 67
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ROWS = {cells[0].strip("`"): dict(zip(HEADER, cells, strict=True)) for cells in (
@@ -47,3 +50,7 @@ def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
     has += ["all"] * (not refused(lora={"rank": 2} | all_of_it, **start))
     assert ROWS[family]["LoRA"].split(",")[0] == (has or ["no"])[-1]
     assert ROWS[family]["compressed cache"] == ("no" if refused(kv={"budget": 0.5}) else "yes")
+    lora = {"lora": {"rank": 2}} if has else {}
+    model = build_config(settings | lora | (start if has else {})).trained_architecture(SYMBOLS, "cpu")
+    for name, leaf in blueprint(model)[1].items():  # a parameter without a rule cannot be split
+        assert rule_of(in_layer(name)[0], len(leaf.shape)), name
