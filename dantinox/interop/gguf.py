@@ -23,9 +23,11 @@ from dantinox.interop.gguf_families import (
     SHORT,
     Family,
     Joined,
+    Metadata,
     config_of,
     frequency_tensors,
     metadata_of,
+    predicting_layers,
     unsaid,
 )
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
@@ -112,8 +114,11 @@ def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], i
     """For every name of transformers the tensors in the file, and the entry of the first axis where that is one of experts."""
     parts: dict[str, tuple[tuple[str, ...], int | None]] = {}
     joined = {stored: theirs for theirs, how in family.joined.items() for stored in how.stored}
+    meta = Metadata(file)
+    layers = meta("block_count")
+    left_out = tuple(f"blk.{layer}." for layer in range(layers - predicting_layers(meta), layers))
     for name, stored in file.tensors.items():
-        if name in (LLAMA3, LONG, SHORT):
+        if name in (LLAMA3, LONG, SHORT) or name.startswith(left_out):
             continue
         if theirs := joined.get(re.sub(r"^blk\.\d+\.", "blk.{}.", name)):
             number = name.split(".")[1]

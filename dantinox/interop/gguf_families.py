@@ -181,6 +181,7 @@ GRANITE_KEYS = SCALES | {
     "expert_count": ("num_local_experts", int, None),
     "expert_used_count": ("num_experts_per_tok", int, None),
 }
+SCORED = ("deepseek2", "dots1", "glm4moe")  # architectures whose files say what the scores of experts are
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the scores of experts, `llama_expert_gating_func_type`
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
@@ -266,6 +267,20 @@ FAMILIES = (
         "dots1",
         SPARSE | MLP | HEAD_NORMS | SHARED,
         SILU | NO_BIAS | {"sliding_window": None},
+        keys=DEEPSEEK,
+        joined={f"{LAYER}mlp.gate.e_score_correction_bias": CHOICE},
+    ),
+    Family(
+        "glm4_moe",
+        "glm4moe",
+        {
+            **{name: theirs for name, theirs in SPARSE.items() if name != "blk.{}.ffn_norm"},
+            **{"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"},
+            **MLP,
+            **HEAD_NORMS,
+            **SHARED,
+        },
+        SILU,
         keys=DEEPSEEK,
         joined={f"{LAYER}mlp.gate.e_score_correction_bias": CHOICE},
     ),
@@ -409,9 +424,9 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         raise UserError(
             f"{file.path} says {meta.arch}.rope.scaling.finetuned: false, which there means no rotation, unknown here"
         )
-    if meta.arch in ("deepseek2", "dots1"):
+    if meta.arch in SCORED:
         scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" else SIGMOID)
-        if scores not in (SOFTMAX, SIGMOID) or (meta.arch == "dots1" and scores != SIGMOID):
+        if scores not in (SOFTMAX, SIGMOID) or (meta.arch != "deepseek2" and scores != SIGMOID):
             raise UserError(f"{file.path} says {meta.arch}.expert_gating_func: {scores}, which is not known here")
         family = known[scores - SOFTMAX] if meta.arch == "deepseek2" else family
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
@@ -428,6 +443,10 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     config |= {theirs: meta(key, defaults.get(key), _kind_of(key)) for key, theirs in SIZES.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
         raise UserError(f"{file.path} must give {family.arch}.attention.key_length: {heads} heads do not divide the width")
+    layers, predicting = config["num_hidden_layers"], predicting_layers(meta)
+    if predicting >= layers:
+        raise UserError(f"{file.path} has {layers} layers and says that {predicting} predict further tokens")
+    config["num_hidden_layers"] = layers - predicting
     config |= {theirs: meta(key, default, kind) for key, (theirs, kind, default) in family.keys.items()}
     if family.names is LATENT:
         config |= _latent(meta, heads, config["num_key_value_heads"])
@@ -456,6 +475,11 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     return family, config
 
 
+def predicting_layers(meta: Metadata) -> int:
+    """How many of the last layers of a file predict further tokens; they are left out."""
+    return meta("nextn_predict_layers", 0) if meta.arch in SCORED else 0
+
+
 def _kind_of(key: str) -> type:
     return float if key.endswith("epsilon") else int
 
@@ -481,6 +505,11 @@ def _latent(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]:
 
 
 def _biases(file: GGUFFile, family: Family) -> dict[str, Any]:
+    if family.arch == "glm4moe":
+        return {
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        }
     if family.model_type not in ("llama", "smollm3", "granite"):
         return {}
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
@@ -524,6 +553,8 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
         more["original_max_position_embeddings"] = meta(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
+    elif family.arch == "glm4moe":
+        rope["partial_rotary_factor"] = rotated / head_size
     elif rotated != head_size:
         raise UserError(f"{file.path} rotates {rotated} of {head_size} numbers of a head, which {family.arch} cannot")
     kind = meta("rope.scaling.type", "linear", str)
@@ -648,7 +679,7 @@ def _experts_said(model: ModelConfig, family: Family) -> dict[str, Any]:
     }
     found = {key: value for key, value in values.items() if key in family.keys}
     found["feed_forward_length"] = experts.dense_dim or model.hidden_dim
-    if family.arch in ("deepseek2", "dots1"):
+    if family.arch in SCORED:
         found["expert_gating_func"] = SIGMOID if experts.score == "sigmoid" else SOFTMAX
     if family.arch == "ernie4_5-moe":
         found["expert_shared_feed_forward_length"] = experts.shared_dim

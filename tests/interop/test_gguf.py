@@ -363,6 +363,18 @@ def test_every_tensor_is_counted(family, tmp_path):
                 from_hf(source.config, model, source.tensors)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    weights = export(tmp_path / "x.gguf", "glm4_moe")
+    more = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    of_it = {"blk.2.attn_norm.weight": np.ones(32, np.float32), "blk.2.nextn.enorm.weight": np.ones(32, np.float32)}
+    rewrite(open_gguf(tmp_path / "x.gguf"), tmp_path / "y.gguf", more, of_it)
+    model, arrays = imported(tmp_path / "y.gguf")
+    assert model == imported(tmp_path / "x.gguf")[0] and arrays.keys() == weights.keys()
+    rewrite(open_gguf(tmp_path / "y.gguf"), tmp_path / "z.gguf", {"glm4moe.nextn_predict_layers": 3})
+    with pytest.raises(UserError, match="has 3 layers and says that 3 predict further tokens"):
+        imported(tmp_path / "z.gguf")
+
+
 def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
     table = np.array(read_tensor(llama, "token_embd.weight"))
     rewrite(llama, tmp_path / "x.gguf", arrays={"output.weight": table})
