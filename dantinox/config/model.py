@@ -17,6 +17,7 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 CLAMPED = Needs(("model.activation", "clamped_swiglu"))
+SCALED_NORMS = Needs(("model.norm_scale", True))
 GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations of two projections, gate and up
 
 
@@ -40,6 +41,11 @@ class ModelSection(Section):
     embedding_multiplier: Positive = field(1.0, "embeddings are multiplied by it")
     residual_multiplier: Positive = field(1.0, "the outputs of sub-layers are multiplied by it before they are added")
     logits_scaling: Positive = field(1.0, "the output logits are divided by it")
+    norm_embeddings: bool = field(False, "embeddings are normalised before the first layer")
+    parallel_blocks: Annotated[bool, Needs(("model.norm_placement", "before"))] = field(
+        False,
+        "attention and feed-forward of a layer read the same normalised input, and both outputs are added to it",
+    )
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field("swiglu", "feed-forward non-linearity")
     swiglu_limit: Annotated[Positive, CLAMPED] = field(
         7.0, "clamped_swiglu: the largest gate, and the largest magnitude of what gates multiply"
@@ -51,12 +57,17 @@ class ModelSection(Section):
         "before", "where a sub-layer's normalisation stands: on what goes in, on what comes out before it is added, or on both"
     )
     norm_epsilon: Positive = field(1e-5, "added to the variance inside the normalisations")
-    norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True))] = field(
+    norm_scale: bool = field(True, "normalisations have learned scales, and layernorm a bias")
+    norm_bias: Annotated[bool, Needs(("model.norm", "layernorm")), SCALED_NORMS] = field(True, "layernorm has a bias")
+    norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True)), SCALED_NORMS] = field(
         False, "RMS-normalisations multiply by 1 + their scale, which starts at 0"
     )
     qk_norm: bool = field(False, "RMS-normalise queries and keys before positions are applied")
     qk_norm_scope: Annotated[Literal["head", "layer"], Needs(("model.qk_norm", True))] = field(
         "head", "what is normalised together: a head, or all heads of a layer"
+    )
+    qk_norm_after_rope: Annotated[bool, Needs(("model.qk_norm", True)), Needs(("attention.use_rotary_pos", True))] = field(
+        False, "queries and keys are normalised after rotary positions are applied"
     )
     dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout in training only")
     gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
@@ -168,6 +179,9 @@ class AttentionSection(Section):
     ] = field(
         None, "yarn, longrope: factor on queries and keys (null: 0.1 ln rope_factor + 1; √(1 + ln rope_factor / ln original))"
     )
+    query_scaling_beta: Annotated[
+        Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
+    ] = field(None, "β: queries at position p are multiplied by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: by nothing)")
     rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
         None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
     )
@@ -305,10 +319,13 @@ class ModelConfig:
     rope_local_theta: float | None = None
     unrotated: tuple[int, ...] = ()
     partial_rotary_factor: float = 1.0
+    query_scaling_beta: float | None = None
     scale_embeddings: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    norm_embeddings: bool = False
+    parallel_blocks: bool = False
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = "swiglu"
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
@@ -316,9 +333,12 @@ class ModelConfig:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_placement: Literal["before", "after", "both"] = "before"
     norm_epsilon: float = 1e-5
+    norm_scale: bool = True
+    norm_bias: bool = True
     norm_zero_centered: bool = False
     qk_norm: bool = False
     qk_norm_scope: Literal["head", "layer"] = "head"
+    qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     query_pre_attn_scalar: float | None = None
@@ -397,7 +417,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if m.n_heads % kv_heads:
         yield "model.kv_heads", f"must divide model.n_heads, got {kv_heads} and {m.n_heads}"
     if a.kv_lora_rank is not None:
-        scores = ("query_pre_attn_scalar", "attention_multiplier")
+        scores = ("query_pre_attn_scalar", "attention_multiplier", "query_scaling_beta")
         for key in ("qkv_bias", "out_bias", "gate_bias", *scores, "partial_rotary_factor", "rope_layers"):
             if getattr(a, key) != AttentionSection.model_fields[key].default:
                 yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"

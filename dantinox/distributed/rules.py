@@ -44,6 +44,7 @@ RULES = (
     Rule("head_bias", "V", {}, ""),
     Rule("*norm?/*", "D", {}, ""),
     Rule("norm_f/*", "D", {}, ""),
+    Rule("norm_embed/*", "D", {}, ""),
     Rule("attention/qkv/kernel", "DKGH", HEADS, "HD"),
     Rule("attention/gate/kernel", "DKGH", HEADS, "HD"),
     Rule("attention/gate/bias", "KGH", HEADS, ""),

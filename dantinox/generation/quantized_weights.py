@@ -219,7 +219,7 @@ def with_head_order(model: Transformer, order: HeadOrder | None) -> Transformer:
         if attention.sinks is not None:
             attention.sinks = nnx.Param(attention.sinks[...][index_K])
         for norm in (attention.q_norm, attention.k_norm) if isinstance(attention, Attention) else ():
-            if norm is not None and norm.scale.ndim > 1:  # of all heads together
+            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # of all heads together
                 norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
 

@@ -1,5 +1,6 @@
 """Hugging Face's `config.json`: mapped to the model settings and back."""
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -8,7 +9,7 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flat
 from dantinox.files import on_one_line, shown
-from dantinox.interop.hf_families import FAMILIES, NEAREST, ONLY, UNUSED, Family
+from dantinox.interop.hf_families import CONVERTED, FAMILIES, NEAREST, ONLY, UNUSED, Family
 
 # How transformers names the scaling of rotary frequencies, how we do, and the keys that each has.
 FACTOR = {"factor": "attention.rope_factor"}
@@ -23,7 +24,7 @@ LONGROPE = FACTOR | {
     "attention_factor": "attention.rope_attention_factor",
 }  # fmt: skip
 SCALINGS = {"default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE}
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOST_LAYERS = 10_000
@@ -83,6 +84,8 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     settings: dict[str, Any] = dict(family.settings)
     for names, paths in family.keys.items():
         value = keys.take(names)
+        if names in CONVERTED:
+            value = CONVERTED[names][0](_positive(value, names))
         for path in (paths,) if isinstance(paths, str) else paths:
             if value is None and (names in REQUIRED or FIELDS[path].default is not None):
                 raise UserError(f"config.json lacks {names.partition('|')[0]}")
@@ -121,6 +124,12 @@ def _whole(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
     return value
 
 
+def _positive(value: Any, key: str) -> float:
+    if type(value) not in (int, float) or not 1e-9 < value < 1e9:
+        raise UserError(f"config.json has {key}: {shown(value)}, expected a positive number")
+    return float(value)
+
+
 def _object(value: Any, key: str) -> dict[str, Any]:
     """A copy of what a key holds, which may be nothing."""
     if not isinstance(value or {}, dict):
@@ -150,6 +159,12 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     else:
         scaling = dict(scaling or parameters)
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
+    if family.stretched and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
+        # The base is stretched once and for all (NTK-aware scaling); transformers reads none of the other keys.
+        alpha, size = _positive(scaling["alpha"], "alpha"), settings["model.head_size"]
+        theta = _positive(found["attention.rope_theta"], "rope_theta")
+        found["attention.rope_theta"] = theta * alpha ** (_whole(size, "head_dim", least=4) / (size - 2))
+        scaling = {}
     share = scaling.pop("partial_rotary_factor", share)
     if share != 1 and family.rope not in ("partial", "share"):
         raise UserError(f"config.json has partial_rotary_factor: {shown(share)}, where only 1 is the same model here")
@@ -170,9 +185,13 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
     if partial and kind in ("su", "yarn"):  # names that older files of this family have
         kind = "longrope"
     own = keys.take(ORIGINAL) if partial else None
+    if keys.family.query_scaling:
+        scaling.pop("max_position_embeddings", None)  # which transformers never uses
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise UserError(f"config.json has rope_type: {shown(kind)}, which is none of {', '.join(SCALINGS)}")
     found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
+    if keys.family.query_scaling and kind in WITH_ORIGINAL:
+        found["attention.query_scaling_beta"] = _positive(scaling.pop(BETA, None), BETA)
     for path in ("attention.rope_mscale", "attention.rope_mscale_all_dim"):
         found[path] = found.get(path) or None  # transformers takes 0 for nothing
     original = scaling.pop(ORIGINAL, None)
@@ -202,14 +221,14 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
     if "layers" in family.window:
         given, first = keys.take("layer_types"), keys.take("max_window_layers", 0)
         every = family.pattern
-        if family.rope == "local":
+        if family.rope in ("local", "sliding", "hybrid"):
             every = keys.take("_sliding_window_pattern|sliding_window_pattern", every)
         if given is not None:
             kinds = _per_layer(given, L, "layer_types")
         elif family.pattern and "switched" in family.window:
             first = _whole(first, "max_window_layers", least=0)
             kinds = [SLIDING if window and (i + 1) % family.pattern and i < first else FULL for i in range(L)]
-        elif family.pattern:
+        elif family.pattern and not (family.rope == "hybrid" and window is None):
             kinds = [SLIDING if (i + 1) % _whole(every, "sliding_window_pattern") else FULL for i in range(L)]
         elif family.rope == "some layers":
             rotated = settings["attention.rope_layers"]
@@ -219,11 +238,14 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             kinds = [SLIDING if window and i >= first else FULL for i in range(L)]
     if other := set(kinds) - {SLIDING, FULL}:
         raise UserError(f"config.json has layer_types: {shown(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
+    found: dict[str, Any] = {}
+    if family.rope == "sliding" or (family.rope == "hybrid" and window is not None):
+        found["attention.rope_layers"] = _period([kind == SLIDING for kind in kinds])
     if SLIDING not in kinds:
-        return {}
+        return found
     if window is None:
         raise UserError(f"config.json has layer_types: {SLIDING} and no sliding_window in use")
-    return {
+    return found | {
         "attention.sliding_window": True,
         "attention.context_window": _whole(window, "sliding_window") - 1,
         "attention.layer_types": _period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
@@ -390,7 +412,8 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
         values["attention.attention_multiplier"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
     written: dict[str, Any] = {}
     for names, paths in family.keys.items():
-        written[names.partition("|")[0]] = values[paths if isinstance(paths, str) else paths[0]]
+        value = values[paths if isinstance(paths, str) else paths[0]]
+        written[names.partition("|")[0]] = CONVERTED[names][1](value) if names in CONVERTED else value
     key, activations = family.activation
     name = next((name for name, ours in activations.items() if ours == model.activation), None)
     if name is None:
@@ -419,6 +442,8 @@ def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family)
         written[ORIGINAL] = values["attention.rope_original_context"] or model.max_context
     if family.rope in ("partial", "share"):
         written["partial_rotary_factor"] = scaling["partial_rotary_factor"] = model.partial_rotary_factor
+    if family.query_scaling and model.query_scaling_beta is not None:
+        scaling[BETA] = model.query_scaling_beta
     if family.rope == "some layers":
         written["no_rope_layers"] = [int(layer not in model.unrotated) for layer in range(model.num_blocks)]
     # Readers before transformers 5 know the older keys.
@@ -435,6 +460,8 @@ def _window_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window is None:
         return {}
     window = max((window for window in model.windows if window is not None), default=None)
+    if window is None and (family.rope == "sliding" or (family.rope == "hybrid" and model.unrotated)):
+        window = family.defaults["sliding_window"]  # of no layer; with it full layers are not rotated
     written: dict[str, Any] = {"sliding_window": window}
     if "switched" in family.window:
         written["use_sliding_window"] = window is not None
@@ -449,4 +476,11 @@ def _differing(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
         again = build_config(settings_of(written, model.max_context)).architecture(model.vocab_size)
     except UserError:
         return [*(path for path in FIELDS if path.startswith(("model.", "attention.")))]
-    return sorted(SETTING_OF[name] for name in ARCHITECTURE if getattr(again, name) != getattr(model, name))
+    return sorted(SETTING_OF[name] for name in ARCHITECTURE if not _same(getattr(again, name), getattr(model, name)))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal; of numbers that were converted, to rounding."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)

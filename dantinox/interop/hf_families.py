@@ -5,7 +5,7 @@ E experts.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -174,8 +174,42 @@ GPT2 = rows("transformer.", {
     "mlp.c_proj.weight": ("ffn/down/kernel", Form("FD", "F D")), "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
 }, OURS)  # fmt: skip
 
+NORM_BIASES = rows(LAYER, {
+    "input_layernorm.bias": ("norm1/bias", VECTOR), "post_attention_layernorm.bias": ("norm2/bias", VECTOR),
+}, OURS) + rows("", {"model.norm.bias": ("norm_f/bias", VECTOR)})  # fmt: skip
+ROTATED_HEAD_NORMS = rows(LAYER + "self_attn.", {
+    "query_layernorm.weight": ("q_norm/scale", Form("H", "H")), "key_layernorm.weight": ("k_norm/scale", Form("H", "H")),
+}, OURS + "attention/")  # fmt: skip
+FUSED_MLP = rows(LAYER + "mlp.", {
+    "gate_up_proj.weight": ("gate_up/kernel", Form("DCF", "CF D")), "down_proj.weight": ("down/kernel", DOWN),
+}, OURS + "ffn/")  # fmt: skip
+NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
+    "post_self_attn_layernorm.weight": ("post_norm1/scale", VECTOR), "post_mlp_layernorm.weight": ("post_norm2/scale", VECTOR),
+}, OURS)  # fmt: skip
+
+
+def plain_mlp(up: str, down: str) -> tuple[Row, ...]:
+    """A feed-forward layer without a gate."""
+    return rows(LAYER + "mlp.", {
+        f"{up}.weight": ("up/kernel", Form("DF", "F D")), f"{up}.bias": ("up/bias", Form("F", "F")),
+        f"{down}.weight": ("down/kernel", DOWN), f"{down}.bias": ("down/bias", VECTOR),
+    }, OURS + "ffn/")  # fmt: skip
+
+
+def renamed(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
+    """The rows with other names of some modules."""
+    return tuple(
+        row._replace(tensor=next((row.tensor.replace(old, new) for old, new in names.items() if old in row.tensor), row.tensor))
+        for row in table
+    )
+
+
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
-PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
+PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu2": "relu2"}
+# Keys whose number is not the setting's: to the setting, and back.
+CONVERTED: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "logit_scale": (lambda factor: 1 / factor, lambda divisor: 1 / divisor),
+}
 BIASES = ("attention.qkv_bias", "attention.out_bias")
 SIZES: dict[str, str | tuple[str, ...]] = {
     "hidden_size": "model.dim",
@@ -225,7 +259,8 @@ class Family:
       settings: what all members have in common.
       activation: the key of it, and its names.
       rope: whether positions are rotary; `share` and `partial`: of part of a head at will, `partial` with longrope's numbers
-        beside; `local`: sliding layers have frequencies of their own; `some layers`; `switched`: if `position_embedding_type`.
+        beside; `local`: sliding layers have frequencies of their own; `some layers`: those that a list names; `sliding`:
+        sliding layers; `hybrid`: those where a model has a window, else all; `switched`: if `position_embedding_type`.
       window: which layers slide: `all`; `switched`: all if `use_sliding_window`; `layers`: those that `layer_types` says;
         `switched layers`: both; None: none.
       pattern: without `layer_types` every n-th layer is full.
@@ -233,7 +268,10 @@ class Family:
         n-th, and those in a list; `range`, those outside of one; `all`, all where there are 0 experts; `types`, as
         `mlp_layer_types` says; None: there are none.
       groups: how it limits a token's experts to those of the best groups: by each group's `max`, or its `top2`.
-      pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers.
+      pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers; `swapped`: for rotations
+        of (x_{i+R/2}, x_i).
+      query_scaling: whether queries grow with their positions, by `llama_4_scaling_beta`.
+      stretched: whether rotations of the type `dynamic` with an `alpha` have another base.
       only, unused: keys of this family besides those of all.
       buffers: ends of the names of tensors that older files hold and that are no weights.
     """
@@ -250,6 +288,9 @@ class Family:
     dense: str | None = None
     groups: str | None = None
     pairs: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()
+    query_scaling: bool = False
+    stretched: bool = False
     only: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -313,6 +354,16 @@ DEEPSEEK_UNUSED = (
 )  # fmt: skip
 MTP = "num_nextn_predict_layers|num_mtp_layers"
 
+PAIRS = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+LAYER_NORM_KEYS = {key: path for key, path in SIZES.items() if key != "rms_norm_eps"} | {"layer_norm_eps": "model.norm_epsilon"}
+LAYER_NORM = {"model.norm": "layernorm"}
+COHERE = TIED | {"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
+COHERE_SETTINGS = LAYER_NORM | {"model.norm_bias": False, "model.parallel_blocks": True}
+# Keys of older files that say what every model of the family is, or how it was trained.
+COHERE_ONLY = {"use_gated_activation": True, "use_parallel_block": True, "use_qk_norm": False, "rotary_pct": 1.0,
+               "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first"}  # fmt: skip
+COHERE_UNUSED = ("use_parallel_embedding", "use_embedding_sharing", "layer_switch")
+
 # In the order in which a model made here looks for its family.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -338,6 +389,13 @@ FAMILIES: dict[str, Family] = {
         QWEN | {"head_dim": 128},
         {"model.qk_norm": True},
         window="switched layers",
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS,
+        UNTIED | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        window="layers",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -386,6 +444,182 @@ FAMILIES: dict[str, Family] = {
         window="layers",
         pattern=6,
         unused=("hidden_act",),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        DENSE + NORMS_AFTER + LAYER_NORMS,
+        SIZES | {"attention_bias": BIASES},
+        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096, "rope_theta": 5e5,
+                  "rope_local_base_freq": 5e5},
+        {"model.norm_placement": "after", "model.qk_norm": True, "model.qk_norm_scope": "layer"},
+        rope="local",
+        window="layers",
+        pattern=4,
+    ),
+    "olmo": Family(
+        "OlmoForCausalLM",
+        DENSE,
+        {key: path for key, path in SIZES.items() if key != "rms_norm_eps"} | {"attention_bias": BIASES},
+        UNTIED | {"max_position_embeddings": 2048},
+        LAYER_NORM | {"model.norm_scale": False, "model.norm_epsilon": 1e-5},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS | {"attention_bias": BIASES},
+        TIED | {"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh"},
+        {"model.norm_zero_centered": True, "model.scale_embeddings": True},
+        ("hidden_act", GATED | {"gelu": "geglu"}),  # transformers reads it as the tanh form
+        only={"hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS,
+        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
+        window="all",
+        query_scaling=True,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        OUTSIDE + ATTENTION + FUSED_MLP + NORMS_BEFORE,
+        HEADS | {"attention_bias": "attention.qkv_bias"},
+        UNTIED | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True,
+                  "partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
+        rope="share",
+        pairs=PAIRS,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        OUTSIDE + ATTENTION + FUSED_MLP + NORMS_GLM4,
+        HEADS | {"attention_bias": "attention.qkv_bias"},
+        UNTIED | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True,
+                  "partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
+        {"model.norm_placement": "both"},
+        rope="share",
+        pairs=PAIRS,
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        DENSE + NORMS_BEFORE + NORM_BIASES,
+        LAYER_NORM_KEYS | {"use_qkv_bias": "attention.qkv_bias", "use_parallel_residual": "model.parallel_blocks"},
+        UNTIED | {"layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
+                  "use_parallel_residual": False, "max_position_embeddings": 4096},
+        LAYER_NORM,
+        rope="share",
+        only={"qk_layernorm": False},
+        unused=("hidden_dropout",),
+    ),
+    "phi": Family(
+        "PhiForCausalLM",
+        renamed(OUTSIDE + ATTENTION + NORMS_BEFORE + NORM_BIASES, {"model.norm.": "model.final_layernorm.",
+                                                                   ".o_proj.": ".dense."})
+        + plain_mlp("fc1", "fc2") + rows("", {"lm_head.bias": ("head_bias", Form("V", "V"))}),
+        LAYER_NORM_KEYS,
+        UNTIED | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new",
+                  "max_position_embeddings": 2048},
+        LAYER_NORM | {"model.parallel_blocks": True, "model.mlp_bias": True, "attention.qkv_bias": True,
+                      "attention.out_bias": True, "model.head_bias": True},
+        ("hidden_act", PLAIN),
+        rope="share",
+        only={"qk_layernorm": False},
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + NORM_BIASES + plain_mlp("c_fc", "c_proj"),
+        {key: path for key, path in HEADS.items() if key != "rms_norm_eps"}
+        | {"norm_epsilon": "model.norm_epsilon", "use_bias": (*BIASES, "model.mlp_bias")},
+        TIED | {"num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh",
+                "max_position_embeddings": 4096},
+        LAYER_NORM,
+        ("hidden_act", PLAIN),
+        window="all",
+        only={"mlp_type": "default", "norm_type": "layer_norm"},
+        unused=("residual_dropout", "embedding_dropout"),
+    ),
+    "cohere": Family(
+        "CohereForCausalLM",
+        DENSE + NORMS_BEFORE,
+        LAYER_NORM_KEYS | {"head_dim": "model.head_size", "attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
+        COHERE | {"rope_theta": 5e5},
+        COHERE_SETTINGS,
+        pairs=PAIRS,
+        only=COHERE_ONLY,
+        unused=COHERE_UNUSED,
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        DENSE + NORMS_BEFORE,
+        LAYER_NORM_KEYS | {"attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
+        COHERE | {"sliding_window": 4096},
+        COHERE_SETTINGS,
+        rope="sliding",
+        window="layers",
+        pattern=4,
+        pairs=PAIRS,
+        only=COHERE_ONLY,
+        unused=(*COHERE_UNUSED, "head_dim"),
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        DENSE + NORMS_AFTER + HEAD_NORMS,
+        HEADS,
+        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 2048},
+        {"model.norm_placement": "after", "model.qk_norm": True},
+        rope="hybrid",
+        window="layers",
+        pattern=4,
+    ),
+    "nanochat": Family(
+        "NanoChatForCausalLM",
+        OUTSIDE + ATTENTION + plain_mlp("fc1", "fc2"),
+        HEADS | {"attention_bias": BIASES, "final_logit_softcapping": "model.final_logit_softcapping"},
+        UNTIED | {"hidden_act": "relu2", "final_logit_softcapping": 15.0, "max_position_embeddings": 2048},
+        {"model.norm_scale": False, "model.norm_embeddings": True, "model.qk_norm": True, "model.qk_norm_after_rope": True},
+        ("hidden_act", PLAIN),
+        swapped=PAIRS,
+    ),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        DENSE + NORMS_BEFORE + ROTATED_HEAD_NORMS,
+        HEADS | {"attention_bias": BIASES},
+        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        {"model.qk_norm": True, "model.qk_norm_after_rope": True},
+        stretched=True,
+        only={"use_qk_norm": True, "use_cla": False},
+        unused=("eod_token_id", "attention_head_dim"),
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS | {"attention_bias": "attention.qkv_bias", "attention_out_bias": "attention.out_bias",
+                 "mlp_bias": "model.mlp_bias"},
+        UNTIED | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False,
+                  "max_position_embeddings": 524288},
+        unused=("residual_dropout",),
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS | {"attention_bias": "attention.qkv_bias", "mlp_bias": "model.mlp_bias"},
+        UNTIED | {"rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5,
+                  "max_position_embeddings": 4096},
+        pairs=PAIRS,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        DENSE + NORMS_BEFORE,
+        HEADS | {"use_bias": (*BIASES, "model.mlp_bias")},
+        TIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128, "use_bias": False, "rope_theta": 5e5,
+                "max_position_embeddings": 131072},
+        pairs=PAIRS,
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        OUTSIDE + ATTENTION + NORMS_BEFORE + plain_mlp("up_proj", "down_proj"),
+        HEADS | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
+        UNTIED | {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "max_position_embeddings": 4096},
+        activation=("hidden_act", PLAIN),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -599,4 +833,28 @@ NEAREST = {
     "mamba2": ("llama", "Mamba layers"),
     "lfm2": ("qwen3", "short convolutions"),
     "lfm2_moe": ("qwen3_moe", "short convolutions"),
+    "gemma3n_text": ("gemma3_text", "AltUp, LAuReL, embeddings of every layer, and keys and values that layers share"),
+    "gemma4_text": ("gemma3_text", "heads of two sizes, embeddings of every layer, and keys and values that layers share"),
+    "gemma3": ("gemma3_text", "the vision model"),
+    "gemma3n": ("gemma3_text", "the vision and audio models, AltUp, LAuReL, and embeddings of every layer"),
+    "gemma4": ("gemma3_text", "the vision and audio models, heads of two sizes, and embeddings of every layer"),
+    "mistral3": ("mistral", "the vision model"),
+    "llama4": ("llama", "the vision model"),
+    "qwen2_vl": ("qwen2", "the vision model and rotary positions of three axes"),
+    "qwen2_5_vl": ("qwen2", "the vision model and rotary positions of three axes"),
+    "qwen3_vl": ("qwen3", "the vision model and rotary positions of three axes"),
+    "zamba2": ("llama", "Mamba 2 layers and blocks that layers share"),
+    "nemotron": ("llama", "layernorm centred at one, and relu2 without a gate"),
+    "apertus": ("qwen3", "the xIELU activation with learned numbers"),
+    "falcon": ("llama", "parallel blocks with two norms, exact GELU, and ALiBi"),
+    "gpt_neox": ("phi", "parallel blocks with two norms, and exact GELU"),
+    "bloom": ("gpt2", "ALiBi"),
+    "mpt": ("gpt2", "ALiBi"),
+    "opt": ("gpt2", "ReLU, and positions that begin at two"),
+    "minicpm3": ("deepseek_v2", "a dense feed-forward layer beside latent attention, and multipliers"),
+    "exaone": ("llama", "the names of its tensors (exaone4 is read)"),
+    "chatglm": ("glm", "the names of its tensors (glm is the same model in the form of transformers)"),
+    "minimax": ("mixtral", "lightning attention layers"),
+    "minimax_m2": ("qwen3_moe", "sigmoid scores with a bias beside qk_norm_scope: layer"),
+    "rwkv": ("llama", "layers without attention"),
 }

@@ -137,8 +137,12 @@ def paired_rows(family: Family, config: Mapping[str, Any], model: ModelConfig, n
     """Which of the `count` rows of a tensor stands where, or None where all stay.
 
     Families that rotate neighbouring numbers of a head, (x₀, x₁), (x₂, x₃), …, come to rotate (x₀, x_{R/2}), … as all models
-    here: the scores are the same. Of a head of latent attention the last numbers are rotated, of others the first.
+    here: the scores are the same. Of a head of latent attention the last numbers are rotated, of others the first. Families
+    that rotate in the other direction have their halves swapped, to the same end.
     """
+    if name.endswith(family.swapped or "\0"):
+        halves = np.roll(np.arange(model.head_size), model.head_size // 2)
+        return (np.arange(0, count, model.head_size)[:, None] + halves).reshape(-1)
     if not name.endswith(family.pairs or "\0") or config.get("rope_interleave") is False:
         return None
     R, size, start = model.rotated_size, model.head_size, 0

@@ -17,7 +17,7 @@ from dantinox.model.cache_store import AnyStore, OneStore, SegmentedStore, Store
 from dantinox.model.chunked_attention import BLOCK
 from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
 from dantinox.model.parallelism import Parallelism
-from dantinox.model.positions import rotate
+from dantinox.model.positions import query_scaling, rotate
 
 Angles = tuple[jax.Array, jax.Array] | None
 Probe = Callable[[jax.Array, jax.Array], Any]
@@ -39,8 +39,11 @@ class Attention(nnx.Module):
         self.over_heads = config.qk_norm_scope == "layer"
         self.q_norm = rms_norm(config, (K, G, H) if self.over_heads else H) if config.qk_norm else None
         self.k_norm = rms_norm(config, (K, H) if self.over_heads else H) if config.qk_norm else None
+        self.norms_rotated = config.qk_norm_after_rope
         self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
         self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs, bias=config.gate_bias) if config.no_sink else None
+        self.beta, scaling = config.query_scaling_beta, config.rope_scaling
+        self.context = 1 if scaling is None else scaling.original_context
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
     def __call__(
@@ -55,18 +58,28 @@ class Attention(nnx.Module):
         x_BTD = parallelism.copy_to_tp(x_BTD)
         qkv = self.qkv(x_BTD)
         q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            averaged = (parallelism.pmean_heads,) if self.over_heads else ()
-            q_BTKGH, k_BTKH = self.q_norm(q_BTKGH, *averaged), self.k_norm(k_BTKH, *averaged)
+        if not self.norms_rotated:
+            q_BTKGH, k_BTKH = self._normalised(q_BTKGH, k_BTKH, parallelism)
         if angles is not None:
             q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
+        if self.norms_rotated:
+            q_BTKGH, k_BTKH = self._normalised(q_BTKGH, k_BTKH, parallelism)
         if self.query_gain != 1:
             q_BTKGH = (q_BTKGH * self.query_gain).astype(q_BTKGH.dtype)
+        if self.beta is not None:
+            gain_BT = query_scaling(positions_BT, self.beta, self.context)
+            q_BTKGH = (q_BTKGH * gain_BT[..., None, None, None]).astype(q_BTKGH.dtype)
         softmax = Softmax(self.cap, None if self.sinks is None else self.sinks[...])
         a_BTKGH, memory, probed = memory.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
         return self.out(a_BTKGH, parallelism.reduce_from_tp), memory, probed
+
+    def _normalised(self, q_BTKGH: jax.Array, k_BTKH: jax.Array, parallelism: Parallelism) -> tuple[jax.Array, jax.Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return q_BTKGH, k_BTKH
+        averaged = (parallelism.pmean_heads,) if self.over_heads else ()
+        return self.q_norm(q_BTKGH, *averaged), self.k_norm(k_BTKH, *averaged)
 
 
 class Attended(NamedTuple):

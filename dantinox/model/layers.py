@@ -110,45 +110,53 @@ def capped(scores: jax.Array, cap: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """x / rms(x) · scale over the last axes (Zhang & Sennrich 2019, eq. 4), computed in float32.
 
-    `scale` has the shape of these axes; with `zero_centered` what is multiplied by is 1 + scale.
+    `scale` has the shape of these axes, or is None; with `zero_centered` x is multiplied by 1 + scale.
     """
 
-    def __init__(self, shape: int | tuple[int, ...], epsilon: float, zero_centered: bool = False):
+    def __init__(self, shape: int | tuple[int, ...], epsilon: float, zero_centered: bool = False, scaled: bool = True):
         self.shape = (shape,) if isinstance(shape, int) else shape
         self.epsilon, self.zero_centered = epsilon, zero_centered
-        self.scale = nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32))
+        self.scale = nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32)) if scaled else None
 
     def __call__(self, x: jax.Array, averaged: Callable[[jax.Array], jax.Array] = lambda square: square) -> jax.Array:
         """`averaged` is the mean over devices that have parts of x."""
         y, axes = x.astype(jnp.float32), tuple(range(-len(self.shape), 0))
         square = averaged(jnp.mean(jnp.square(y), axis=axes, keepdims=True))
-        scale = 1 + self.scale[...] if self.zero_centered else self.scale[...]
-        return (y * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
+        y = y * jax.lax.rsqrt(square + self.epsilon)
+        if self.scale is not None:
+            y = y * (1 + self.scale[...] if self.zero_centered else self.scale[...])
+        return y.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """(x − mean) / std · scale + bias over the last axis (Ba et al. 2016, eq. 4), computed in float32."""
+    """(x − mean) / std · scale + bias over the last axis (Ba et al. 2016, eq. 4), computed in float32.
 
-    def __init__(self, size: int, epsilon: float):
+    Without `scaled`, `scale` and `bias` are None; without `with_bias` the bias is.
+    """
+
+    def __init__(self, size: int, epsilon: float, scaled: bool = True, with_bias: bool = True):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32))
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32)) if scaled else None
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if scaled and with_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
+        y = y if self.scale is None else y * self.scale[...]
+        return biased(y, self.bias).astype(x.dtype)
 
 
 def rms_norm(config: ModelConfig, shape: int | tuple[int, ...]) -> RMSNorm:
     """The RMS-normalisation of vectors of this shape."""
-    return RMSNorm(shape, config.norm_epsilon, config.norm_zero_centered)
+    return RMSNorm(shape, config.norm_epsilon, config.norm_zero_centered, config.norm_scale)
 
 
 def normalisation(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The normalisation of the residual stream that `config.norm` asks for."""
-    return rms_norm(config, config.dim) if config.norm == "rmsnorm" else LayerNorm(config.dim, config.norm_epsilon)
+    if config.norm == "rmsnorm":
+        return rms_norm(config, config.dim)
+    return LayerNorm(config.dim, config.norm_epsilon, config.norm_scale, config.norm_bias)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -65,6 +65,11 @@ def yarn_gain(scaling: RopeScaling, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(scaling.factor) + 1
 
 
+def query_scaling(positions_BT: jax.Array, beta: float, context: int) -> jax.Array:
+    """1 + β ln(1 + ⌊position / context⌋), float32 `[B, T]`: sharper scores for texts longer than `context` (Llama 4)."""
+    return 1 + beta * jnp.log1p((jnp.clip(positions_BT, 0) // context).astype(jnp.float32))
+
+
 def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (x_i, x_{i+R/2}) of the first R numbers of every head by angles `[B, T, R/2]`; mostly R is H.
 

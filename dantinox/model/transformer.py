@@ -50,6 +50,7 @@ def _unchanged(x_BTD: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """x + post_norm(attention(norm(x))), then the same with the feed-forward. Either norm may be absent: `norm_placement`.
 
+    With `parallel_blocks`: x + attention(y) + feed_forward(y), where y = norm(x). `residual_multiplier` scales what is added.
     `layer` is its number from 0.
     """
 
@@ -61,7 +62,8 @@ class Block(nnx.Module):
         self.post_norm1 = normalisation(config) if after else _unchanged
         attending = Attention if config.latent is None else LatentAttention
         self.attention = attending(config, config.windows[layer], dtype=dtype, rngs=rngs, out_gain=out_gain)
-        self.norm2 = normalisation(config) if before else _unchanged
+        self.parallel = config.parallel_blocks
+        self.norm2 = normalisation(config) if before and not self.parallel else _unchanged
         self.post_norm2 = normalisation(config) if after else _unchanged
         feeding = MixtureOfExperts if config.routes(layer) else feed_forward
         self.ffn = feeding(config.of_layer(layer), dtype=dtype, rngs=rngs, out_gain=out_gain)
@@ -80,15 +82,16 @@ class Block(nnx.Module):
         parallelism: Parallelism,
     ):
         keys = (None, None) if key is None else jax.random.split(key)
-        a_BTD, memory, probed = self.attention(self.norm1(x_BTD), positions_BT, angles, memory, probe, parallelism)
-        x_BTD = x_BTD + dropout(self._scaled(self.post_norm1(a_BTD)), self.dropout_rate, keys[0])
-        fed: Any = self.ffn(self.norm2(x_BTD), parallelism)
+        y_BTD = self.norm1(x_BTD)
+        a_BTD, memory, probed = self.attention(y_BTD, positions_BT, angles, memory, probe, parallelism)
+        x_BTD = x_BTD + self._scaled(dropout(self.post_norm1(a_BTD), self.dropout_rate, keys[0]))
+        fed: Any = self.ffn(y_BTD if self.parallel else self.norm2(x_BTD), parallelism)
         f_BTD, routing = fed if self.routes else (fed, None if self.experts is None else unrouted(self.experts))
-        x_BTD = x_BTD + dropout(self._scaled(self.post_norm2(f_BTD)), self.dropout_rate, keys[1])
+        x_BTD = x_BTD + self._scaled(dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1]))
         return x_BTD, memory, (probed, routing)
 
-    def _scaled(self, y_BTD: jax.Array) -> jax.Array:
-        return y_BTD if self.multiplier == 1 else (self.multiplier * y_BTD).astype(y_BTD.dtype)
+    def _scaled(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if self.multiplier == 1 else (x_BTD * self.multiplier).astype(x_BTD.dtype)
 
 
 def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Linear:
@@ -122,6 +125,7 @@ class Transformer(nnx.Module):
         self.position_embed = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
         )
+        self.norm_embed = normalisation(config) if config.norm_embeddings else None
         blocks = [Block(config, layer, dtype=self.dtype, rngs=rngs) for layer in range(config.num_blocks)]
         self.blocks = nnx.List([] if config.scan_layers else blocks)
         if config.scan_layers:
@@ -252,4 +256,5 @@ class Transformer(nnx.Module):
             x_BTD = x_BTD + self.position_embed[...][jnp.clip(positions_BT, 0)]
         elif self.config.position == "sinusoidal":
             x_BTD = x_BTD + sinusoidal(positions_BT, self.config.dim)
-        return self.parallelism.all_gather(x_BTD.astype(self.dtype))
+        x_BTD = self.parallelism.all_gather(x_BTD.astype(self.dtype))
+        return x_BTD if self.norm_embed is None else self.norm_embed(x_BTD)

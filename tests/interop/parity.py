@@ -28,6 +28,7 @@ from families import FAMILIES, LLAMA3, LOCAL, LONGROPE, SWITCHED, YARN
 from make_checkpoints import random_model
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 YARN_ALL = YARN | {"attention_factor": 1.2, "beta_fast": 8.0, "beta_slow": 2.0}
 ALL_YARN = {"max_position_embeddings": 64, "rope_parameters": YARN_ALL}
@@ -55,6 +56,28 @@ OPTIONS: dict[str, list[dict]] = {
     "gemma3_text": [{}, SOME, {"num_hidden_layers": 7, "layer_types": None}, {"final_logit_softcapping": 2.0},
                     BIASES,
                     {"rope_parameters": LOCAL | {"full_attention": YARN_ALL}}],
+    "olmo3": [{}, BIASES, {"layer_types": None, "num_hidden_layers": 5}, {"num_key_value_heads": 1}, TIED,
+              {"rope_parameters": LOCAL}],
+    "olmo": [{}, BIASES, {"num_key_value_heads": 1}, TIED, {"rope_parameters": LINEAR}],
+    "gemma": [{}, BIASES, {"hidden_act": "silu"}, {"num_key_value_heads": 1}, {"rope_parameters": LINEAR}, UNTIED],
+    "ministral": [{}, {"layer_types": None}, TIED, {"rope_parameters": YARN_ALL}],
+    "ministral3": [{}, {"sliding_window": 6}, TIED, {"rope_parameters": YARN | {"llama_4_scaling_beta": 1.1}}],
+    "glm": [{}, {"attention_bias": False}, {"partial_rotary_factor": 1.0}, TIED, {"num_key_value_heads": 1}],
+    "glm4": [{}, {"attention_bias": False}, {"partial_rotary_factor": 1.0}, TIED, {"num_key_value_heads": 1}],
+    "stablelm": [{}, {"use_parallel_residual": True}, {"use_qkv_bias": False}, {"partial_rotary_factor": 0.5}, TIED],
+    "phi": [{}, {"partial_rotary_factor": 0.25}, {"num_key_value_heads": 4}, {"hidden_act": "relu2"}],
+    "starcoder2": [{}, {"use_bias": False}, {"sliding_window": None}, UNTIED, {"rope_parameters": YARN}],
+    "cohere": [{}, BIASES, {"num_key_value_heads": 4}, UNTIED, {"rope_parameters": LINEAR}, {"layer_norm_eps": 1e-2}],
+    "cohere2": [{}, BIASES, {"layer_types": None, "num_hidden_layers": 5}, UNTIED,
+                {"layer_types": ["full_attention", "full_attention"]}],
+    "exaone4": [{}, {"layer_types": None, "num_hidden_layers": 5}, TIED, {"rope_parameters": YARN_ALL},
+                {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}],
+    "nanochat": [{}, BIASES, {"final_logit_softcapping": None}, {"num_key_value_heads": 1}, {"rope_parameters": LINEAR}, TIED],
+    "helium": [{}, BIASES, {"mlp_bias": True}, TIED, {"num_key_value_heads": 1}],
+    "hunyuan_v1_dense": [{}, BIASES, TIED, {"rope_parameters": STRETCHED}],
+    "seed_oss": [{}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}, TIED],
+    "ernie4_5": [{}, {"use_bias": True}, UNTIED, {"num_key_value_heads": 4}],
+    "arcee": [{}, BIASES, {"mlp_bias": True}, TIED, {"rope_parameters": YARN_ALL}],
     "gpt2": [{}, {"n_inner": 48}, {"activation_function": "gelu_pytorch_tanh"}, {"layer_norm_epsilon": 1e-2}, UNTIED],
     "mixtral": [{}, {"sliding_window": 6}, {"num_local_experts": 3, "num_experts_per_tok": 3}, TIED, {"head_dim": 12}],
     "qwen3_moe": [{}, {"norm_topk_prob": False}, SWITCHED, BIASES, {"num_experts_per_tok": 1, "norm_topk_prob": False},

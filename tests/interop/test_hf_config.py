@@ -61,6 +61,47 @@ WILD = {
         {"model_type": "olmo2", "rope_theta": 500000, "rms_norm_eps": 1e-6, "attention_bias": False},
         {"norm_placement": "after", "qk_norm_scope": "layer", "kv_heads": 4},
     ),
+    "olmo 3": (
+        {"model_type": "olmo3", "rope_theta": 500000, "rms_norm_eps": 1e-6, "sliding_window": 9, "num_key_value_heads": 4,
+         "rope_scaling": {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "rope_type": "yarn",
+                          "original_max_position_embeddings": 8192}, "max_position_embeddings": 65536},
+        {"windows": (9, 9, 9, None), "rope_local_theta": 500000.0, "norm_placement": "after", "qk_norm_scope": "layer",
+         "rope_scaling": RopeScaling("yarn", 8.0, 8192, attention_factor=1.2)},
+    ),
+    "ministral 3": (
+        {"model_type": "ministral3", "head_dim": 16, "num_key_value_heads": 2, "sliding_window": None,
+         "rope_parameters": {"type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
+                             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+                             "original_max_position_embeddings": 16384, "max_position_embeddings": 262144}},
+        {"query_scaling_beta": 0.1, "max_context": 262144, "windows": (None,) * 4,
+         "rope_scaling": RopeScaling("yarn", 16.0, 16384, mscale=1.0, mscale_all_dim=1.0)},
+    ),
+    "granite 3": (
+        {"model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+         "residual_multiplier": 0.22, "rope_theta": 1e7, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        {"query_pre_attn_scalar": 4096.0, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+    ),
+    "glm 4": (
+        {"model_type": "glm4", "partial_rotary_factor": 0.5, "head_dim": 16, "attention_bias": False, "rope_scaling": None},
+        {"partial_rotary_factor": 0.5, "norm_placement": "both", "qkv_bias": False, "kv_heads": 2},
+    ),
+    "command r7b": (
+        {"model_type": "cohere2", "layer_norm_eps": 1e-5, "logit_scale": 0.25, "rotary_pct": 1.0, "sliding_window": 9,
+         "sliding_window_pattern": 4, "use_gated_activation": True, "use_parallel_block": True, "use_embedding_sharing": True,
+         "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first", "head_dim": 16,
+         "use_parallel_embedding": True, "layer_switch": 4, "rope_theta": 50000, "num_key_value_heads": 2},
+        {"windows": (9, 9, 9, None), "unrotated": (3,), "logits_scaling": 4.0, "norm_bias": False, "parallel_blocks": True},
+    ),
+    "exaone 4": (
+        {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": "LLLG", "head_dim": 16,
+         "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_key_value_heads": 2},
+        {"windows": (9, 9, 9, None), "unrotated": (3,), "norm_placement": "after", "qk_norm": True},
+    ),
+    "hunyuan": (
+        {"model_type": "hunyuan_v1_dense", "head_dim": 16, "num_key_value_heads": 2, "eod_token_id": 3, "use_qk_norm": True,
+         "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}},
+        {"rope_theta": 1e4 * 1000.0 ** (16 / 14), "rope_scaling": None, "qk_norm_after_rope": True},
+    ),
     "gpt2": (
         {"model_type": "gpt2", "n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}},
          "resid_pdrop": 0.1},
@@ -169,6 +210,19 @@ def test_scaling_is_read_with_its_numbers():
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func: 'softmax', where only 'sigmoid' is the same"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers: ['1'], expected a list of numbers"),
         ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias: true, where only false is the same model here"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: true, where only false is the same model here"),
+        ({"model_type": "cohere", "logit_scale": None}, "logit_scale: null, expected a positive number"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm: true, where only false is the same model here"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern: 'LLLG', expected a number"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "llama_4_scaling_beta: null, expected a positive number",
+        ),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type: 'dynamic', which is",
+        ),
+        ({"model_type": "gemma4_text"}, "which is not known here: it is gemma3_text with heads of two sizes, emb"),
         ({"new\nkey": 1}, "config.json has new"),
     ],
 )
@@ -182,11 +236,12 @@ def test_what_cannot_be_had_is_named(changes, says):
     ("settings", "names"),
     [
         ({"attention": {"no_sink": True}}, "attention.no_sink: true"),
-        ({"model": {"activation": "relu2"}}, "model.activation: 'relu2'"),
+        ({"model": {"activation": "gelu", "qk_norm": True}}, "model.activation: 'gelu'"),
         ({"attention": {"use_rotary_pos": False, "absolute_pos": True}}, "attention.absolute_pos: true"),
         ({"attention": {"kv_lora_rank": 8}}, "attention.kv_lora_rank: 8"),
         ({"attention": {"sink_logits": True}}, "attention.sink_logits: true"),
-        ({"model": {"norm": "layernorm"}}, "model.norm: 'layernorm'"),
+        ({"model": {"norm": "layernorm", "qk_norm": True}}, "model.norm: 'layernorm'"),
+        ({"model": {"embedding_multiplier": 2.0, "qk_norm": True}}, "model.embedding_multiplier: 2.0"),
     ],
 )
 def test_what_no_family_has_is_named(settings, names):
@@ -202,6 +257,10 @@ def test_what_no_family_has_is_named(settings, names):
         ({"model": {"qk_norm": True}}, "qwen3"),
         ({"attention": {"qkv_bias": True}}, "qwen2"),
         ({"attention": {"sliding_window": True, "context_window": 7}}, "mistral"),
+        ({"model": {"activation": "relu2"}}, "arcee"),
+        ({"model": {"norm": "layernorm"}}, "stablelm"),
+        ({"model": {"norm": "layernorm", "norm_bias": False, "parallel_blocks": True, "logits_scaling": 3.0}}, "cohere"),
+        ({"attention": {"qkv_bias": True}, "model": {"mlp_bias": True}}, "seed_oss"),
         ({"moe": {"use_moe": True}}, "mixtral"),
         ({"moe": {"use_moe": True, "norm_topk_prob": False}, "model": {"qk_norm": True}}, "qwen3_moe"),
         ({"model": {"norm": "layernorm", "activation": "gelu", "mlp_bias": True},

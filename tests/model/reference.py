@@ -23,12 +23,12 @@ def float64(weights: Any) -> Any:
 
 def normalise(kind: str, x_D: Array, weights: Weights, epsilon: float) -> Array:
     """LayerNorm (Ba et al. 2016, eq. 3) or RMSNorm (Zhang & Sennrich 2019, eq. 4) of one vector."""
-    size = len(x_D)
+    size, scale, bias = len(x_D), weights.get("scale", np.ones(1)).reshape(-1), weights.get("bias", 0)
     if kind == "layernorm":
         mean = sum(x_D) / size
         variance = sum((x_D - mean) ** 2) / size
-        return (x_D - mean) / math.sqrt(variance + epsilon) * weights["scale"] + weights["bias"]
-    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * (weights["scale"].reshape(-1) + (kind == "zero-centred rmsnorm"))
+        return (x_D - mean) / math.sqrt(variance + epsilon) * scale + bias
+    return x_D / math.sqrt(sum(x_D**2) / size + epsilon) * (scale + (kind == "zero-centred rmsnorm"))
 
 
 def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> float:
@@ -149,16 +149,22 @@ def attention(
     sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
     made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
     q_TKGH, k_TKH, v_TKH = made_TKPH[:, :, :groups], made_TKPH[:, :, groups], made_TKPH[:, :, groups + 1]
-    if config.qk_norm:
-        q_TKGH, k_TKH = (of_heads(config, x, weights[name]) for x, name in ((q_TKGH, "q_norm"), (k_TKH, "k_norm")))
+    named = (q_TKGH, "q_norm"), (k_TKH, "k_norm")
+    if config.qk_norm and not config.qk_norm_after_rope:
+        q_TKGH, k_TKH = (of_heads(config, x, weights.get(name, {})) for x, name in named)
     for head in range(config.n_heads):
         pair, group = head // groups, head % groups
         q_TH, k_TH, v_TH = q_TKGH[:, pair, group], k_TKH[:, pair], v_TKH[:, pair]
         if config.position == "rope" and layer not in config.unrotated:
             q_TH = np.array([turned(config, layer, q, p) for q, p in zip(q_TH, positions, strict=True)])
             k_TH = np.array([turned(config, layer, k, p) for k, p in zip(k_TH, positions, strict=True)])
+        if config.qk_norm and config.qk_norm_after_rope:
+            q_TH, k_TH = (of_heads(config, x, weights.get(name, {})) for x, name in ((q_TH, "q_norm"), (k_TH, "k_norm")))
         for t in range(T):
             scores_S = k_TH @ q_TH[t] / math.sqrt(config.query_pre_attn_scalar or config.head_size)
+            if config.query_scaling_beta is not None:
+                longer = math.floor(positions[t] / config.rope_scaling.original_context)
+                scores_S = scores_S * (1 + config.query_scaling_beta * math.log(1 + longer))
             if config.softcap is not None:
                 scores_S = config.softcap * np.tanh(scores_S / config.softcap)
             weight_S = np.where(sees_TS[t], np.exp(scores_S), 0)
@@ -240,28 +246,33 @@ def forward(
 
     kind = rms_kind(config) if config.norm == "rmsnorm" else config.norm
 
-    def norm(x_TD: Array, part: Weights | None) -> Array:
-        return x_TD if part is None else np.array([normalise(kind, x_D, part, config.norm_epsilon) for x_D in x_TD])
+    def norm(x_TD: Array, part: Weights) -> Array:
+        return np.array([normalise(kind, x_D, part, config.norm_epsilon) for x_D in x_TD])
 
+    before, after = config.norm_placement != "after", config.norm_placement != "before"
     x_TD = weights["embed"][tokens] * (math.sqrt(config.dim) if config.scale_embeddings else 1) * config.embedding_multiplier
     if config.position == "learned":
         x_TD = x_TD + weights["position_embed"][positions]
     if config.position == "sinusoidal":
         x_TD = x_TD + np.array([sinusoid(p, config.dim) for p in positions])
+    if config.norm_embeddings:
+        x_TD = norm(x_TD, weights.get("norm_embed", {}))
     probed = []
     for layer in range(config.num_blocks):
         block = weights["blocks"][layer]
         attend = attention if config.latent is None else latent_attention
-        a_TD, *seen = attend(config, layer, norm(x_TD, block.get("norm1")), block["attention"], positions, segments)
+        read_TD = norm(x_TD, block.get("norm1", {})) if before else x_TD
+        a_TD, *seen = attend(config, layer, read_TD, block["attention"], positions, segments)
         probed.append(tuple(seen))
-        x_TD = x_TD + config.residual_multiplier * norm(a_TD, block.get("post_norm1"))
-        normed_TD = norm(x_TD, block.get("norm2"))
+        x_TD = x_TD + config.residual_multiplier * (norm(a_TD, block.get("post_norm1", {})) if after else a_TD)
+        normed_TD = norm(x_TD, block.get("norm2", {})) if before else x_TD
+        normed_TD = read_TD if config.parallel_blocks else normed_TD
         if config.experts is None or layer in config.experts.dense_layers:
             f_TD = np.array([feed_forward(config, x_D, block["ffn"]) for x_D in normed_TD])
         else:
             f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
-        x_TD = x_TD + config.residual_multiplier * norm(f_TD, block.get("post_norm2"))
-    x_TD = norm(x_TD, weights["norm_f"])
+        x_TD = x_TD + config.residual_multiplier * (norm(f_TD, block.get("post_norm2", {})) if after else f_TD)
+    x_TD = norm(x_TD, weights.get("norm_f", {}))
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
     logits_TV, cap = x_TD @ head_DV + (weights["head_bias"] if config.head_bias else 0), config.final_softcap
     logits_TV = logits_TV / config.logits_scaling

@@ -98,6 +98,23 @@ GRID = {
     "longrope": {"rope_scaling": RopeScaling("longrope", 4.0, 300, factors=(1.5, 7.0)), "head_size": 4},
     "large epsilon": {"norm_epsilon": 0.3, "qk_norm": True},
     "large epsilon, layernorm": {"norm_epsilon": 0.3, "norm": "layernorm", "activation": "gelu"},
+    "parallel blocks, multipliers": {
+        "parallel_blocks": True,
+        "norm": "layernorm",
+        "norm_bias": False,
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 2.5,
+        "logits_scaling": 1.7,
+    },
+    "norms without scales": {"norm_scale": False, "norm_embeddings": True, "qk_norm": True, "qk_norm_after_rope": True},
+    "norms of rotated heads, queries that grow": {
+        "norm_embeddings": True,
+        "norm": "layernorm",
+        "qk_norm": True,
+        "qk_norm_after_rope": True,
+        "query_scaling_beta": 0.7,
+        "rope_scaling": RopeScaling("yarn", 4.0, 3, beta_fast=8.0),
+    },
     "everything": {
         "position": "sinusoidal",
         "qk_norm": True,
