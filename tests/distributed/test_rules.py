@@ -13,7 +13,10 @@ from .mesh import KINDS, V, settings
 
 LORA = {"training__init_from": "x", "lora__rank": 2, "lora__base_weights": "int8"}
 ARCHITECTURES = [
-    ("dense", {"attention__no_sink": True, "attention__sink_logits": True, "model__qk_norm": True}),
+    (
+        "dense",
+        {"attention__no_sink": True, "attention__sink_logits": True, "model__qk_norm": True, "model__norm_embeddings": True},
+    ),
     (
         "dense",
         {"model__weight_tying": False, "model__norm": "layernorm", "model__activation": "gelu", "model__scan_layers": True},
