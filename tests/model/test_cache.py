@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.model import KVCache, make_cache
 from dantinox.model import cache_store as stores
-from dantinox.model.cache import Full, Ring
+from dantinox.model.cache import Full, NoCache, ReadTwice, Ring
 
 from . import reference
 from .builder import Built, build, config, places, texts
@@ -311,3 +311,19 @@ def test_int4_is_within_half_a_scale(size):
     average = np.einsum("bkms,bskh->bkmh", weights_BKMS, held[1])
     found = store.average(jnp.asarray(weights_BKMS, jnp.float32), jnp.float32)
     np.testing.assert_allclose(found, average, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_layer_read_twice_keeps_the_first_half(window):
+    """A full cache with no slots for the second half, and a ring: all tokens see what they would see in one text."""
+    random = np.random.default_rng(0)
+    B, T, K, H = 2, 7, 2, 4
+    q, k, v = (jnp.asarray(random.standard_normal((B, 2 * T, K, *size)), jnp.float32) for size in ((3, H), (H,), (H,)))
+    positions_BT = jnp.broadcast_to(jnp.arange(2 * T), (B, 2 * T))
+    store = stores.Store.empty(B, K, (H, H), T if window is None else window, jnp.float32)
+    layer = Full(store) if window is None else Ring(store)
+    out, after, _ = ReadTwice(layer).attend(q, k, v, positions_BT, window)
+    wanted, _, _ = NoCache().attend(q, k, v, positions_BT, window)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    once, kept, _ = layer.attend(q[:, :T], k[:, :T], v[:, :T], positions_BT[:, :T], window)
+    jax.tree.map(np.testing.assert_array_equal, after, kept)
