@@ -41,7 +41,7 @@ TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q
 # Routers and positions, besides biases and what has one axis.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures that llama.cpp wants an output layer of, even where it is the table of embeddings.
-WITHOUT_TYING = ("olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1")
+WITHOUT_TYING = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1")
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 

@@ -113,6 +113,7 @@ class Family(NamedTuple):
       interleaved: whether heads are stored for rotations of neighbouring numbers.
       shifted: whether norms are stored as 1 + w.
       windows: after how many layers one without a window comes; 0 where llama.cpp has no windows.
+      epsilon: the key of `config.json` that is added to a variance; other than rms_norm_eps, that of a layer norm.
       keys: metadata of experts → the keys of `config.json`, their type, and what holds where they are absent (None: nothing).
       joined: tensors of transformers, with `{}` for the layer, that are not those of GGUF under another name.
     """
@@ -124,6 +125,7 @@ class Family(NamedTuple):
     interleaved: bool = False
     shifted: bool = False
     windows: int = 0
+    epsilon: str = "rms_norm_eps"
     keys: Mapping[str, tuple[str, type[Any], Any]] = {}
     joined: Mapping[str, Joined] = {}
 
@@ -183,6 +185,20 @@ GRANITE_KEYS = SCALES | {
 }
 SCORED = ("deepseek2", "dots1", "glm4moe")  # architectures whose files say what the scores of experts are
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the scores of experts, `llama_expert_gating_func_type`
+SEED_OSS = {name: theirs for name, theirs in DENSE.items() if name != "blk.{}.ffn_norm"}
+SEED_OSS |= {"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"}
+ROTATED_HEAD_NORMS = {f"blk.{{}}.attn_{part[0]}_norm": f"{LAYER}self_attn.{part}_layernorm" for part in ("query", "key")}
+GLM4 = {
+    **{**ENDS, **ATTENTION, **BEFORE},
+    **{"blk.{}.ffn_up": LAYER + "mlp.gate_up_proj", "blk.{}.ffn_down": LAYER + "mlp.down_proj"},
+    **{"blk.{}.post_attention_norm": LAYER + "post_self_attn_layernorm", "blk.{}.post_ffw_norm": LAYER + "post_mlp_layernorm"},
+}
+STARCODER2 = {
+    **{**ENDS, **ATTENTION, **BEFORE},
+    **{"blk.{}.ffn_up": LAYER + "mlp.c_fc", "blk.{}.ffn_down": LAYER + "mlp.c_proj"},
+}
+PARTLY_ROTATED = ("glm4moe", "glm4", "stablelm")
+WHOLE_WIDTH = ("qwen2moe", "olmoe", "starcoder2", "command-r", "stablelm")  # whose heads together are as wide as the model
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
 # Of several families with one architecture, the first is what a file is read as.
@@ -299,6 +315,27 @@ FAMILIES = (
         },
         joined={f"{LAYER}mlp.moe_statics.e_score_correction_bias": CHOICE_ROW},
     ),
+    Family("gemma", "gemma", TIED | ATTENTION | BEFORE | MLP, {"hidden_act": "gelu_pytorch_tanh"} | NO_BIAS, shifted=True),
+    Family("seed_oss", "seed_oss", SEED_OSS, SILU | {"attention_out_bias": False, "mlp_bias": False}),
+    Family("ernie4_5", "ernie4_5", DENSE, SILU | {"use_bias": False}),
+    Family("hunyuan_v1_dense", "hunyuan-dense", DENSE | ROTATED_HEAD_NORMS, SILU | NO_BIAS),
+    Family("glm4", "glm4", GLM4, SILU),
+    Family("stablelm", "stablelm", DENSE, SILU, epsilon="layer_norm_eps"),
+    Family(
+        "starcoder2",
+        "starcoder2",
+        STARCODER2,
+        {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None},
+        epsilon="norm_epsilon",
+    ),
+    Family(
+        "cohere",
+        "command-r",
+        TIED | ATTENTION | MLP | {"blk.{}.attn_norm": LAYER + "input_layernorm"},
+        SILU | NO_BIAS,
+        epsilon="layer_norm_eps",
+        keys={"logit_scale": ("logit_scale", float, None)},
+    ),
     Family("gemma2", "gemma2", TIED | ATTENTION | BOTH | MLP, GELU | NO_BIAS, shifted=True, windows=2),
     Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
     Family("phi3", "phi3", PHI3, SILU),
@@ -353,6 +390,7 @@ AXES = (
 )
 # Metadata that changes no number here.
 IDLE = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_weights_norm"}
+MANY = 64  # layers from which llama.cpp takes it that a command-r normalises queries and keys
 LITE = (26, 27)  # layers of a deepseek2 that llama.cpp reads without a latent of queries
 LARGEST = 1e30
 LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
@@ -440,7 +478,11 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     heads = meta("attention.head_count")
     width = "expert_feed_forward_length" in family.keys
     defaults = {"attention.head_count_kv": heads, "feed_forward_length": 1 if width else None}
-    config |= {theirs: meta(key, defaults.get(key), _kind_of(key)) for key, theirs in SIZES.items()}
+    sizes = SIZES
+    if family.epsilon != "rms_norm_eps":
+        sizes = {key: theirs for key, theirs in SIZES.items() if theirs != "rms_norm_eps"}
+        sizes |= {"attention.layer_norm_epsilon": family.epsilon}
+    config |= {theirs: meta(key, defaults.get(key), _kind_of(key)) for key, theirs in sizes.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
         raise UserError(f"{file.path} must give {family.arch}.attention.key_length: {heads} heads do not divide the width")
     layers, predicting = config["num_hidden_layers"], predicting_layers(meta)
@@ -464,10 +506,10 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     config |= _biases(file, family)
     config |= _windows(meta, family, config["num_hidden_layers"])
     config |= _rotary(meta, family, file, config)
-    if family.shifted:
+    if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo2", "olmoe"):  # transformers has no key for it
+    if family.arch in ("olmo2", "olmoe", "stablelm"):  # transformers has no key for it
         del config["head_dim"]
     if not meta("attention.causal", True, bool):
         raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
@@ -510,6 +552,11 @@ def _biases(file: GGUFFile, family: Family) -> dict[str, Any]:
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         }
+    if family.arch in ("seed_oss", "glm4"):
+        return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    if family.arch == "stablelm":
+        parallel = "blk.0.ffn_norm.weight" not in file.tensors
+        return {"use_qkv_bias": "blk.0.attn_q.bias" in file.tensors, "use_parallel_residual": parallel}
     if family.model_type not in ("llama", "smollm3", "granite"):
         return {}
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
@@ -553,7 +600,7 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
         more["original_max_position_embeddings"] = meta(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
-    elif family.arch == "glm4moe":
+    elif family.arch in PARTLY_ROTATED:
         rope["partial_rotary_factor"] = rotated / head_size
     elif rotated != head_size:
         raise UserError(f"{file.path} rotates {rotated} of {head_size} numbers of a head, which {family.arch} cannot")
@@ -652,7 +699,9 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
     found |= _experts_said(model, family) | _latent_said(model)
-    if "logit_scale" in family.keys:
+    if family.arch == "command-r":
+        found["logit_scale"] = 1 / model.logits_scaling
+    elif "logit_scale" in family.keys:
         found |= {"logit_scale": model.logits_scaling, "residual_scale": model.residual_multiplier}
         found["embedding_scale"] = model.embedding_multiplier
         found["attention.scale"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
@@ -716,7 +765,9 @@ def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> 
         return "rope_interleave: false"
     if family.arch in ("dots1", "olmoe") and model.kv_heads != model.n_heads:
         return "model.kv_heads: fewer than model.n_heads"
-    if family.arch in ("qwen2moe", "olmoe") and model.n_heads * model.head_size != model.dim:
+    if family.arch == "command-r" and model.num_blocks >= MANY:
+        return f"model.num_blocks: {MANY} or more without qk_norm"
+    if family.arch in WHOLE_WIDTH and model.n_heads * model.head_size != model.dim:
         return "model.head_size: other than model.dim / model.n_heads"
     return None
 

@@ -539,7 +539,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere": Family(
         "CohereForCausalLM",
-        DENSE + NORMS_BEFORE,
+        DENSE + NORMS_BEFORE[:1],
         LAYER_NORM_KEYS | {"head_dim": "model.head_size", "attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
         COHERE | {"rope_theta": 5e5},
         COHERE_SETTINGS,
@@ -549,7 +549,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
-        DENSE + NORMS_BEFORE,
+        DENSE + NORMS_BEFORE[:1],
         LAYER_NORM_KEYS | {"attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
         COHERE | {"sliding_window": 4096},
         COHERE_SETTINGS,

@@ -27,6 +27,7 @@ TOKENIZER = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: ite
 SAID = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+    "starcoder2": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
     "qwen2_moe": {"mlp_only_layers": []},
@@ -84,7 +85,8 @@ def test_names_are_those_of_the_library_and_all_of_a_family(family):
     theirs = {row.tensor.replace("{i}", "{}") for row in families.FAMILIES[family].tensors} - ours.joined.keys()
     theirs = {tensor.rpartition(".")[0] for tensor in theirs}
     unsaid = {f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")}  # llama.cpp has no dense layers there
-    theirs -= {"gemma2": {"lm_head"}, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
+    heads = {name: {"lm_head"} for name in ("gemma", "gemma2", "cohere")}
+    theirs -= {**heads, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
     modules = {gguf.TENSOR_NAMES[kind].replace("{bid}", "{}") for kind in gguf.MODEL_TENSORS[archs[ours.arch]]}
     assert {stored.rpartition(".")[0] for how in ours.joined.values() for stored in how.stored} <= modules
     assert set(ours.names.values()) == theirs
