@@ -761,6 +761,10 @@ def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> 
         return f"attention.q_lora_rank: null with other than {LITE[0]} or {LITE[1]} layers"
     if model.latent is not None and model.latent.norm_epsilon != model.norm_epsilon:
         return "attention.latent_norm_epsilon: other than model.norm_epsilon"
+    scaling = model.rope_scaling
+    yarn = family.names is LATENT and scaling is not None and scaling.kind == "yarn"
+    if yarn and scaling is not None and (not scaling.mscale or scaling.mscale != scaling.mscale_all_dim):
+        return "attention.rope_mscale: other than attention.rope_mscale_all_dim"
     if family.names is LATENT and hf_config.get("rope_interleave") is False:
         return "rope_interleave: false"
     if family.arch in ("dots1", "olmoe") and model.kv_heads != model.n_heads:

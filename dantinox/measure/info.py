@@ -84,7 +84,7 @@ def _experts(m: ModelConfig) -> str:
     if m.experts is None:
         return ""
     shared = f" and a shared layer {m.experts.shared_dim} wide" if m.experts.shared_dim else ""
-    dense = f"; {len(m.experts.dense_layers)} dense layers {m.experts.dense_dim} wide" if m.experts.dense_layers else ""
+    dense = f"; dense layers {m.experts.dense_dim} wide: {len(m.experts.dense_layers)}" if m.experts.dense_layers else ""
     return f"; {m.experts.count} experts, of which a token takes {m.experts.top_k}{shared}{dense}"
 
 

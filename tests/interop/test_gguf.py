@@ -219,6 +219,11 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
         ("gpt_oss", {"swiglu_limit": 5.0}, "GGUF's gpt-oss cannot say model.swiglu_limit: of swiglu_limit 5.0 it makes 7.0"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "llama.cpp's deepseek2 cannot have moe.group_score: max"),
         ("deepseek_v2", {"q_lora_rank": None}, "deepseek2 cannot have attention.q_lora_rank: null with other than 26 or 27"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.8}},
+            "deepseek2 cannot have attention.rope_mscale: other than attention.rope_mscale_all_dim",
+        ),
         ("deepseek_v3", {"rope_interleave": False}, "llama.cpp's deepseek2 cannot have rope_interleave: false"),
         (
             "deepseek_v3",
