@@ -240,7 +240,7 @@ class KVCache:
 def _slot_bytes(sizes: tuple[int, int], dtype: jnp.dtype) -> int:
     """Bytes of a slot with two vectors of these sizes, scales included."""
     if dtype == PACKED:
-        return sum(size // 2 + size // group_size(size) * BITS.itemsize for size in sizes)
+        return sum(size // 2 + 2 * size // group_size(size) * BITS.itemsize for size in sizes)
     return sum(sizes) * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0)
 
 

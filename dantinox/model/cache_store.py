@@ -26,9 +26,9 @@ class Store:
     two thirds of the time of q · kᵀ. In int8 every key and every value has a scale of its own (its largest magnitude is 127),
     which is folded into the products. With dtype `BITS` they are bfloat16, kept as the integers of their bits.
 
-    With dtype `PACKED` they are int4: byte h of a vector holds number h in its lower and number H/2 + h in its upper four bits,
-    each plus 8. `group_size` consecutive numbers share a scale, a bfloat16 that is kept as its bits: the scales of keys are
-    `[B, K, H/32, S]`, those of values `[B, K, S, H/32]`.
+    With dtype `PACKED` they are int4: byte h of a vector holds number h in its lower and number H/2 + h in its upper four bits.
+    `group_size` consecutive numbers share a scale and a minimum, bfloat16 kept as their bits. Those of keys are
+    `[B, K, 2 H/32, S]`, those of values `[B, K, S, 2 H/32]`: the scales of all groups, then their minima.
     """
 
     k_BKHS: jax.Array
@@ -43,7 +43,7 @@ class Store:
         k = jnp.zeros((batch, heads, sizes[0] // packed, slots), dtype)
         v = jnp.zeros((batch, heads, slots, sizes[1] // packed), dtype)
         if dtype == PACKED:
-            k_groups, v_groups = (size // group_size(size) for size in sizes)
+            k_groups, v_groups = (2 * size // group_size(size) for size in sizes)
             return cls(k, v, jnp.zeros((batch, heads, k_groups, slots), BITS), jnp.zeros((batch, heads, slots, v_groups), BITS))
         if dtype != jnp.int8:
             return cls(k, v)
@@ -335,15 +335,17 @@ def _head_by_head(
 def _wide(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
     """What is stored as float32; `axis`: of the numbers of a vector, which int8 scales do not have."""
     if w.dtype == PACKED:
-        both = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32) - 8
+        both = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32)
         assert scale is not None
-        return both * jnp.repeat(_wide(scale, None, axis), both.shape[axis] // scale.shape[axis], axis=axis)
+        spread = jnp.repeat(_wide(scale, None, axis), 2 * both.shape[axis] // scale.shape[axis], axis=axis)
+        step, least = jnp.split(spread, 2, axis=axis)
+        return both * step + least
     wide = (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BITS else w.astype(jnp.float32)
     return wide if scale is None else wide * jnp.expand_dims(scale, axis)
 
 
 def stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Vectors `[..., H]` as they are kept, and their scales: `[...]` in int8, `[..., H / group_size]` with `PACKED`."""
+    """Vectors `[..., H]` as they are kept, and their scales: `[...]` in int8, `[..., 2 H / group_size]` with `PACKED`."""
     if dtype == PACKED:
         return packed(x.astype(jnp.float32))
     if dtype != jnp.int8:
@@ -370,15 +372,16 @@ def group_size(size: int) -> int:
 
 
 def packed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 vectors `[..., H]` in int4, symmetric, as bytes `[..., H/2]`, and the bits of the groups' scales `[..., H/32]`.
+    """Float32 vectors `[..., H]` in int4 as bytes `[..., H/2]`, and the bits of the groups' scales and minima `[..., 2 H/32]`.
 
-    The largest magnitude of a group becomes 7, up to the rounding of its scale to bfloat16: no number is off by more than half
-    a scale. See `Store` for the order of the numbers.
+    The least number of a group becomes 0 and the largest 15, up to the rounding of scale and minimum to bfloat16. But for that
+    rounding no number is off by more than half a scale. See `Store` for the order of the numbers.
     """
     H = x.shape[-1]
     groups = x.reshape(*x.shape[:-1], -1, group_size(H))
-    largest = jnp.max(jnp.abs(groups), axis=-1)
-    bits = stored(jnp.where(largest > 0, largest, 1.0) / 7, BITS)[0]
-    steps = jnp.round(groups / _wide(bits, None, -1)[..., None]).reshape(x.shape)
-    low, high = jnp.split((jnp.clip(steps, -7, 7) + 8).astype(PACKED), 2, axis=-1)
+    least, width = jnp.min(groups, axis=-1), jnp.ptp(groups, axis=-1)
+    bits = stored(jnp.concatenate([jnp.where(width > 0, width, 1.0) / 15, least], axis=-1), BITS)[0]
+    step, least = jnp.split(_wide(bits, None, -1)[..., None], 2, axis=-2)
+    steps = jnp.clip(jnp.round((groups - least) / step), 0, 15).reshape(x.shape)
+    low, high = jnp.split(steps.astype(PACKED), 2, axis=-1)
     return low | (high << 4), bits
