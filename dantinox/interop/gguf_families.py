@@ -197,8 +197,17 @@ STARCODER2 = {
     **{**ENDS, **ATTENTION, **BEFORE},
     **{"blk.{}.ffn_up": LAYER + "mlp.c_fc", "blk.{}.ffn_down": LAYER + "mlp.c_proj"},
 }
+ARCEE = {name: theirs for name, theirs in DENSE.items() if name != "blk.{}.ffn_gate"}
 PARTLY_ROTATED = ("glm4moe", "glm4", "stablelm")
-WHOLE_WIDTH = ("qwen2moe", "olmoe", "starcoder2", "command-r", "stablelm")  # whose heads together are as wide as the model
+WHOLE_WIDTH = (
+    "qwen2moe",
+    "olmoe",
+    "starcoder2",
+    "command-r",
+    "cohere2",
+    "exaone4",
+    "stablelm",
+)  # whose heads together are as wide as the model
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
 # Of several families with one architecture, the first is what a file is read as.
@@ -336,10 +345,22 @@ FAMILIES = (
         epsilon="layer_norm_eps",
         keys={"logit_scale": ("logit_scale", float, None)},
     ),
+    Family(
+        "cohere2",
+        "cohere2",
+        TIED | ATTENTION | MLP | {"blk.{}.attn_norm": LAYER + "input_layernorm"},
+        SILU | NO_BIAS,
+        windows=4,
+        epsilon="layer_norm_eps",
+        keys={"logit_scale": ("logit_scale", float, None)},
+    ),
+    Family("arcee", "arcee", ARCEE, {"hidden_act": "relu2", "mlp_bias": False} | NO_BIAS, interleaved=True),
+    Family("exaone4", "exaone4", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU),
     Family("gemma2", "gemma2", TIED | ATTENTION | BOTH | MLP, GELU | NO_BIAS, shifted=True, windows=2),
     Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
     Family("phi3", "phi3", PHI3, SILU),
     Family("olmo2", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS),
+    Family("olmo3", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS, windows=4),
     Family("granite", "granite", DENSE, SILU, interleaved=True, keys=SCALES),
     Family(
         "granitemoe",
@@ -456,6 +477,8 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
     meta.check_sizes(file.tensors)
     family = known[-1] if experts else known[0]
+    if meta.arch == "olmo2":
+        family = known[meta.has("attention.sliding_window")]
     if meta.arch == "granitemoe":
         family = known[meta.has("expert_shared_feed_forward_length")]
     if str(meta.arch).startswith("granite") and not meta("rope.scaling.finetuned", True, bool):
@@ -509,7 +532,7 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo2", "olmoe", "stablelm"):  # transformers has no key for it
+    if family.arch in ("olmo2", "olmoe", "stablelm", "cohere2"):  # transformers has no key for it
         del config["head_dim"]
     if not meta("attention.causal", True, bool):
         raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
@@ -567,6 +590,10 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
     if not family.windows:
         if family.arch == "phi3":
             meta.asked.add("attention.sliding_window")  # llama.cpp reads it and does without
+        if family.arch == "exaone4":
+            if layers == MANY:  # llama.cpp takes it that such a model slides
+                raise UserError(f"{meta.name} holds an exaone4 of {MANY} layers, whose windows are not known here")
+            return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
         plain = {"sliding_window": None} if family.model_type in ("mistral", "mixtral", "phi3") else {}
         return plain | (
             {"use_sliding_window": False}
@@ -625,8 +652,10 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
         raise UserError(f"{file.path} scales rotary positions in the way {shown(kind)}, which is not known here")
-    if family.model_type == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": meta("rope.freq_base_swa", 10000.0, float)}
+    if family.model_type in ("gemma3_text", "olmo3"):
+        local = {"rope_type": "default", "rope_theta": theta}  # of olmo3, whose sliding layers llama.cpp gives the same base
+        if family.model_type == "gemma3_text":
+            local["rope_theta"] = meta("rope.freq_base_swa", 10000.0, float)
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     if family.model_type == "smollm3":
         more["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
@@ -699,7 +728,7 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
     found |= _experts_said(model, family) | _latent_said(model)
-    if family.arch == "command-r":
+    if family.arch in ("command-r", "cohere2"):
         found["logit_scale"] = 1 / model.logits_scaling
     elif "logit_scale" in family.keys:
         found |= {"logit_scale": model.logits_scaling, "residual_scale": model.residual_multiplier}
@@ -771,6 +800,10 @@ def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> 
         return "model.kv_heads: fewer than model.n_heads"
     if family.arch == "command-r" and model.num_blocks >= MANY:
         return f"model.num_blocks: {MANY} or more without qk_norm"
+    if family.arch == "exaone4" and model.num_blocks == MANY:
+        return f"model.num_blocks: {MANY} without a window"
+    if family.model_type in ("cohere2", "olmo3") and model.windows.count(None) == model.num_blocks:
+        return "attention.sliding_window: false"
     if family.arch in WHOLE_WIDTH and model.n_heads * model.head_size != model.dim:
         return "model.head_size: other than model.dim / model.n_heads"
     return None

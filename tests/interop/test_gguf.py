@@ -27,6 +27,13 @@ TOKENIZER = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: ite
 SAID = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+    "olmo3": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+        }
+    },
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "starcoder2": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
@@ -85,7 +92,7 @@ def test_names_are_those_of_the_library_and_all_of_a_family(family):
     theirs = {row.tensor.replace("{i}", "{}") for row in families.FAMILIES[family].tensors} - ours.joined.keys()
     theirs = {tensor.rpartition(".")[0] for tensor in theirs}
     unsaid = {f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")}  # llama.cpp has no dense layers there
-    heads = {name: {"lm_head"} for name in ("gemma", "gemma2", "cohere")}
+    heads = {name: {"lm_head"} for name in ("gemma", "gemma2", "cohere", "cohere2")}
     theirs -= {**heads, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
     modules = {gguf.TENSOR_NAMES[kind].replace("{bid}", "{}") for kind in gguf.MODEL_TENSORS[archs[ours.arch]]}
     assert {stored.rpartition(".")[0] for how in ours.joined.values() for stored in how.stored} <= modules
@@ -213,6 +220,18 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
         ),
         ("qwen3_moe", {"norm_topk_prob": False}, "GGUF's qwen3moe cannot say moe.use_moe: of experts"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "GGUF's smollm3 cannot say attention.rope_layers: of unrotated (0,)"),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    kind: {"rope_type": "default", "rope_theta": base}
+                    for kind, base in (("sliding_attention", 1e3), ("full_attention", 1e4))
+                }
+            },
+            "GGUF's olmo2 cannot say attention.rope_local_theta",
+        ),
+        ("exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}, "exaone4 cannot say"),
+        ("cohere2", {"layer_types": ["full_attention"] * 2}, "llama.cpp's cohere2 cannot have attention.sliding_window: false"),
         ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot say attention.sliding_window"),
         ("gemma2", {"tie_word_embeddings": False}, "GGUF has no name for the tensor lm_head.weight"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, "GGUF has no name for the tensor model.layers.0.mlp.gate_proj.weight"),
