@@ -1,8 +1,9 @@
 """Tokenizers in GGUF metadata: import and export of byte-level BPE and SentencePiece vocabularies.
 
-GGUF knows two ways to cut text up. `gpt2` is byte-level BPE: merges in order, and a name (`pre`) for the rule that splits
-text into words. `llama` is SentencePiece's BPE: the space is ▁, neighbours that together are a token are merged, best score
-first, and what is left is spelled by byte tokens. llama.cpp's `src/llama-vocab.cpp` says what readers make of them.
+Three kinds of tokenizer are read. `gpt2` is byte-level BPE: a list of merges, and a name (`pre`) for the rule that splits text
+into words (`pre_tokenizers.py`). `llama` is SentencePiece's BPE: the space is ▁, neighbours that together are a token are merged,
+best score first, and what remains is spelled by byte tokens. `gemma4` has SentencePiece's pieces and a list of merges.
+Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
 import json
@@ -14,54 +15,13 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Core
 
 from dantinox.files import UserError, first_line, on_one_line, shown
+from dantinox.interop.pre_tokenizers import ALIASES, BEGIN_BY_NAME, BYTES, RULES, UNSPLIT, WORDS, Rule
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 KEY = "tokenizer.ggml."
-
-WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-BYTES = WORDS | {"use_regex": False}
-LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{0}"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{0}"
-)
-ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
-
-def _split(regex: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-
-
-class Rule(NamedTuple):
-    """How text becomes words: steps of a pre-tokenizer, whether a word with a token of its own is not merged, and whether
-    readers begin a text with the begin token unless the file says otherwise."""
-
-    steps: tuple[dict[str, Any], ...]
-    whole_words: bool = False
-    add_bos: bool = False
-    normalizer: Mapping[str, Any] | None = None
-
-
-_LLAMA3 = (_split(ENDINGS + "|" + LETTERS + r"|\p{N}{1,3}" + REST), BYTES)
-# By GGUF's name.
-RULES = {
-    "gpt-2": Rule((WORDS,)),
-    "llama-bpe": Rule(_LLAMA3, whole_words=True, add_bos=True),
-    "dbrx": Rule(_LLAMA3),
-    "qwen2": Rule((_split(ENDINGS + "|" + LETTERS + r"|\p{N}" + REST), BYTES), normalizer={"type": "NFC"}),
-    "smollm": Rule(({"type": "Digits", "individual_digits": True}, WORDS)),
-    "tekken": Rule((_split(CASED.replace("{0}", "") + r"|\p{N}" + REST.replace(r"\n]*", r"\n/]*")), BYTES), True, True),
-    "gpt-4o": Rule((_split(CASED.replace("{0}", ENDINGS + "?") + r"|\p{N}{1,3}" + REST.replace(r"\n]*", r"\n/]*")), BYTES)),
-}
-# Other names of the same.
-ALIASES = {
-    **{"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "dbrx", "deepseek-r1-qwen": "qwen2", "phi-2": "gpt-2"},
-    **{"olmo": "gpt-2", "starcoder": "smollm", "refact": "smollm"},
-}
 # What a file may say of a tokenizer; what else it says could matter.
 KNOWN = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count", "add_space_prefix", "add_bos_token"),
@@ -276,15 +236,18 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     types = given.get("token_type", [NORMAL] * len(tokens))
     if not _list_of(int, types) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(f"{name} has {len(tokens)} tokens which its token types do not fit, or the same one twice")
-    if kind == "gpt2":
+    if kind == "gemma4" or (kind == "gpt2" and given.get("pre") in UNSPLIT):
+        tree = _unsplit_tree(given, tokens, types, name)
+        add_bos = kind == "gemma4"
+    elif kind == "gpt2":
         tree = _byte_level_tree(given, tokens, types, name)
-        add_bos = RULES[ALIASES.get(given["pre"], given["pre"])].add_bos
+        add_bos = given["pre"] in BEGIN_BY_NAME
     elif kind == "llama":
         given = SPM_IDS | given
         tree = _sentencepiece_tree(given, tokens, types, name)
         add_bos = True
     else:
-        raise UserError(f"{name} has a tokenizer of the kind {shown(kind)}; gpt2 and llama are read")
+        raise UserError(f"{name} has a tokenizer of the kind {shown(kind)}; gpt2, llama and gemma4 are supported")
     ids = {
         key: index
         for key, index in given.items()
@@ -350,26 +313,33 @@ def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **
 
 
 def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
-    pre = ALIASES.get(str(given.get("pre")), given.get("pre"))
-    if not isinstance(pre, str) or pre not in RULES:
-        known = ", ".join(RULES)
-        raise UserError(f"{name} splits text in the way that is called {shown(pre)}; those called {known} are known")
-    if not _list_of(str, given.get("merges", [])):
-        raise UserError(f"{name} has merges that are no texts")
+    rule = RULES.get(ALIASES.get(str(given.get("pre")), str(given.get("pre"))))
+    if rule is None:
+        known = ", ".join(sorted({*RULES, *ALIASES, *UNSPLIT}))
+        raise UserError(
+            f"{name} has tokenizer.ggml.pre: {shown(given.get('pre'))}, which is no supported way to split text into words; "
+            f"supported are {known}"
+        )
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
-    special = {token for index, token in enumerate(tokens) if types[index] != NORMAL}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in given.get("merges", []))]
-    merges = [pair for pair in merges if not special & set(pair)]
+    merges = _merges(given, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
     characters = _as_characters(vocab)
     if characters is not None:
         return _tree(characters, [], {"type": "Fuse"})
     if not merges and set(vocab) == set(byte_letters()):
         return _tree(vocab, [], dict(WORDS, add_prefix_space=True), pre_tokenizer=BYTES)
-    rule = RULES[pre]
     splitter = rule.steps[0] if len(rule.steps) == 1 else {"type": "Sequence", "pretokenizers": list(rule.steps)}
     decoder = dict(WORDS, add_prefix_space=True)
     more = {"normalizer": rule.normalizer, "pre_tokenizer": splitter, "ignore_merges": rule.whole_words}
     return _tree(vocab, merges, decoder, **more)
+
+
+def _merges(given: Mapping[str, Any], special: set[str], name: str) -> list[tuple[str, str]]:
+    """The merges of a file, without those of special tokens, which no text holds."""
+    if not _list_of(str, given.get("merges", [])):
+        raise UserError(f"{name} has merges that are no texts")
+    # The first character may be the space: llama.cpp looks for the one after it.
+    pairs = [(merge[:1] + left, right) for merge in given.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
+    return [pair for pair in pairs if not special & set(pair)]
 
 
 def _as_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
@@ -385,6 +355,22 @@ def _as_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
             return None
         found[character] = index
     return found
+
+
+def _unsplit_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
+    """SentencePiece's pieces with a list of merges: the whole text is one word, and its spaces are ▁."""
+    vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
+    merges = _merges(given, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    unk = _unknown_token(given, tokens, vocab)
+    return _tree(vocab, merges, decoder, normalizer=replace, unk_token=unk, fuse_unk=True, byte_fallback=True)
+
+
+def _unknown_token(given: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]) -> str | None:
+    index = given.get("unknown_token_id")
+    return tokens[index] if type(index) is int and 0 <= index < len(tokens) and tokens[index] in vocab else None
 
 
 def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
@@ -404,8 +390,7 @@ def _sentencepiece_tree(given: dict[str, Any], tokens: list[str], types: list[in
     spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     normal_form = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]} if prefix else replace
-    unknown = given.get("unknown_token_id")
-    unk = tokens[unknown] if type(unknown) is int and 0 <= unknown < len(tokens) and tokens[unknown] in vocab else None
+    unk = _unknown_token(given, tokens, vocab)
     decoder = {"type": "Sequence", "decoders": [spaces, *fall_back, *strip]}
     more = {"normalizer": normal_form, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
     return _tree(vocab, merges, decoder, **more)
