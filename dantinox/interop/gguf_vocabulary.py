@@ -1,12 +1,13 @@
 """Tokenizers in GGUF metadata: import and export of byte-level BPE and SentencePiece vocabularies.
 
 Three kinds of tokenizer are read. `gpt2` is byte-level BPE: a list of merges, and a name (`pre`) for the rule that splits text
-into words (`pre_tokenizers.py`). `llama` is SentencePiece's BPE: the space is ▁, neighbours that together are a token are merged,
-best score first, and what remains is spelled by byte tokens. `gemma4` has SentencePiece's pieces and a list of merges.
+into words (`pre_tokenizers.py`). `llama` is SentencePiece's BPE: the space is ▁, neighbours that together are a token are
+merged, best score first, and what remains is spelled by byte tokens. `gemma4` has SentencePiece's pieces and a list of merges.
 Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -260,9 +261,13 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     # Begin and end are special even in files that do not say so.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
+    special |= {index for index, code in enumerate(types) if code == USER_DEFINED and tokens[index] in (*END_NAMES, "</s>")}
     added = sorted(special | {index for index, code in enumerate(types) if code == USER_DEFINED})
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tree["added_tokens"] = [{"id": i, "content": tokens[i], **flags, "special": i in special} for i in added]
+    flags = {"single_word": False, "lstrip": False, "normalized": False}
+    swallowing = _swallowing(metadata, tokens, added) if kind == "llama" else set()
+    tree["added_tokens"] = [
+        {"id": i, "content": tokens[i], **flags, "rstrip": i in swallowing, "special": i in special} for i in added
+    ]
     core = _built(tree, tokens, types, name)
     config = {key: tokens[ids[stored]] for key, stored in IDS.items() if stored in ids}
     stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
@@ -277,6 +282,13 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         template,
         {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
     )
+
+
+def _swallowing(metadata: Mapping[str, Any], tokens: list[str], added: Iterable[int]) -> set[int]:
+    """Tokens that take the white space behind them: those of Phi-3, whose files do not say it (llama.cpp goes by the name)."""
+    if metadata.get("general.architecture") != "phi3" and not re.search("phi-?3", str(metadata.get("general.name")).lower()):
+        return set()
+    return {index for index in added if tokens[index] not in ("<unk>", "<s>", "<|endoftext|>")}
 
 
 def _built(tree: dict[str, Any], tokens: list[str], types: list[int], name: str) -> Core:

@@ -1,8 +1,9 @@
 """How byte-level BPE vocabularies split text into words, by the names that GGUF has for it (`tokenizer.ggml.pre`).
 
-The names are those of llama.cpp's `src/llama-vocab.cpp`. A rule is the pre-tokenizer of the publisher's `tokenizer.json`; llama.cpp
-matches regular expressions of its own, and `LLAMA_CPP_DIFFERS` names the rules where these split some texts otherwise. Rules whose
-publisher's file is not known follow llama.cpp.
+The names are those of llama.cpp's `src/llama-vocab.cpp` (of July 2026). A rule is the pre-tokenizer of the publisher's
+`tokenizer.json`. llama.cpp has regular expressions of its own for the same, which split some texts otherwise:
+`tests/interop/tokenizers_live.py` lists where. Rules whose publisher's file is not known (`afmoe`, `chameleon`, `default`,
+`jais-2`, `superbpe`, `ufakzeka`, `youtu`, and all aliases) are those of llama.cpp.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + BREAKS
 PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + BREAKS
-# Words that change from capitals to small letters once; {0} is what may follow, {1} letters that are left out.
+# Words that change from capitals to small letters at most once; {0} may follow, {1} restricts the letters.
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]+{0}"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]*{0}"
@@ -26,19 +27,14 @@ CASED = (
 HAN_AND_KANA = "[一-龥\u3040-ゟ゠-ヿ]+"
 HAN_AND_HANGUL = "[一-龥\u0800-一가-\ud7ff]+"
 PUNCTUATED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
-# Cased letters of Unicode 11 or so, as DeepSeek lists them.
+# Cased letters as DeepSeek lists them.
 CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3"
     "ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 SENTENCES = " ?[^(\\s|.,!?…。，、।۔،)]+"
-THAI_TO_HANGUL = (
-    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
-    "ក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
-)
-YOUTU = (
-    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|" + HAN_AND_KANA
-)
+THAI_TO_HANGUL = "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdf\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|" + HAN_AND_KANA
 
 
 def _split(regex: str, behavior: str = "Isolated") -> dict[str, Any]:
@@ -116,17 +112,18 @@ RULES = {
     "superbpe": Rule(_splits(r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "exaone-moe": Rule(
         _splits(
-            ENDINGS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+            ENDINGS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
         )
     ),
     "jais-2": Rule(
         _splits(
             ENDINGS + "|" + LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-            + "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")) + r"|\s{1}"
+            + "".join(rf"\s{{{count}}}(?!\S)|" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")) + r"\s{1}"
         )
     ),
     "youtu": Rule(_splits(YOUTU, _cased(ENDINGS + "?") + r"|\p{N}" + PATHS), whole_words=True),
-    # The text before a number is joined with its first one to three digits: the third expression separates them.
+    # The first expression joins a number's first digits with the text before them, and the third one separates them again.
     "afmoe": Rule(
         _splits(r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", THAI_TO_HANGUL, PUNCTUATED + r"[\r\n]*" + BREAKS)
     ),
@@ -138,7 +135,7 @@ RULES = {
     ),
     "default": Rule(_splits(r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }  # fmt: skip
-# Other names of the same.
+# Further names of the rules.
 ALIASES = {
     name: rule
     for rule, names in {
@@ -158,12 +155,9 @@ ALIASES = {
     for name in names.split()
 }
 # Names with which readers begin a text by the begin token, unless the file says otherwise.
-BEGIN_BY_NAME = frozenset(
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken chameleon".split()
-)
+BEGIN_BY_NAME = frozenset((
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+    "chameleon",
+))  # fmt: skip
 # SentencePiece's pieces with the merges of BPE: the space is ▁, and text is not split.
-UNSPLIT = frozenset(("gemma4", "sarvam-moe"))
-# Names of vocabularies of models that embed or rank texts, which are not imported.
-REFUSED = frozenset(
-    "jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert granite-embed-multi-97m granite-embed-multi-311m whitespace".split()
-)
+UNSPLIT = ("gemma4", "sarvam-moe")

@@ -40,7 +40,12 @@ def spell(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) 
     tokens = [None if index in specials else core.id_to_token(index) for index in range(size_of(core))]
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
-        table = [_from_letters(token, values) if token else b"" for token in tokens]
+        # Added tokens are plain text: ö is the character, and not the byte 0xF6.
+        added = core.get_added_tokens_decoder()
+        table = [
+            b"" if not token else token.encode() if index in added else _from_letters(token, values)
+            for index, token in enumerate(tokens)
+        ]
         return Pieces(table, table)
     raw = "ByteFallback" in kinds
     first = [_alone(core, [], token, raw) if token else b"" for token in tokens]
@@ -83,5 +88,5 @@ def _alone(core: Core, before: list[str], token: str, raw: bool) -> bytes:
 def _from_letters(token: str, values: dict[str, int]) -> bytes:
     try:
         return bytes(values[letter] for letter in token)
-    except KeyError:  # an added token, written in plain text
+    except KeyError:  # plain text, which some vocabularies hold
         return token.encode()

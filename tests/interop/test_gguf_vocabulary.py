@@ -10,17 +10,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.interop.gguf_vocabulary import (
-    ALIASES,
     BYTE,
     CONTROL,
     NORMAL,
-    RULES,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
     from_metadata,
     to_metadata,
 )
+from dantinox.interop.pre_tokenizers import ALIASES, BEGIN_BY_NAME, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer
@@ -107,7 +106,7 @@ def trained(rule, size=330):
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(rule.steps)}
     core = Core.from_str(json.dumps(tree))
     core.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(core.to_str(), roles={"add_bos_token": rule.add_bos})
+    return Tokenizer(core.to_str(), roles={"add_bos_token": rule in [RULES[name] for name in BEGIN_BY_NAME & RULES.keys()]})
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -115,11 +114,11 @@ def test_every_rule_to_split_text_has_its_name_and_comes_back(name):
     tokenizer = trained(RULES[name])
     metadata = to_metadata(tokenizer, tokenizer.vocab_size)
     assert metadata[KEY + "pre"] == name
-    assert metadata[KEY + "add_bos_token"] == RULES[name].add_bos
+    assert metadata[KEY + "add_bos_token"] == (name in BEGIN_BY_NAME)
     back = Tokenizer(from_metadata(metadata, "it").tokenizer)
     assert back.encode(TEXT) == tokenizer.encode(TEXT)
     del metadata[KEY + "add_bos_token"]
-    assert from_metadata(metadata, "it").tokenizer_config["add_bos_token"] == RULES[name].add_bos
+    assert from_metadata(metadata, "it").tokenizer_config["add_bos_token"] == (name in BEGIN_BY_NAME)
 
 
 def test_other_spellings_of_a_rule_mean_the_same():
@@ -221,9 +220,12 @@ def broken(**changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"pre": "jina-v7"}, "called 'jina-v7'; those called gpt-2, llama-bpe"),
-        ({"pre": None}, "called null"),
-        ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2 and llama are read"),
+        (
+            {"pre": "jina-v7"},
+            "tokenizer.ggml.pre: 'jina-v7', which is no supported way to split text into words; supported are a.x",
+        ),
+        ({"pre": None}, "tokenizer.ggml.pre: null"),
+        ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2, llama and gemma4 are supported"),
         ({"tokens": None}, "holds no vocabulary"),
         ({"tokens": ["a", "a"]}, "300 tokens|2 tokens"),
         ({"token_type": [1]}, "which its token types do not fit"),

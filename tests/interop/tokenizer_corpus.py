@@ -3,14 +3,25 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-GENERIC_SPECIALS = ("<s>", "</s>", "<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<0x0A>", "<bos>", "[CLS]")
-WORDS = (
-    *("the", "Hello", "world", "tokenization", "don't", "I'VE", "we'll", "O'Neill's", "naïve", "café", "Ärger", "ÉCOLE", "dALL"),
-    *("Straße", "GROẞE", "ŁÓDŹ", "Çağrı", "İstanbul", "ĲSSEL", "Ǆungla", "đường", "Tiếng", "Việt", "ſubject", "'ſ", "’s", "iPhone"),
-    *("Привет", "мир", "ЭВМ", "Ελληνικά", "ΣΊΣΥΦΟΣ", "Հայերեն", "ქართული", "עברית", "שָׁלוֹם", "العربية", "مُحَمَّد", "فارسی", "اردو"),
-    *("हिन्दी", "क्षत्रिय", "বাংলা", "ਪੰਜਾਬੀ", "தமிழ்", "తెలుగు", "ಕನ್ನಡ", "മലയാളം", "සිංහල", "ภาษาไทย", "ລາວ", "မြန်မာ", "ខ្មែរ", "བོད་སྐད"),
-    *("አማርኛ", "ᏣᎳᎩ", "日本語", "カタカナ", "ひらがな", "ｶﾅ", "漢字", "简体字", "𠮷野家", "한국어", "ㄅㄆㄇ", "ᄒᆞᆫ글", "𝕳𝖊𝖑𝖑𝖔", "ﬁne", "ＡＢＣ", "ᵃᵇ", "ªº"),
-)  # fmt: skip
+GENERIC_SPECIALS = (
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<0x0A>",
+    "<bos>",
+    "[CLS]",
+)
+TEXT = """
+the Hello world tokenization don't I'VE we'll O'Neill's naïve café Ärger ÉCOLE dALL Straße GROẞE ŁÓDŹ Çağrı İstanbul ĲSSEL
+Ǆungla đường Tiếng Việt ſubject 'ſ ’s iPhone Привет мир ЭВМ Ελληνικά ΣΊΣΥΦΟΣ Հայերեն ქართული עברית שָׁלוֹם العربية مُحَمَّد فارسی
+اردو हिन्दी क्षत्रिय বাংলা ਪੰਜਾਬੀ தமிழ் తెలుగు ಕನ್ನಡ മലയാളം සිංහල ภาษาไทย ລາວ မြန်မာ ខ្មែរ བོད་སྐད አማርኛ ᏣᎳᎩ 日本語 カタカナ ひらがな ｶﾅ
+漢字 简体字 𠮷野家 한국어 ㄅㄆㄇ ᄒᆞᆫ글 𝕳𝖊𝖑𝖑𝖔 ﬁne ＡＢＣ ᵃᵇ ªº
+"""
+WORDS = TEXT.split()
 CODE = (
     "def {a}(self, {b}: int = {n}) -> None:",
     "\tif ({a} != NULL && {b}->next <= {n}) {{ return -1; }}",
@@ -25,9 +36,38 @@ CODE = (
     "//////// {a} //////// {b}\n/",
 )
 EMOJI = ("👩‍👩‍👧‍👦", "🏳️‍🌈", "👨🏽‍🚀", "🇮🇹", "🇯🇵🇰🇷", "1️⃣", "❤️‍🔥", "🦙", "😶‍🌫️", "🏴󠁧󠁢󠁳󠁣󠁴󠁿", "☺️", "⌚", "🫠", "👍🏿")
-SPACES = (" ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u2003", "\u3000", "\u2028", "\u0085", "\u1680", "\v", "\f", "\u200b", "\u180e")
+SPACES = (
+    " ",
+    "  ",
+    "\t",
+    "\n",
+    "\r\n",
+    "\r",
+    "\u00a0",
+    "\u2003",
+    "\u3000",
+    "\u2028",
+    "\u0085",
+    "\u1680",
+    "\v",
+    "\f",
+    "\u200b",
+    "\u180e",
+)
 MARKS = ("\u0301", "\u0308", "\u0327", "\u0323", "\u20d7", "\u0e49", "\u093c", "\u064b", "\ufe0f", "\u3099", "\u0345", "\u1ab0")
-CONTROLS = (*map(chr, range(0x20)), "\x7f", "\x80", "\x9f", "\ufeff", "\u200d", "\u200e", "\u202e", "\u2060", "\ufff9", "\U000e0001")
+CONTROLS = (
+    *map(chr, range(0x20)),
+    "\x7f",
+    "\x80",
+    "\x9f",
+    "\ufeff",
+    "\u200d",
+    "\u200e",
+    "\u202e",
+    "\u2060",
+    "\ufff9",
+    "\U000e0001",
+)
 NUMBERS = ("٣٤٥٦٧", "१२३४", "Ⅻ", "½", "x²", "①②③④", "１２３４５", "一二三", "𝟘𝟙𝟚𝟛", "፩፪")
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~…—–«»“”‘’、。！？（）【】§¶†‰€£¥₿±×÷≤≠∑√∞←↑→⇒■□●☆♪"
 INVALID = (
@@ -50,7 +90,9 @@ def corpus(count: int = 20_000, specials: Sequence[str] = GENERIC_SPECIALS, seed
 
 def _line(rng: random.Random, specials: Sequence[str]) -> bytes:
     if rng.random() < 0.06:  # bytes
-        parts = [rng.choice((rng.choice(INVALID), rng.randbytes(rng.randint(1, 4)), _some(rng, specials).encode())) for _ in range(4)]
+        parts = [
+            rng.choice((rng.choice(INVALID), rng.randbytes(rng.randint(1, 4)), _some(rng, specials).encode())) for _ in range(4)
+        ]
         return b"".join(parts)
     return _some(rng, specials).encode()
 
@@ -72,7 +114,8 @@ def _cases(rng: random.Random, specials: Sequence[str]) -> str:
 def _code(rng: random.Random, specials: Sequence[str]) -> str:
     names = ("x", "camelCase", "snake_case", "HTTPServer", "größe", "变量", "i18n", "__init__", "aB2cD")
     lines = (
-        rng.choice(CODE).format(a=rng.choice(names), b=rng.choice(names), n=rng.randint(0, 99999)) for _ in range(rng.randint(1, 3))
+        rng.choice(CODE).format(a=rng.choice(names), b=rng.choice(names), n=rng.randint(0, 99999))
+        for _ in range(rng.randint(1, 3))
     )
     return rng.choice(("\n", "\n    ", "\r\n\t", "\n\n")).join(lines)
 
@@ -95,7 +138,9 @@ def _combining(rng: random.Random, specials: Sequence[str]) -> str:
 def _numbers(rng: random.Random, specials: Sequence[str]) -> str:
     def number() -> str:
         value = rng.randint(0, 10 ** rng.randint(1, 20))
-        return rng.choice((str(value), f"{value:,}", f"-{value}.{value}", f"{value:x}", f"{value}e-5", rng.choice(NUMBERS), f"+{value}%"))
+        return rng.choice(
+            (str(value), f"{value:,}", f"-{value}.{value}", f"{value:x}", f"{value}e-5", rng.choice(NUMBERS), f"+{value}%")
+        )
 
     return rng.choice((" ", "", ", ", "  ", "\n", "a")).join(number() for _ in range(rng.randint(1, 6)))
 
@@ -105,7 +150,9 @@ def _controls(rng: random.Random, specials: Sequence[str]) -> str:
 
 
 def _punctuation(rng: random.Random, specials: Sequence[str]) -> str:
-    return "".join(rng.choice(PUNCTUATION) * rng.choice((1, 1, 2, 3, 9)) + rng.choice(("", "", " ", "a", "\n")) for _ in range(6))
+    return "".join(
+        rng.choice(PUNCTUATION) * rng.choice((1, 1, 2, 3, 9)) + rng.choice(("", "", " ", "a", "\n")) for _ in range(6)
+    )
 
 
 def _blocks(rng: random.Random, specials: Sequence[str]) -> str:
@@ -116,7 +163,9 @@ def _blocks(rng: random.Random, specials: Sequence[str]) -> str:
 def _specials(rng: random.Random, specials: Sequence[str]) -> str:
     def spelling() -> str:
         name = rng.choice(specials)
-        return rng.choice((name, name, name, name[:-1], name[1:], name[:2] + " " + name[2:], name.upper(), name + name, " " + name))
+        return rng.choice(
+            (name, name, name, name[:-1], name[1:], name[:2] + " " + name[2:], name.upper(), name + name, " " + name)
+        )
 
     return "".join(spelling() + rng.choice(("", " ", "\n", "a", " user\n", "  ")) for _ in range(rng.randint(1, 4)))
 
