@@ -29,6 +29,9 @@ BUDGET = {"kv.budget": 0.5}
 BY_HEAD = {**BUDGET, "kv.signal": "entropy"}
 LATENT = {"attention.kv_lora_rank": 8}
 MOE = {"moe.use_moe": True}
+SHARED_EXPERT = {**MOE, "moe.shared_experts": 1}
+DENSE_FIRST = {**MOE, "model.num_blocks": 2, "moe.dense_layers": [0]}
+CLAMPED = {"model.activation": "clamped_swiglu"}
 TALKS = {
     "training.objective": "sft", "data.path": "d.jsonl", "model.max_context": 64, "tokenizer.tokenizer_type": "byte",
 }  # fmt: skip
@@ -52,10 +55,19 @@ OTHER: dict[str, tuple] = {
     "model.norm_placement": ("both",), "model.norm_zero_centered": (True,), "model.mlp_bias": (True,),
     "model.qk_norm_scope": ("layer", {"model.qk_norm": True}), "model.scale_embeddings": (True,),
     "model.gradient_checkpointing": (True,), "model.remat_policy": ("dots", {"model.gradient_checkpointing": True}),
+    "model.norm_scale": (False,), "model.norm_bias": (False, {"model.norm": "layernorm"}),
+    "model.qk_norm_after_rope": (True, {"model.qk_norm": True}), "model.parallel_blocks": (True,),
+    "model.norm_embeddings": (True,), "model.embedding_multiplier": (2.0,), "model.residual_multiplier": (0.5,),
+    "model.logits_scaling": (2.0,), "model.swiglu_limit": (5.0, CLAMPED), "model.swiglu_alpha": (1.0, CLAMPED),
     "model.dtype": ("bfloat16",), "model.scan_layers": (True,), "model.final_logit_softcapping": (30.0,),
     "moe.use_moe": (True,), "moe.n_experts": (8, MOE), "moe.top_k_mlp": (3, MOE), "moe.shared_experts": (1, MOE),
     "moe.expansion": (3.0,), "moe.score_function": ("sigmoid", MOE), "moe.norm_topk_prob": (False, MOE),
     "moe.alpha_balance": (0.5, MOE), "moe.router_z_loss": (0.5, MOE), "moe.bias_update_rate": (0.1, MOE),
+    "moe.shared_hidden_dim": (24, SHARED_EXPERT), "moe.shared_gate": (True, SHARED_EXPERT),
+    "moe.dense_layers": ([1], {**MOE, "model.num_blocks": 2}), "moe.dense_hidden_dim": (24, DENSE_FIRST),
+    "moe.routed_scaling": (2.5, MOE), "moe.router_bias": (True, MOE), "moe.choice_bias": (True, MOE),
+    "moe.n_groups": (2, MOE), "moe.top_k_groups": (2, {**MOE, "moe.n_experts": 8, "moe.n_groups": 4}),
+    "moe.group_score": ("top2", {**MOE, "moe.n_groups": 2}),
     "attention.use_rotary_pos": (False,), "attention.trainable_pos": (True, {"attention.use_rotary_pos": False}),
     "attention.absolute_pos": (True, {"attention.use_rotary_pos": False}), "attention.rope_theta": (500.0,),
     "attention.rope_local_theta": (500.0, {"attention.sliding_window": True, "attention.context_window": 2}),
@@ -67,6 +79,10 @@ OTHER: dict[str, tuple] = {
     "attention.sliding_window": (True, {"attention.context_window": 2}),
     "attention.context_window": (2, {"attention.sliding_window": True}),
     "attention.layer_types": (["full"], {"attention.sliding_window": True, "attention.context_window": 2}),
+    "attention.attention_multiplier": (0.5,), "attention.latent_norm_epsilon": (1e-3, LATENT),
+    "attention.query_scaling_beta": (0.1, LLAMA3), "attention.rope_truncate": (False, YARN),
+    "attention.rope_mscale": (0.7, {**YARN, "attention.rope_mscale_all_dim": 1.0}),
+    "attention.rope_mscale_all_dim": (1.0, {**YARN, "attention.rope_mscale": 0.7}),
     "attention.no_sink": (True,), "attention.kernel": ("chunked",), "attention.attn_logit_softcapping": (50.0,),
     "attention.kv_lora_rank": (8,), "attention.q_lora_rank": (8, LATENT), "attention.v_head_dim": (6, LATENT),
     "attention.qk_rope_head_dim": (6, LATENT), "attention.sink_logits": (True,),
