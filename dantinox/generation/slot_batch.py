@@ -7,6 +7,7 @@ is bit for bit what would be read again.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
@@ -38,6 +39,7 @@ from dantinox.sampling.report import step_info
 
 READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and more of a prompt that comes again would be read anew
 SHORTEST = 16
+COMPILERS = 2  # programs compiled at once
 ALTERNATIVES = 20  # reported at most
 REMEMBERED = 64  # settings whose arrays are kept
 USUAL_SLOTS = 8
@@ -182,9 +184,9 @@ class SlotBatch(RunningBatch):
         with self._compiling:
             if program not in self._states:
                 self._states[program] = self._empty(config)
-            for key in self._keys(program, echo):
-                if key not in self._programs:
-                    self._programs[key] = self._compile(config, *key)
+            missing = [key for key in self._keys(program, echo) if key not in self._programs]
+            with ThreadPoolExecutor(COMPILERS) as pool:  # XLA compiles much of a program on one core
+                self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
             if self.cache is None:
                 release_free_memory()  # what compilation took: the two peaks do not add up
                 self.cache = self._make_cache(self.count)

@@ -29,7 +29,7 @@ def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[st
         yield ""
         yield from side_by_side([[title, *names], *([preset, *cells] for preset, cells in columns.items())])
     use = "saved in the run directory: --strategy entropy --router_preset calibrated uses it"
-    yield from wrapped(["", meaning(found), "", use], max(width, 40), "")
+    yield from wrapped(["", meaning(found), *problems(found), "", use], max(width, 40), "")
 
 
 def meaning(found: RouterCalibration) -> str:
@@ -43,6 +43,20 @@ def meaning(found: RouterCalibration) -> str:
         sentence += f"{link} give {most} {percent(shares[most])} of the positions and "
         sentence += f"none to {' and '.join(never)}" if never else "use all five strategies"
     return sentence + "."
+
+
+def problems(found: RouterCalibration) -> Iterator[str]:
+    """A sentence for each strategy whose calibrated thresholds no position of the text meets."""
+    numbers = _numbers(found, "calibrated")
+    for name in RULES:
+        if found.shares["calibrated"][name] == 0:
+            limits = [
+                f"{letter} {relation} {numbers[key]:.3g}" for letter, (_, relation, key) in zip("HV", RULES[name], strict=True)
+            ]
+            yield (
+                f"problem: none of the {found.tokens:,} positions meets the calibrated thresholds of {name} "
+                f"({' and '.join(limits)}): this model will hardly ever use that strategy"
+            )
 
 
 def draw_calibration(found: RouterCalibration) -> bytes:

@@ -17,7 +17,7 @@ from dantinox.config.router_settings import MEASURED, RULES, STRATEGIES, RouterS
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
-from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration, largest_varentropy, meaning
+from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration, largest_varentropy, meaning, problems
 from dantinox.measure.texts import read_text
 from dantinox.model.parameters import parameters_of
 from dantinox.report.tables import percent
@@ -278,6 +278,12 @@ def test_the_sentence_names_what_never_comes():
         "With 80 tokens H is at most log2 80 = 6.32 bits: the guide's thresholds give adaptive 95.0% of the positions and none "
         "to clarify and resample; the calibrated ones give explore 60.0% of the positions and use all five strategies."
     )
+    numbers = dict.fromkeys(MEASURED, 1.0) | {"clarify_entropy": 6.214, "low_varentropy": 4.58}
+    never = {"calibrated": dict.fromkeys(STRATEGIES, 0.25) | {"clarify": 0.0}}
+    assert list(problems(SimpleNamespace(tokens=5808, measured=numbers, shares=never))) == [
+        "problem: none of the 5,808 positions meets the calibrated thresholds of clarify (H > 6.21 and V < 4.58): this model "
+        "will hardly ever use that strategy"
+    ]
     assert [percent(share) for share in (0, 1e-6, 0.001, 0.1234, 1)] == ["0.0%", "<0.1%", "0.1%", "12.3%", "100.0%"]
 
 

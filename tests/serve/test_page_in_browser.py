@@ -34,6 +34,8 @@ def opened(browser, engine):
         browser.get_log("browser"), browser.get_log("performance")
         browser.get(f"http://localhost:{port}/")
         wait(browser, "return typeof writing === 'object' && writing.about !== null")
+        assert browser.execute_script("return writing.mode") == "chat", "a model with a chat template opens in a chat"
+        find(browser, "#mode input[value=story] + span").click()
         yield browser
         wrong = [entry for entry in browser.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
         events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]

@@ -499,5 +499,5 @@ def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
 def test_flags_of_the_other_comparison_are_refused(toy, capsys):
     for what, flag, value in (("kv", "--prompts", "3"), ("kv", "--reference", "x"), ("sampling", "--ratios", ".5")):
         assert main(["eval", what, "--run_dir", str(toy), flag, value]) == 2
-        other = {"kv": "sampling", "sampling": "kv"}[what]
-        assert capsys.readouterr().err == f"error: {flag} belongs to eval {other}: leave it out with eval {what}\n"
+        other = {"kv": "eval sampling", "sampling": "eval kv and eval ruler"}[what]
+        assert capsys.readouterr().err == f"error: {flag} belongs to {other}: leave it out with eval {what}\n"

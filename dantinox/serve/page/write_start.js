@@ -46,7 +46,7 @@ function readKept(found) {
     const parts = found.texts?.[mode] ?? [];
     writing.texts[mode].parts = isSame ? parts : asWords(parts);
   }
-  if (found.mode === "chat" && writing.about.chat) writing.mode = "chat";
+  writing.mode = writing.about.chat && found.mode !== "story" ? "chat" : "story";
   if (SHADINGS.includes(found.shading)) state.shading = found.shading;
   byId("draft").value ||= found.draft ?? "";
   readSettings(found.settings ?? {});
