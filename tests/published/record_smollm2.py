@@ -7,6 +7,7 @@ gguf and llama-cpp-python. Token ids are those of llama.cpp: transformers' reade
 """
 
 import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def main(published: Path, wide: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(published.parent), gguf_file=published.name, dtype=torch.float32
     ).eval()
-    peer = llama_cpp.Llama(str(wide), n_ctx=4096, verbose=False, n_threads=2, logits_all=False)
+    peer = llama_cpp.Llama(str(wide), n_ctx=4096, verbose=False, n_threads=2)
 
     def encode(text: str) -> list[int]:
         return peer.tokenize(text.encode(), add_bos=False, special=False)
@@ -42,7 +43,7 @@ def main(published: Path, wide: Path) -> None:
 
 
 def of_text(model, ids: list[int]) -> dict:
-    """The largest logits at some places of a text, and all of them at the last one in a file of its own."""
+    """A text's tokens and mean loss, its likeliest next tokens, and the largest logits at some places."""
     logits = model(torch.tensor([ids])).logits[0].numpy()
     places = np.unique(np.linspace(0, len(ids) - 1, PLACES).astype(int))
     top = np.argsort(-logits[places], axis=1)[:, :TOP]
@@ -62,16 +63,12 @@ def continued(model, peer, ids: list[int]) -> dict:
     """The greedy tokens of both, which end with none of the stop tokens."""
     ours = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0)
     peer.reset()
-    tokens, theirs = list(ids), []
-    for _ in range(NEW):
-        peer.eval(tokens)
-        tokens = [int(np.argmax(np.array(peer.scores[peer.n_tokens - 1])))]
-        theirs += tokens
+    theirs = list(itertools.islice(peer.generate(ids, temp=0.0, repeat_penalty=1.0), NEW))
     return {"transformers": ours[0, len(ids) :].tolist(), "llama.cpp": theirs}
 
 
 def rendered(peer, messages: list[dict]) -> dict:
-    """A conversation as transformers' Jinja writes it, and its tokens."""
+    """A conversation as transformers' Jinja environment writes it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = peer.metadata["tokenizer.chat_template"]
