@@ -503,7 +503,7 @@ def test_ctrl_c_is_one_word(generate, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generating, "_requests", interrupted)
+    monkeypatch.setattr(generating, "_prompts", interrupted)
     assert generate() == (130, "", "interrupted\n")
 
 

@@ -6,6 +6,7 @@ merged, best score first, and what remains is spelled by byte tokens. `gemma4` h
 Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
+import difflib
 import json
 import re
 from collections import Counter
@@ -327,10 +328,12 @@ def _tree(vocab: dict[str, int], merges: list[tuple[str, str]], decoder: Any, **
 def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int], name: str) -> dict[str, Any]:
     rule = RULES.get(ALIASES.get(str(given.get("pre")), str(given.get("pre"))))
     if rule is None:
-        known = ", ".join(sorted({*RULES, *ALIASES, *UNSPLIT}))
+        known = {*RULES, *ALIASES, *UNSPLIT}
+        near = difflib.get_close_matches(str(given.get("pre")), known, 1)
+        hint = f"; the nearest is {near[0]}" if near else ""
         raise UserError(
-            f"{name} has tokenizer.ggml.pre: {shown(given.get('pre'))}, which is no supported way to split text into words; "
-            f"supported are {known}"
+            f"{name} has tokenizer.ggml.pre: {shown(given.get('pre'))}, which is none of the {len(known)} ways to split text "
+            f"into words that are known here{hint}"
         )
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}
     merges = _merges(given, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, name)

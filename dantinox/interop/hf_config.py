@@ -118,6 +118,13 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     return nested
 
 
+def _given(value: Any, key: str) -> Any:
+    """The value of a key that is needed."""
+    if value is None:
+        raise UserError(f"config.json lacks {key}")
+    return value
+
+
 def _whole(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
     if type(value) is not int or not least <= value <= most:
         raise UserError(f"config.json has {key}: {shown(value)}, expected a number from {least} to {most}")
@@ -142,7 +149,10 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     family = keys.family
     if family.rope is None:
         return {}
-    if family.rope == "switched" and keys.take("position_embedding_type") != "rope":
+    kind = keys.take("position_embedding_type") if family.rope == "switched" else "rope"
+    if kind not in (None, "nope", "rope"):
+        raise UserError(f"config.json has position_embedding_type: {shown(kind)}, which is none of rope, nope and null")
+    if kind != "rope":
         for key in ("rope_scaling", "rope_parameters", "rope_theta"):
             keys.take(key)
         return {"attention.use_rotary_pos": False}
@@ -277,7 +287,7 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             raise UserError(f"config.json has mlp_layer_types: {shown(other[0])}, which is neither dense nor sparse")
         dense = {i for i, kind in enumerate(kinds) if kind == "dense"}
     elif family.dense == "all":
-        for kind in keys.take("layer_types") or ["linear_attention"]:
+        for kind in _per_layer(_given(keys.take("layer_types"), "layer_types"), L, "layer_types"):
             if kind not in ("attention", FULL):
                 raise UserError(f"config.json has layer_types: {shown(kind)}, of which only attention is known here")
         found |= _optional_experts(keys)
@@ -289,8 +299,9 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         if method not in ("greedy", "group_limited_greedy"):
             raise UserError(f"config.json has topk_method: {shown(method)}, which is none of greedy, group_limited_greedy")
         if method != "greedy" and groups != 1:
-            found["moe.n_groups"] = _whole(groups, "n_group")
-            found |= {"moe.top_k_groups": _whole(best, "topk_group"), "moe.group_score": family.groups}
+            found["moe.n_groups"] = _whole(_given(groups, "n_group"), "n_group")
+            best = _whole(_given(best, "topk_group"), "topk_group")
+            found |= {"moe.top_k_groups": best, "moe.group_score": family.groups}
     return found
 
 

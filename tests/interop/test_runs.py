@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -195,17 +197,23 @@ OTHERS = {
     "final_logit_softcapping": 9.0, "n_embd": 48, "n_layer": 3, "n_head": 8, "n_inner": 48, "n_positions": 32,
     "layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
     "add_cross_attention": True,
-    "num_local_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 32,
+    "num_local_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 32,
     "decoder_sparse_step": 2, "mlp_only_layers": [0], "no_rope_layers": [1, 1], "original_max_position_embeddings": 12,
     "use_bidirectional_attention": True, "vocab_size": 60, "model_type": "mamba", "is_encoder_decoder": True,
-    "partial_rotary_factor": 0.5, "something_new": 1, "architectures": ["LlamaForSequenceClassification"],
+    "partial_rotary_factor": 0.25, "something_new": 1, "norm_topk_prob": False, "position_embedding_type": "learned",
+    "architectures": ["LlamaForSequenceClassification"],
 }  # fmt: skip
-# Beside the keys without effect on numbers, these say nothing where others of the same family do.
-SAID_ELSEWHERE = {
-    "max_window_layers": ("qwen2", "qwen3"), "no_rope_layer_interval": ("smollm3",),
-    "_sliding_window_pattern": ("gemma3_text",),
-    "sliding_window": ("qwen3", "smollm3", "qwen3_moe"), "intermediate_size": ("qwen3_moe",),
-    "partial_rotary_factor": ("phi3",), "use_sliding_window": ("qwen3", "smollm3", "qwen3_moe"),
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # without effect where layer_types says full
+# Keys that have no effect beside other keys of the same config.json.
+OVERRIDDEN: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("glm", "glm4", "stablelm", "phi", "phi3"), ("partial_rotary_factor",)),  # rope_parameters has it too
+    "qwen2": ["max_window_layers"], "qwen3": WINDOWS, "qwen3_moe": [*WINDOWS, "intermediate_size"], "qwen2_moe": WINDOWS,
+    "dots1": [*WINDOWS, "topk_group"], "glm4_moe": ["topk_group", "partial_rotary_factor"],
+    "glm4_moe_lite": ["topk_group", "rope_interleave"],
+    "deepseek_v3": ["rope_interleave"],  # the order in which tensors are stored
+    "smollm3": ["sliding_window", "use_sliding_window", "no_rope_layer_interval"],
+    "gemma3_text": ["_sliding_window_pattern"], "exaone4": ["sliding_window_pattern"],
+    "granitemoehybrid": ["intermediate_size", "num_experts_per_tok", "rope_parameters"],  # it has no experts and no positions
 }  # fmt: skip
 
 
@@ -215,16 +223,23 @@ def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path
     before = build_config(settings_of(given)).architecture(60)
     unused = UNUSED.union(TABLES[family].unused) - {"vocab_size", "model_type", "architectures"}
     for key in given.keys() | {"something_new", "quantization_config", "partial_rotary_factor"}:
-        if key in unused or key == "vocab_size" or family in SAID_ELSEWHERE.get(key, ()):
+        if key in unused or key == "vocab_size" or key in OVERRIDDEN.get(family, ()):
             continue
-        value = OTHERS.get(key) if OTHERS.get(key) is not None else not given.get(key)
+        value = OTHERS.get(key) if OTHERS.get(key) not in (None, given.get(key)) else not given.get(key)
         value = given[key][::-1] if key == "layer_types" and len(set(given[key])) > 1 else value
         try:
             after = build_config(settings_of(given | {key: value})).architecture(60)
         except UserError as error:
-            assert "\n" not in str(error) and ("config.json has" in str(error) or "model." in str(error))
+            assert "\n" not in str(error) and re.search(r"config\.json has|^(model|moe|attention)\.", str(error))
         else:
             assert after != before, (key, value)
+
+
+# Keys that these families need beside those that all do.
+NO_DEFAULT = {
+    "deepseek_v2": ("num_experts_per_tok", "n_group", "topk_group"), "granitemoehybrid": ("layer_types",),
+    "dots1": ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -239,7 +254,8 @@ def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(fami
                 continue
             assert f"lacks {key}" in str(error) or "model_type" in str(error)
             needed.add(key)
-    assert needed - {"model_type"} == given.keys() & set(REQUIRED) - ({"intermediate_size"} if family == "qwen3_moe" else set())
+    without_default = {*REQUIRED, *NO_DEFAULT.get(family, ())} - TABLES[family].defaults.keys()
+    assert needed - {"model_type"} == given.keys() & without_default
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows_and_a_smaller_one_is_refused(folder_of, tmp_path):
