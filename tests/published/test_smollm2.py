@@ -138,7 +138,7 @@ def test_compressed_caches_take_their_share_and_keep_short_texts_whole(model):
 
 
 def test_adapters_are_trained_merged_and_exported(model, imported, tmp_path):
-    """Two steps of LoRA lower the loss on their own text; merged and exported, every tensor comes back."""
+    """Six steps of LoRA lower the loss on their own text; merged and exported, every tensor comes back."""
     text = tmp_path / "text.txt"
     text.write_text("The password of the north tower is marmalade.\n" * 60, encoding="utf-8")
     adapters = tmp_path / "adapters"
@@ -176,12 +176,12 @@ def served(run):
 
     command = [sys.executable, "-c", "from dantinox.cli import entry; entry()"]
     process = subprocess.Popen(
-        [*command, "serve", str(run), "--port", "0", "--slots", "1", "--context", "256"], stderr=subprocess.PIPE, text=True
+        [*command, "serve", str(run), "--port", "0", "--slots", "1", "--context", "256"], stdout=subprocess.PIPE, text=True
     )
     stop = threading.Timer(300, process.kill)
     stop.start()
     try:
-        line = next(line for line in process.stderr if "is served at" in line)
+        line = next(line for line in process.stdout if "is served at" in line)
         url = line.split(" is served at ")[1].split()[0]
         body = {"model": "smol", "temperature": 0, "messages": CONVERSATIONS[0]}
         request = urllib.request.Request(
