@@ -49,14 +49,14 @@ EVALUATE: Flags = {
         "where CSV, Markdown and plot go (default: RUN/evaluation)"}),
     "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
     "tokens": ("sampling kv ppl", COUNT | {"help":
-        "sampling: of each continuation; kv: of each sequence (default: context); ppl: of the text (default: all)"}),
+        "sampling: of each continuation; kv: of each sequence (default: the context, or 512); ppl: of a text (all)"}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "the run that judges (default: the same)"}),
-    "prompts": ("sampling", COUNT | {"help": "to test on, and as many to tune on"}),
+    "prompts": ("sampling", COUNT | {"help": "to test on, and as many to tune on; fewer by default above 10 M parameters"}),
     "seeds": ("sampling", COUNT | {"help": "continuations of each prompt"}),
     "trials": ("sampling", COUNT | {"help": "settings tried for each method"}),
     "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help":
         "shares of the slots that are kept (default: .5 .3 .2 .1, ruler: .5 .2)"}),
-    "sequences": ("kv", COUNT | {"help": "sequences of text to read, at least 6 (default: 200)"}),
+    "sequences": ("kv", COUNT | {"help": "sequences of text to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
         "the heads' measured signals (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":

@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Unpack
 
+import jax
+from flax import nnx
+
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shared_over, tensor_mesh
 from dantinox.files import shown
@@ -39,6 +42,11 @@ class ModelBundle:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration = calibration, kv_calibration
         self._prepared: dict[tuple[str, str, int, HeadOrder | None], Transformer] = {}
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights, embeddings included."""
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self.model, nnx.Param)))
 
     def settings(self, given: Mapping[str, object] | Config) -> Config:
         """The run's settings with keys of `generation`, `router` and `kv` (`kv_budget` and so on) laid over them, validated."""

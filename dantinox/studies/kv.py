@@ -35,10 +35,12 @@ from dantinox.studies.kv_bench import (
     contenders,
 )
 from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_words
-from dantinox.studies.statistics import Interval, mean_interval, percentiles, resamples, verdict
+from dantinox.studies.statistics import Interval, mean_interval, percentiles, resamples, usual_count, verdict
 
 LEAST_TOKENS, LEAST_SEQUENCES = 32, 2 * SEEDS
-FULL, QUICK = (200, 100), (48, 48)  # sequences read of the text, tasks of each kind
+FULL, QUICK = (200, 100), (48, 48)  # sequences read of the text, tasks of each kind: see `usual_count`
+LEAST = (12, 6)
+USUAL_TOKENS = 512
 CONTINUED = 24  # prompts
 
 
@@ -152,19 +154,19 @@ def evaluate_kv(
       kv_calibration: the file of the measured signals; None: the run's own.
       kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
       progress: called with a line before every stretch of work.
-      tokens: of a sequence, at most the context; the first half is the prompt.
-      sequences: how many are read.
+      tokens: of a sequence, at most the context; the first half is the prompt. None: the context, at most 512.
+      sequences: how many are read; None: 200, with `quick` 48, and fewer of a model of more than 10 M parameters.
       data_path: the text, as `data.path` names one; None: the validation tokens that training left in the run.
 
     Raises:
       UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
     """
-    usual, of_each_kind = QUICK if quick else FULL
-    sequences = usual if sequences is None else sequences
     directory = open_run(run_dir)
     store = text_store(directory, data_path)
     run = load(run_dir)
-    length = min(run.model.config.max_context, run.model.config.max_context if tokens is None else tokens)
+    counts = [usual_count(*both, run.parameters) for both in zip(QUICK if quick else FULL, LEAST, strict=True)]
+    sequences, of_each_kind = counts[0] if sequences is None else sequences, counts[1]
+    length = min(run.model.config.max_context, USUAL_TOKENS if tokens is None else tokens)
     if length < LEAST_TOKENS:
         raise UserError(f"--tokens, and the model's context, must be at least {LEAST_TOKENS}, got {length}")
     if sequences < LEAST_SEQUENCES:

@@ -24,7 +24,17 @@ from dantinox.generation import LoadedModel, load
 from dantinox.measure.texts import text_store
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
-from dantinox.studies.statistics import OF_TEXT, Interval, Measured, chosen, excess, mean_interval, percentiles, self_bleu
+from dantinox.studies.statistics import (
+    OF_TEXT,
+    Interval,
+    Measured,
+    chosen,
+    excess,
+    mean_interval,
+    percentiles,
+    self_bleu,
+    usual_count,
+)
 
 
 class Knob(NamedTuple):
@@ -99,6 +109,7 @@ class Effort:
 
 
 QUICK = Effort(prompts=40, seeds=3, tokens=128, trials=3)
+LEAST_PROMPTS = 24  # of a large model: see `usual_count`
 
 
 def chosen_methods(names: Sequence[str] | None) -> list[str]:
@@ -205,7 +216,8 @@ def evaluate_sampling(
       data_path: the text that prompts are taken from, as `data.path` names one; None: the validation tokens that training left
         in the run.
       progress: called with a line before every stretch of work.
-      effort: fields of `Effort`. Where `tokens` is not given, prompts keep at least a quarter of a small context.
+      effort: fields of `Effort`. Where `tokens` is not given, prompts keep at least a quarter of a small context. Where
+        `prompts` is not given, a model of more than 10 M parameters gets fewer.
 
     Raises:
       UserError: a name or number is wrong, there are too few prompts, the reference cannot judge, or the router was not
@@ -227,6 +239,8 @@ def evaluate_sampling(
     context = run.model.config.max_context
     if effort.get("tokens") is None:
         much = replace(much, tokens=max(8, min(much.tokens, 3 * context // 4)))
+    if effort.get("prompts") is None:
+        much = replace(much, prompts=usual_count(much.prompts, LEAST_PROMPTS, run.parameters))
     prompt = prompt_tokens(context, much.tokens)
     tuning, test = draw_windows(run.tokenizer, store, much.prompts, prompt, much.tokens)
     bench = Bench(run, Judge(reference or run_dir), much, progress)

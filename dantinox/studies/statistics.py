@@ -35,6 +35,14 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list
     return [name for name in known if names is None or name in names]
 
 
+def usual_count(count: int, least: int, parameters: int) -> int:
+    """The samples that a study takes by default: `count`, fewer in proportion above 10 M parameters, but at least `least`.
+
+    A study of a model of 100 M parameters then takes minutes on a CPU. Its intervals say what the smaller sample costs.
+    """
+    return max(min(count, least), round(count * min(1.0, 10e6 / max(parameters, 1))))
+
+
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
     """Every run of n tokens, in order; none in a shorter text."""
     return list(zip(*(tokens[i:] for i in range(n)), strict=False))

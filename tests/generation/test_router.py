@@ -53,7 +53,7 @@ STEPS = 22
 
 @cache
 def _watched(config):
-    graph, _ = nnx.split(nnx.eval_shape(lambda: builder.model(config)))
+    graph, _ = nnx.split(builder.model(config))
 
     @jax.jit
     def run(state, tokens_BT, positions_BT):

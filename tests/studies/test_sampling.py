@@ -52,6 +52,7 @@ from dantinox.studies.statistics import (
     percentiles,
     repetition,
     self_bleu,
+    usual_count,
     verdict,
 )
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
@@ -243,6 +244,11 @@ def test_too_little_effort_is_told(wrong, told):
     with pytest.raises(UserError, match=told):
         Effort(**wrong)
     assert QUICK.prompts < Effort().prompts and QUICK.trials < Effort().trials
+
+
+def test_large_models_are_measured_on_fewer_samples():
+    assert [usual_count(200, 12, size) for size in (0, 10**7, 2 * 10**7, 10**9)] == [200, 200, 100, 12]
+    assert usual_count(8, 12, 10**9) == 8
 
 
 # --- the control --------------------------------------------------------------------------------------------------------
