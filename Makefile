@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser serve-test aot aot-tests faults parity real lint schema models clean
+.PHONY: help demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers lint schema models clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make faults        processes killed at 25 moments, 200 damaged files, each resumed to the end (15 minutes)"
 	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"
 	@echo "make real          a published model, SmolLM2-135M-Instruct, beside recorded numbers of transformers and llama.cpp (3 minutes)"
+	@echo "make tokenizers    token ids of every vocabulary beside those of llama.cpp, on 20,000 lines"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make models        rewrite the table of docs/models.md from the families"
@@ -56,6 +57,9 @@ parity: $(VENV)/.dev $(VENV)/.parity
 # Programs of this size are worth the optimisation that the other tests do without.
 real: $(VENV)/.dev $(VENV)/.smollm2
 	XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32" $(PY) -m pytest -m real tests/published
+
+tokenizers: $(VENV)/.dev $(VENV)/.tokenizers
+	$(PY) -m tests.interop.tokenizers_live $(TOKENIZERS)
 
 faults: $(VENV)/.dev
 	$(PY) -m pytest -s -m faults tests/faults
