@@ -54,7 +54,7 @@ parity: $(VENV)/.dev $(VENV)/.parity
 	$(PY) -m tests.interop.quantized_live
 	$(PY) -m tests.interop.parity $(PARITY)
 
-# Programs of this size are worth the optimisation that the other tests do without.
+# The other tests turn the compiler's optimizations off; with a model of this size they save more time than they take.
 real: $(VENV)/.dev $(VENV)/.smollm2
 	XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32" $(PY) -m pytest -m real tests/published
 

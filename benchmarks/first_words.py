@@ -19,7 +19,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -27,7 +27,7 @@ import dantinox
 from dantinox.generation import LoadedModel
 from dantinox.measure.perplexity import Text, score
 from dantinox.run import chat_template_of, open_run
-from dantinox.studies.statistics import distinct, mean_interval
+from dantinox.studies.statistics import OF_TEXT, mean_interval
 from dantinox.text import ChatTemplate
 
 QUESTIONS = [
@@ -59,6 +59,7 @@ ROUTER: dict[str, dict[str, object]] = {
     "defaults, DRY 0.8": {"dry_multiplier": 0.8},
 }
 LONGEST_LOOP, REPEATS = 50, 4
+COLUMNS = ("log p", "distinct_1", "distinct_2", "distinct_3", "loops")
 
 
 def loops(ids: Sequence[int]) -> bool:
@@ -110,11 +111,7 @@ def measured(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
         pairs = [Text(np.array([*ids, *text], np.int32), len(text)) for ids, text in zip(prompts, texts, strict=True)]
         logp.append([scores.logp.mean() for _, scores in score(run.model, pairs)])
     found["log p"] = np.mean(logp, axis=0)
-    of_text: dict[str, Callable[[list[int]], float]] = {
-        f"distinct-{n}": lambda ids, n=n: distinct(ids, n)  # type: ignore[misc]
-        for n in (1, 2, 3)
-    }
-    of_text["loops"] = lambda ids: 100.0 * loops(ids)
+    of_text = {name: OF_TEXT[name] for name in COLUMNS if name in OF_TEXT} | {"loops": lambda ids: 100.0 * loops(ids)}
     for name, measure in of_text.items():
         found[name] = np.mean([[measure(ids) for ids in texts] for texts in samples], axis=0)
     return found
@@ -134,18 +131,16 @@ def main() -> None:
     half = options.prompts // 2
     chats = [template.encode([{"role": "user", "content": text}], generation_prompt=True) for text in QUESTIONS[:half]]
     prompts = chats + [run.prompt_ids(text) for text in OPENINGS[: options.prompts - half]]
-    ways: dict[str, Callable] = {}
+    settings = {"defaults": {}, "llamacpp": {"preset": "llamacpp", **OUR_CHAIN}, **(ROUTER if options.router else {})}
+    ways = {name: written(run, prompts, one, options.seeds, options.new) for name, one in settings.items()}
     if options.peer:
         special = sorted(run.tokenizer.special_ids)
-        ways["llama.cpp"] = lambda: peer_written(options.peer, prompts, special, options.seeds, options.new)
-    settings = {"defaults": {}, "llamacpp": {"preset": "llamacpp", **OUR_CHAIN}, **(ROUTER if options.router else {})}
-    for name, one in settings.items():
-        ways[name] = lambda one=one: written(run, prompts, one, options.seeds, options.new)
-    print(f"| | {' | '.join(('log p', 'distinct-1', 'distinct-2', 'distinct-3', 'loops'))} |")
+        ways = {"llama.cpp": peer_written(options.peer, prompts, special, options.seeds, options.new), **ways}
+    print(f"| | {' | '.join(COLUMNS)} |")
     print("|---" * 6 + "|", flush=True)
     for name, way in ways.items():
         start = time.perf_counter()
-        samples = list(way())
+        samples = list(way)  # a generator: the time is that of the generation
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
         found = measured(run, prompts, samples)
         cells = [mean_interval(values) for values in found.values()]

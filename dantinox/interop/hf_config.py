@@ -87,8 +87,8 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
         if names in CONVERTED:
             value = CONVERTED[names][0](_positive(value, names))
         for path in (paths,) if isinstance(paths, str) else paths:
-            if value is None and (names in REQUIRED or FIELDS[path].default is not None):
-                raise UserError(f"config.json lacks {names.partition('|')[0]}")
+            if names in REQUIRED or FIELDS[path].default is not None:
+                _given(value, names.partition("|")[0])
             settings[path] = _whole(value, names, most=MOST_LAYERS) if path == "model.num_blocks" else value
     key, activations = family.activation
     name = keys.take(key)

@@ -70,7 +70,7 @@ def _model(run: LoadedModel) -> str:
         count = human_count(adapter_parameters(replace(m, lora=lora)))
         trained = [("adapters", f"{count} of rank {lora.rank} were trained, on the weights of {run.config.training.init_from}")]
     return table([
-        ("parameters", human_count(sum(leaf.size for leaf in jax.tree.leaves(nnx.state(run.model))))),
+        ("parameters", human_count(run.parameters)),
         *trained,
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
