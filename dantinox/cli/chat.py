@@ -41,7 +41,7 @@ def chat(options: argparse.Namespace) -> int:
     settings = given_settings(options)
     from dantinox.run import chat_template_of, load_run_config, open_run
 
-    directory = open_run(options.run_dir)
+    directory = open_run(options.run_dir, check=False)  # `load` checks it
     config, own = overlay(load_run_config(directory), settings, "command line"), chat_template_of(directory)
     use_compilation_cache()
     from dantinox.generation import load

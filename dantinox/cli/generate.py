@@ -75,7 +75,7 @@ def generate(options: argparse.Namespace) -> int:
     from dantinox.run import chat_template_of, load_run_config, open_run
 
     # Errors in the settings are reported before the weights are loaded.
-    directory = open_run(options.run_dir)
+    directory = open_run(options.run_dir, check=False)  # `load` checks it
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
     alone = len(prompts) == 1 and prompts[0][1].generation.n == 1

@@ -48,7 +48,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UserError(f"--lite: there is nothing at {options.lite}")
     from dantinox.run import chat_template_of, load_run_config, open_run
 
-    directory = open_run(options.run_dir)
+    directory = open_run(options.run_dir, check=False)  # `load` checks it
     config, own = overlay(load_run_config(directory), settings, "command line"), chat_template_of(directory)
     from dantinox.serve.server import listen
 

@@ -7,7 +7,7 @@ of different length and different settings share one compiled program.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def _generate_toks(
         cache, state, emitted = step(cache, state)
         return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
 
-    shapes = jax.eval_shape(step, cache, state)[2]
+    shapes = jax.eval_shape(partial(sample_step, params=params, report=report), abstract_logits(model, params), state)[1]
     buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
     most = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))  # that any row may still have
     steps = jnp.minimum(jnp.minimum(steps, chunk), most)
@@ -136,6 +136,14 @@ class StepLogits(NamedTuple):
 
     logits: jax.Array
     attention: AttentionMetrics | None
+
+
+def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
+    """The shapes of `forward_step`'s result, without tracing the model."""
+    row_B = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
+    logits_BV = jax.ShapeDtypeStruct((params.batch, model.config.vocab_size), jnp.float32)
+    metrics_B: list[Any] = [row_B] * len(AttentionMetrics._fields)
+    return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.attends else None)
 
 
 def probe_of(params: SamplingParams) -> Probe | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError
@@ -42,6 +41,7 @@ from dantinox.text import Tokenizer
 
 # The same for all rows of a batch, with router.use_attention, all of kv, and what the request reports.
 SHARED = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.SHARED)
+ALIASED = 64  # bytes: on a CPU `jax.device_put` does not copy an array of NumPy with this alignment
 
 
 class GenerateOptions(RequestSettings, total=False):
@@ -232,7 +232,9 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     where = weight_places(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:
-        """A copy: an array that aliases the mapped file would keep all of the file in memory."""
-        return jax.device_put(array, where[path]) if path in where else jnp.array(array)
+        """Copies an array: one that aliases the mapped file would keep all of the file in memory."""
+        aliased = array.ctypes.data % ALIASED == 0
+        copied: jax.Array = jax.device_put(np.array(array) if aliased else array, where.get(path))
+        return copied
 
     return build(run_weights(run, config, shapes, vocab_size, place))

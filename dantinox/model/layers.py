@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -183,10 +183,15 @@ PLAIN: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
 
 
 def gated(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What `config.activation` makes of a gate and what it multiplies."""
-    if config.activation == "clamped_swiglu":
-        return partial(clamped_swiglu, limit=config.swiglu_limit, alpha=config.swiglu_alpha)
-    function = GATED[config.activation]
+    """`config.activation` as a function of gate and up."""
+    return _gated(config.activation, config.swiglu_limit, config.swiglu_alpha)
+
+
+@cache  # the same function for all layers: only layers with equal attributes share a trace
+def _gated(activation: str, limit: float, alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    if activation == "clamped_swiglu":
+        return partial(clamped_swiglu, limit=limit, alpha=alpha)
+    function = GATED[activation]
     return lambda gate, up: function(gate) * up
 
 

@@ -20,7 +20,7 @@ Parameters = dict[str, jax.Array]
 
 def blueprint(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
     """`build(parameters) -> Transformer`, inside or outside of jit, and the shape of every parameter; nothing is allocated."""
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=_OneKey()))  # type: ignore[arg-type]
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
@@ -30,6 +30,16 @@ def blueprint(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer],
         return nnx.merge(graph, nnx.from_flat_state(leaves))
 
     return build, shapes
+
+
+class _OneKey:
+    """Stands for `nnx.Rngs` where only shapes are computed: deriving a key for every weight takes most of the tracing time."""
+
+    def __init__(self) -> None:
+        self._key = jax.random.key(0)
+
+    def params(self) -> jax.Array:
+        return self._key
 
 
 def rolled(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

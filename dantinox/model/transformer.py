@@ -94,6 +94,12 @@ class Block(nnx.Module):
         return x_BTD if self.multiplier == 1 else (x_BTD * self.multiplier).astype(x_BTD.dtype)
 
 
+@partial(jax.jit, static_argnums=(6, 7), inline=True)
+def _apply(block: Block, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
+    """Calls a block. Blocks whose attributes and shapes are equal are traced once, and inlined for each of them."""
+    return block(*args)
+
+
 def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Linear:
     """The projection to float32 logits."""
     return Linear((dim,), (vocab_size,), dtype=dtype, rngs=rngs, out_dtype=jnp.float32)
@@ -204,8 +210,8 @@ class Transformer(nnx.Module):
         return self.config.remat != "none" or self.parallelism.gathers
 
     def _through(self, block: Block, probe: Probe | None, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
-        """A layer's answer, with its weights made whole for it."""
-        return self.parallelism.gather_weights(block)(*args, probe, self.parallelism)
+        """A layer's output, computed with its full weights."""
+        return _apply(self.parallelism.gather_weights(block), *args, probe, self.parallelism)
 
     def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any]) -> tuple[jax.Array, Any]:
         """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.

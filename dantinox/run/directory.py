@@ -10,7 +10,7 @@ from typing import Any
 
 from dantinox.config import Config, dump_config, load_config
 from dantinox.files import UserError
-from dantinox.run.manifest import MANIFEST, Damage, check_files, damage_if_named, put, read_manifest
+from dantinox.run.manifest import MANIFEST, Damage, check_files, damage_if_named, entry_in_background, put, read_manifest
 
 RUNS = Path("runs")
 COMPANIONS = ("chat_template.jinja", "origin.json")  # what goes along from a run to one that starts from it
@@ -65,6 +65,12 @@ class RunDirectory:
         except Damage as error:
             accept = f"dantinox verify {self.path} --accept"
             raise UserError(f"{error}: put the right file there, or if this one is right, run `{accept}`") from None
+
+    def start_check(self, *paths: Path) -> None:
+        """Starts in the background what `check` waits for."""
+        for path in paths:
+            with contextlib.suppress(OSError):  # `check` reports it
+                entry_in_background(path)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -129,8 +135,12 @@ def newest_run() -> Path | None:
     return max(configs)[1] if configs else None
 
 
-def open_run(path: str | Path) -> RunDirectory:
+def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
     """A trained run, to read from.
+
+    Args:
+      check: compare tokenizer and weights with the manifest. If false, only start to compute their SHA-256 in the
+        background; a later call compares them.
 
     Raises:
       UserError: the directory, its config.yaml or its weights are not there, or tokenizer or weights are damaged.
@@ -150,7 +160,11 @@ def open_run(path: str | Path) -> RunDirectory:
             )
     if not run.exported.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
-    run.check(run.tokenizer, run.tokenizer_config, run.exported)
+    files = run.tokenizer, run.tokenizer_config, run.exported
+    if check:
+        run.check(*files)
+    else:
+        run.start_check(*files)
     return run
 
 

@@ -12,7 +12,9 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ MANIFEST = "manifest.txt"
 FORMAT = 1
 LAST_LINE = 65  # bytes: a SHA-256 in hexadecimal digits and the end of the line
 SMALL = 1 << 20  # bytes of a file that a quick look reads too
+PIECE = 8 << 20  # bytes read at once
 
 
 class Damage(UserError):
@@ -37,27 +40,46 @@ class Entry(NamedTuple):
 
 
 def entry_of(path: Path, size: int | None = None) -> Entry:
-    """Reads a file, or its first `size` bytes, a piece at a time. Raises an OSError if it cannot be read."""
-    with open(path, "rb") as file:
-        if size is None:
-            digest = hashlib.file_digest(file, "sha256")
-            return Entry(digest.hexdigest(), file.tell())
-        digest, left = hashlib.sha256(), size
-        while left and (piece := file.read(min(left, SMALL))):
-            digest.update(piece)
-            left -= len(piece)
-        return Entry(digest.hexdigest(), size - left)
+    """Reads a file, or its first `size` bytes, a piece at a time. Raises an OSError if it cannot be read.
+
+    Pieces are large because another thread may hold the interpreter between two of them.
+    """
+    digest, count = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(PIECE, os.fstat(file.fileno()).st_size + 1)))
+        while read := file.readinto(buffer if size is None else buffer[: size - count]):
+            digest.update(buffer[:read])
+            count += read
+    return Entry(digest.hexdigest(), count)
 
 
 def entry_while_unchanged(path: Path) -> Entry:
-    """`entry_of`, computed once for as long as the file stays as it is."""
+    """`entry_of`, computed once for as long as the file is unchanged."""
+    try:
+        return entry_in_background(path).result()
+    except OSError:
+        _entry.cache_clear()  # the next call reads the file again
+        raise
+
+
+def entry_in_background(path: Path) -> "Future[Entry]":
+    """The result of `entry_while_unchanged`, computed in a thread that does not delay the end of the process."""
     now = path.stat()
     return _entry(path, now.st_ino, now.st_size, now.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _entry(path: Path, *state: int) -> Entry:
-    return entry_of(path)
+def _entry(path: Path, *state: int) -> "Future[Entry]":
+    future: Future[Entry] = Future()
+
+    def compute() -> None:
+        try:
+            future.set_result(entry_of(path))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=compute, daemon=True).start()
+    return future
 
 
 def write_manifest(path: Path, record: Mapping[str, Any]) -> None:

@@ -61,7 +61,8 @@ class Tokenizer:
           UserError: the text is not a tokenizer; `name` says which.
         """
         self._content, self._name = content, name
-        tree, self.core = _parse(content, name)
+        self.core = _core(content, name)
+        tree = json.loads(self.core.to_str())  # complete with the keys that older files leave out
         specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
         self.special_tokens: dict[str, int] = specials
         self.special_ids = frozenset(specials.values())
@@ -235,14 +236,13 @@ class Tokenizer:
         return out
 
 
-def _parse(content: str, name: str) -> tuple[dict[str, Any], Core]:
+def _core(content: str, name: str) -> Core:
     try:
         core = Core.from_str(content)
-        # A file may cut or pad what it encodes: text would be lost in silence.
+        # A file may truncate or pad what it encodes: text would be lost without a message.
         core.no_truncation()
         core.no_padding()
-        # What the library understood, complete with the keys that older files leave out.
-        return json.loads(core.to_str()), core
+        return core
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library's own panics do not derive from Exception
@@ -292,7 +292,7 @@ def _encoder(tree: dict[str, Any], name: str) -> Core:
         model["unk_token"] = names[model["unk_token"]]
     added = [token | {"content": names.get(token["content"], token["content"])} for token in tree["added_tokens"]]
     hidden = tree | {"model": model, "added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
-    return _parse(json.dumps(hidden), name)[1]
+    return _core(json.dumps(hidden), name)
 
 
 def _bytes(text: str, encoding: str = "utf-8") -> bytes:

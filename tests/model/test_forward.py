@@ -1,11 +1,15 @@
 """Our float32 logits against the float64 transformer of reference.py."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from dantinox.model.parameters import blueprint
+from dantinox.model.transformer import Block
 
 from . import reference
 from .builder import build, config, places, texts
@@ -211,3 +215,16 @@ def configs(draw) -> ModelConfig:
 @given(configs(), st.integers(0, 1000))
 def test_logits_of_any_configuration(model_config, seed):
     assert difference(model_config, seed) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "traces"),
+    [({"windows": (None,) * 5}, 1), ({"windows": (4, None, 4, None)}, 2), ({"windows": (3, 4, 3), "activation": "geglu"}, 2)],
+)
+def test_equal_layers_are_traced_once(changes, traces, monkeypatch):
+    jax.clear_caches()
+    calls, call = [], Block.__call__
+    monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(self) or call(self, *args))
+    build_model, shapes = blueprint(config(**changes))
+    jax.eval_shape(lambda parameters, x_BT: build_model(parameters).hidden(x_BT, x_BT)[0], shapes, jnp.zeros((1, 7), jnp.int32))
+    assert len(calls) == traces

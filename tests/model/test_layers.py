@@ -1,7 +1,7 @@
 """Dropout, weights and their number, recomputation, dtypes, the residual stream."""
 
-from dataclasses import dataclass, field
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from dantinox.config import ModelConfig
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import NoCache
 from dantinox.model.layers import dropout
-from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
+from dantinox.model.parallelism import SINGLE_DEVICE
 from dantinox.model.positions import rotary_angles
 from dantinox.platform import PLATFORMS
 
@@ -40,25 +40,6 @@ def test_dropout_is_off_without_a_key_or_a_rate():
     assert dropout(x.astype(jnp.bfloat16), 0.5, jax.random.key(0)).dtype == jnp.bfloat16
 
 
-@dataclass(frozen=True)
-class Watching(Parallelism):
-    """Keeps the residual stream after the embedding and after each block."""
-
-    seen: list = field(default_factory=list, compare=False)
-
-    def scale_replicated(self, x):
-        self.seen.append(x)
-        return x
-
-    def gather_weights(self, block):
-        def run(*args):
-            x, *rest = block(*args)
-            self.seen.append(x)
-            return x, *rest
-
-        return run
-
-
 @cache
 def streams(built: Built, with_dropout: bool):
     """A jitted function of (state, tokens, key): the residual stream after the embedding and after each block."""
@@ -66,10 +47,16 @@ def streams(built: Built, with_dropout: bool):
     @quick
     def run(state, tokens_BT, key):
         seen: list[jax.Array] = []
+        through = Transformer._through
 
-        rngs, model = nnx.Rngs(dropout=key) if with_dropout else None, built.model(state)
-        model.parallelism = Watching(seen=seen)
-        x_BTD, _, _ = model.hidden(tokens_BT, places(*tokens_BT.shape), rngs=rngs)
+        def record(model, block, probe, x_BTD, *args):
+            after_BTD, *rest = through(model, block, probe, x_BTD, *args)
+            seen.extend([after_BTD] if seen else [x_BTD, after_BTD])
+            return after_BTD, *rest
+
+        rngs = nnx.Rngs(dropout=key) if with_dropout else None
+        with mock.patch.object(Transformer, "_through", record):
+            x_BTD, _, _ = built.model(state).hidden(tokens_BT, places(*tokens_BT.shape), rngs=rngs)
         return seen, x_BTD
 
     return run

@@ -73,6 +73,9 @@ def test_opening_says_what_is_missing_and_names_the_newest_run(tmp_path, monkeyp
     Path("runs/old/tokenizer.json").touch()
     assert accept_run(RunDirectory("runs/old")) == ["config.yaml", "model_weights.msgpack", "tokenizer.json"]
     assert open_run("runs/old").path == tmp_path / "runs" / "old"
+    Path("runs/old/tokenizer.json").write_text("{}")
+    assert open_run("runs/old", check=False).path == tmp_path / "runs" / "old"
+    assert "tokenizer.json is damaged" in sentence(open_run, "runs/old")
     Path("runs/old/best_model_weights.msgpack").touch()
     says = "runs/old is a run of DantinoX 0, by its weights (best_model_weights.msgpack): `dantinox import runs/old"
     assert sentence(open_run, "runs/old").startswith(says)

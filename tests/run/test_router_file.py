@@ -12,11 +12,13 @@ from dantinox.files import atomic_write
 from dantinox.run import (
     RunDirectory,
     load_router_calibration,
+    manifest,
     save_router_calibration,
     save_weights,
     verify_run,
     weights_digest,
 )
+from dantinox.run.manifest import entry_of
 
 from .small import sentence, some_weights
 
@@ -57,12 +59,11 @@ def test_other_weights_are_told_of(calibrated):
 
 def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path, monkeypatch):
     run, hashed = RunDirectory(tmp_path), []
-    hash_file = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(name) or hash_file(file, name))
+    monkeypatch.setattr(manifest, "entry_of", lambda path: hashed.append(path) or entry_of(path))
     for content in (b"first", b"other"):  # of the same size
         atomic_write(run.weights, content)
         assert {weights_digest(RunDirectory(tmp_path)) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}
-    assert hashed == ["sha256"] * 2
+    assert hashed == [run.weights] * 2
 
 
 @pytest.mark.parametrize(
