@@ -20,7 +20,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 class MemoryPlan:
     """Bytes of a training step, from the compiled program; `available` is None where the system does not say.
 
-    `parameters` are trained; `frozen` are the weights beside them that are not, `frozen_count` of them.
+    `parameters` are trained; `frozen` are the weights beside them that are not, `frozen_count` of them. `resident`: what the
+    process holds already, on a CPU: libraries and compiled programs.
     """
 
     parameters: int
@@ -29,18 +30,18 @@ class MemoryPlan:
     available: int | None
     frozen: int = 0
     frozen_count: int = 0
+    resident: int = 0
 
     def line(self) -> str:
         """Parameters, optimizer state, estimated peak and what is free, in one line."""
-        free = "" if self.available is None else f" of {human_bytes(self.available)} free"
+        free = "" if self.available is None else f" of {human_bytes(self.available + self.resident)} free"
         count, weights = self.parameters // 4, f"weights {human_bytes(self.parameters)}"
         parameters = f"{human_count(count)} parameters"
         if self.frozen:
             parameters = f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them trained"
             weights = f"weights {human_bytes(self.frozen)}, adapters {human_bytes(self.parameters)}"
-        return (
-            f"{parameters}: {weights}, optimizer {human_bytes(self.optimizer)}, estimated peak {human_bytes(self.peak)}{free}"
-        )
+        peak = human_bytes(self.peak + self.resident)
+        return f"{parameters}: {weights}, optimizer {human_bytes(self.optimizer)}, estimated peak {peak}{free}"
 
 
 def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0) -> MemoryPlan:
@@ -49,7 +50,11 @@ def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int =
     peak, available = bytes_of(compiled).peak, available_bytes(device)
     if available is not None and device.platform == "cpu":
         available //= jax.local_device_count()  # they are simulated and share it
-    return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available, size(frozen), frozen_count)
+    resident = 0
+    if device.platform == "cpu":
+        give_back_freed_memory()
+        resident = int((used_gb() or 0) * 1e9)
+    return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available, size(frozen), frozen_count, resident)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:
