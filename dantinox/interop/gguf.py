@@ -17,7 +17,6 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import on_one_line, shown
 from dantinox.interop.gguf_families import (
-    FAMILIES,
     LLAMA3,
     LONG,
     SHORT,
@@ -29,6 +28,7 @@ from dantinox.interop.gguf_families import (
     metadata_of,
     predicting_layers,
     unsaid,
+    written_as,
 )
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
@@ -41,7 +41,7 @@ TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q
 # Routers and positions, besides biases and what has one axis.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures that llama.cpp wants an output layer of, even where it is the table of embeddings.
-WITHOUT_TYING = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1")
+WITHOUT_TYING = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 
@@ -202,9 +202,7 @@ def export_gguf(
     Raises:
       UserError: GGUF cannot say the model or its tokenizer, or the file cannot be written.
     """
-    family = next((family for family in FAMILIES if family.model_type == hf_config["model_type"]), None)
-    if family is None:
-        raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
+    family = written_as(hf_config)
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     made_of = _made_of(family, [name for name in tensors if name not in tied])
     shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in made_of.items()}
