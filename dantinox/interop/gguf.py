@@ -52,6 +52,11 @@ def source_of(file: GGUFFile) -> Source:
       UserError: the file is of an unknown architecture, or says something that is not known here.
     """
     path = file.path
+    if file.metadata.get("general.architecture") == "clip" or file.metadata.get("general.type") == "mmproj":
+        raise UserError(
+            f"{path} holds an encoder of images or sound and its projector (mmproj), and no text model: "
+            "import the file of the language model from the same repository"
+        )
     if file.metadata.get("general.type", "model") != "model":
         raise UserError(f"{path} is no model but {shown(file.metadata['general.type'])}")
     family, config = config_of(file)
