@@ -898,6 +898,8 @@ def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> 
         return "attention.rope_mscale: other than attention.rope_mscale_all_dim"
     if family.names is LATENT and hf_config.get("rope_interleave") is False:
         return "rope_interleave: false"
+    if family.arch == "mistral3" and model.query_scaling_beta is not None and (scaling is None or scaling.kind != "yarn"):
+        return "attention.query_scaling_beta without attention.rope_scaling: yarn"
     if family.arch == "mistral3" and scaling is not None and scaling.mscale not in (None, 1.0):
         return "attention.rope_mscale: other than 1"
     if family.arch in ("dots1", "olmoe") and model.kv_heads != model.n_heads:

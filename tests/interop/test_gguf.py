@@ -259,6 +259,20 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
             "llama.cpp's mistral3 cannot have attention.rope_mscale: other than 1",
         ),
         (
+            "ministral3",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1,
+                    "high_freq_factor": 4,
+                    "original_max_position_embeddings": 16,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            "mistral3 cannot have attention.query_scaling_beta without attention.rope_scaling: yarn",
+        ),
+        (
             "granitemoehybrid:granitemoe",
             {"position_embedding_type": None},
             "of position 'none' it makes 'rope'",
@@ -435,6 +449,40 @@ def test_a_mistral3_without_scaled_queries_is_a_mistral(tmp_path):
     assert replace(model, query_scaling_beta=0.3) == replace(
         imported(file.path)[0], rope_scaling=replace(model.rope_scaling, mscale=None, mscale_all_dim=None)
     )
+
+
+@pytest.mark.parametrize("family", ["phi", "glm", "llama", "stablelm"])
+def test_queries_keys_and_values_in_one_tensor_are_read_as_three(family, tmp_path):
+    weights = export(tmp_path / "x.gguf", family)
+    file = open_gguf(tmp_path / "x.gguf")
+    fused, separate = {}, []
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            names = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
+            if names[0] in file.tensors:
+                fused[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate([read_tensor(file, name) for name in names])
+                separate += names
+    rewrite(file, tmp_path / "y.gguf", arrays=fused, drop=separate)
+    arrays = imported(tmp_path / "y.gguf")[1]
+    assert all(np.array_equal(arrays[name], array) for name, array in weights.items())
+    rewrite(file, tmp_path / "z.gguf", arrays=fused, drop=separate[:1])
+    with pytest.raises(UserError, match=r"has both blk\.0\.attn_qkv\.weight and blk\.0\.attn_k\.weight"):
+        imported(tmp_path / "z.gguf")
+    rewrite(file, tmp_path / "w.gguf", arrays={"blk.0.attn_qkv.weight": ODD}, drop=separate)
+    with pytest.raises(UserError, match=r"has the tensor blk\.0\.attn_qkv\.weight, which .* is not known to have"):
+        imported(tmp_path / "w.gguf")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_text_model_of_a_qwen_vl_is_a_qwen(family, tmp_path):
+    export(tmp_path / "x.gguf", family)
+    file, arch = open_gguf(tmp_path / "x.gguf"), f"{family}vl"
+    entries = {key.replace(f"{family}.", f"{arch}."): value for key, value in file.metadata.items()}
+    sections = {f"{arch}.rope.dimension_sections": [1, 1, 2, 0], f"{arch}.n_deepstack_layers": 3}
+    vision = file._replace(metadata=entries | sections | {"general.architecture": arch})
+    assert source_of(vision).config == source_of(file).config
+    with pytest.raises(UserError, match=r"dimension_sections: \[1, 1, 1, 1\], expected three numbers and a zero"):
+        source_of(vision._replace(metadata=vision.metadata | {f"{arch}.rope.dimension_sections": [1, 1, 1, 1]}))
 
 
 def test_an_olmo_with_another_epsilon_is_refused(tmp_path):
