@@ -594,13 +594,14 @@ def _family_of(meta: Metadata, file: GGUFFile) -> Family:
         family = family._replace(model_type="mistral")
     if meta.arch == "granitemoe" and meta.has("expert_shared_feed_forward_length"):
         family = known["granitemoeshared"]
-    if meta.arch in ("granite", "granitemoe") and not meta("rope.scaling.finetuned", True, bool):  # there: no rotation
+    if meta.arch in ("granite", "granitemoe") and not meta("rope.scaling.finetuned", True, bool):  # no rotation
         if meta.arch == "granitemoe":
             raise UserError(f"{file.path} says granitemoe.rope.scaling.finetuned: false, which is not known here")
         family = known["granitemoehybrid"]
     if meta.arch in SCORED:
-        layers, symbols = meta("block_count") - predicting_layers(meta), meta.all.get("tokenizer.ggml.tokens", ())
-        flash = layers in GLM_FLASH[0] and meta("vocab_size", len(symbols)) == GLM_FLASH[1]
+        layers, symbols = meta("block_count") - predicting_layers(meta), meta.all.get("tokenizer.ggml.tokens")
+        rows = meta("vocab_size", len(symbols) if isinstance(symbols, list) else 0)
+        flash = layers in GLM_FLASH[0] and rows == GLM_FLASH[1]
         scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" and not flash else SIGMOID)
         if scores not in (SOFTMAX, SIGMOID) or (meta.arch != "deepseek2" and scores != SIGMOID):
             raise UserError(f"{file.path} says {meta.arch}.expert_gating_func: {scores}, which is not known here")
@@ -618,7 +619,7 @@ def written_as(hf_config: Mapping[str, Any]) -> Family:
     rows = [family for family in FAMILIES if family.model_type == hf_config["model_type"]]
     if not rows:
         raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
-    # Granite 4 is one family with and without experts, and two architectures.
+    # Granite 4 is one family in transformers and two architectures in llama.cpp, with experts and without.
     return rows[-1] if hf_config["model_type"] == "granitemoehybrid" and hf_config.get("num_local_experts") else rows[0]
 
 
@@ -824,7 +825,7 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
     if family.arch == "granite" and model.position != "rope":
-        found["rope.scaling.finetuned"] = False  # llama.cpp's word for no rotation
+        found["rope.scaling.finetuned"] = False  # llama.cpp rotates nothing then
     if family.arch == "mistral3":
         found["attention.temperature_scale"] = model.query_scaling_beta
         if model.rope_scaling is not None:

@@ -50,11 +50,11 @@ MULTIMODAL = {
     "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual",), QWEN_KEYS),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual",)),
 }
-# Text models of other names, whose positions have three axes. Those of text are equal on all of them, which rotates by plain
-# rotary positions, and the rest is a known family.
+# Text models whose positions have three axes, and the family that each is otherwise. For text the three positions are equal, so
+# that plain rotary positions give the same rotations.
 THREE_AXES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 SECTIONS = ("mrope_section", "mrope_interleaved")
-# What transformers takes for sizes that a `text_config` does not give: a file has those alone that differ.
+# The defaults of transformers for a `text_config`, which older versions write without the values that equal them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 QWEN_VL: dict[str, Any] = dict(zip(SIZES, (152064, 8192, 29568, 80, 64), strict=True)) | {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6,
@@ -132,7 +132,9 @@ def _text_names(tensors: Arrays, whole: Multimodal) -> tuple[dict[str, str], Cou
             raise UserError(f"the checkpoint has {on_one_line(stored)}, which is neither of its text model nor of {known}")
         plain = stored if prefix is None else PREFIXES[prefix] + stored.removeprefix(prefix)
         if plain in names:
-            raise UserError(f"the checkpoint has {on_one_line(stored)} and {on_one_line(names[plain])}, which are one tensor")
+            raise UserError(
+                f"the checkpoint has {on_one_line(stored)} and {on_one_line(names[plain])}, which are the same tensor"
+            )
         names[plain] = stored
     return names, left_out
 
@@ -160,9 +162,9 @@ def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -
         text = {key: value for key, value in text.items() if key not in DTYPES} | stored
     if kind in THREE_AXES:
         text |= {key: _one_axis(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
-    # Which of the two configurations transformers reads goes by its version. Where they differ, the tensors say it.
-    said = {key for key in (given.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if key is not None}
-    text["tie_word_embeddings"] = said.pop() if len(said) == 1 else not has_head
+    # Versions of transformers read one or the other. Where the two differ, the tensors decide.
+    said = [ties for ties in (given.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if ties is not None]
+    text["tie_word_embeddings"] = said[0] if said and said.count(said[0]) == len(said) else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 

@@ -56,7 +56,7 @@ SAID |= {
     "granitemoehybrid:granitemoe": {"num_local_experts": 4, "position_embedding_type": "rope"},
 }
 PADDED = {"padded_vocab_size": 70, "max_context": 64}
-# A family that has two architectures of llama.cpp stands here twice.
+# A family with two architectures of llama.cpp has two entries.
 NAMED = {}
 for entry in FAMILIES:
     NAMED[f"{entry.model_type}:{entry.arch}" if entry.model_type in NAMED else entry.model_type] = entry

@@ -155,10 +155,25 @@ def test_anything_else_is_refused(changes, names, sentence):
         text_model(config | changes, renamed(tensors, names))
 
 
+@each
+def test_whatever_a_key_holds_is_read_or_one_sentence(name):
+    config, tensors = read(name)
+    for key in (*config, *config["text_config"]):
+        for value in (None, "x", 0, -1, 1.5, 1e300, True, [], ["x"], {}, {"x": {}}, {"rope_type": []}):
+            for changed in ({key: value}, {"text_config": config["text_config"] | {key: value}}):
+                try:
+                    found, files, _ = text_model(config | changed, tensors)
+                    from_hf(found, build_config(settings_of(found, 64)).architecture(SYMBOLS), files)
+                except UserError as error:
+                    assert "\n" not in str(error)
+
+
 def test_a_tensor_under_two_names_is_refused():
     config, tensors = read("qwen2_5_vl")
     twice = tensors.tensors | {"model.language_model.norm.weight": tensors.tensors["model.norm.weight"]}
-    with pytest.raises(UserError, match=r"model\.language_model\.norm\.weight and model\.norm\.weight, which are one tensor"):
+    with pytest.raises(
+        UserError, match=r"model\.language_model\.norm\.weight and model\.norm\.weight, which are the same tensor"
+    ):
         text_model(config, Arrays(twice, tensors.__getitem__))
 
 
