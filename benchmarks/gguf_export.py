@@ -26,6 +26,7 @@ def parse() -> argparse.Namespace:
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     a.add_argument("run", nargs="?")
     a.add_argument("--families", action="store_true", help="small random models in place of a run")
+    a.add_argument("--only", nargs="+", help="these families alone (with --families)")
     a.add_argument("--text", help="a file whose lines are prompts, and are cut up")
     a.add_argument("--peer", required=True, help="a Python that has llama-cpp-python")
     a.add_argument("--types", nargs="+", default=["f32", "q8_0"], choices=("f32", "f16", "bf16", "q8_0"))
@@ -52,20 +53,21 @@ def families(o: argparse.Namespace) -> None:
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from dantinox.interop.gguf import export_gguf
-    from dantinox.interop.gguf_families import FAMILIES
     from dantinox.interop.hf_weights import to_hf
     from dantinox.model.parameters import blueprint
-    from tests.interop.test_gguf import SYMBOLS, TOKENIZER, config_of, model_of
+    from tests.interop.test_gguf import NAMED, SYMBOLS, TOKENIZER, config_of, model_of
 
     rng = np.random.default_rng(4)
-    for family in FAMILIES:
-        config = config_of(family.model_type)
+    for name, family in NAMED.items():
+        if o.only and name not in o.only:
+            continue
+        config = config_of(name)
         settings, weights = model_of(config)
-        for name, array in weights.items():
-            wide = array.shape[1 if "experts" in name else 0]
-            array *= 0.2 if array.ndim == 1 else 0.35 if name == "embed" else 1.3 / wide**0.5
-            array += float(name.endswith("scale") and not family.shifted)
-        model = blueprint(settings.architecture(SYMBOLS))[0]({name: jnp.asarray(array) for name, array in weights.items()})
+        for parameter, array in weights.items():
+            wide = array.shape[1 if "experts" in parameter else 0]
+            array *= 0.2 if array.ndim == 1 else 0.35 if parameter == "embed" else 1.3 / wide**0.5
+            array += float(parameter.endswith("scale") and not family.shifted)
+        model = blueprint(settings.architecture(SYMBOLS))[0]({key: jnp.asarray(array) for key, array in weights.items()})
         tokens_BT = rng.integers(0, 64, (2, 40))
         logits_BTV = np.asarray(model(jnp.asarray(tokens_BT), jnp.broadcast_to(jnp.arange(40), (2, 40)))[0])
         with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +83,9 @@ def families(o: argparse.Namespace) -> None:
             }
             theirs = ask(o.peer, Path(folder), job)["logits"].reshape(logits_BTV.shape)
         worst, largest = (float(np.abs(values).max()) for values in (theirs - logits_BTV, logits_BTV))
-        print(json.dumps({"family": family.model_type, "logits": worst, "largest_logit": largest}), flush=True)
+        differ = int((theirs.argmax(-1) != logits_BTV.argmax(-1)).sum())
+        row = {"family": name, "arch": family.arch, "logits": worst, "largest_logit": largest, "likeliest_differ": differ}
+        print(json.dumps(row), flush=True)
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def import_checkpoint(
         the name of a checkpoint in a package (`interop.packaged_checkpoints.PACKAGED`: "smollm2").
       dtype: the type in which matrices are stored: float32, bfloat16, or bfloat16 where the checkpoint has that (`auto`).
       max_context: longest sequence in tokens; None: the checkpoint's, with longrope its original one.
-      note: gets one line before a download.
+      note: gets one line before a download, and one that says what of the checkpoint is left out.
 
     Raises:
       UserError: the checkpoint cannot be had exactly, or something is in the way; the sentence names it.
@@ -85,6 +85,8 @@ def import_checkpoint(
         path = packaged_checkpoint(str(source), note)
     found = source_of(open_gguf(path)) if path.suffix == ".gguf" else open_folder(path if path.exists() else fetch(str(source)))
     run = import_run(found, run_dir, dtype, max_context)
+    if found.left_out is not None:
+        note(found.left_out)
     return Imported(run, found.path, found.config["model_type"], len(found.tensors))
 
 

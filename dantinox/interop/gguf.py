@@ -29,6 +29,7 @@ from dantinox.interop.gguf_families import (
     metadata_of,
     predicting_layers,
     unsaid,
+    written_as,
 )
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
@@ -41,7 +42,9 @@ TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q
 # Routers and positions, besides biases and what has one axis.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures that llama.cpp wants an output layer of, even where it is the table of embeddings.
-WITHOUT_TYING = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1")
+WITHOUT_TYING = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
+# Architectures of text models with positions of three axes, which for text are another architecture.
+THREE_AXES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
 BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 
@@ -52,8 +55,14 @@ def source_of(file: GGUFFile) -> Source:
       UserError: the file is of an unknown architecture, or says something that is not known here.
     """
     path = file.path
+    if file.metadata.get("general.architecture") == "clip" or file.metadata.get("general.type") == "mmproj":
+        raise UserError(
+            f"{path} holds an encoder of images or sound and its projector (mmproj), and no text model: "
+            "import the file of the language model from the same repository"
+        )
     if file.metadata.get("general.type", "model") != "model":
         raise UserError(f"{path} is no model but {shown(file.metadata['general.type'])}")
+    file = _with_separate_heads(_with_one_axis(file))
     family, config = config_of(file)
     parts = _parts(file, family)
     config["tie_word_embeddings"] = "lm_head.weight" not in parts
@@ -91,6 +100,53 @@ def source_of(file: GGUFFile) -> Source:
         tensors=Arrays(described, make),
         **vocabulary._asdict(),
     )
+
+
+def _with_one_axis(file: GGUFFile) -> GGUFFile:
+    """The text model of a Qwen-VL as its plain family: all axes of a text token's position are equal, but for a fourth."""
+    arch = file.metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in THREE_AXES:
+        return file
+    sections = file.metadata.get(f"{arch}.rope.dimension_sections")
+    if not isinstance(sections, list) or len(sections) not in (3, 4) or any(sections[3:]):
+        raise UserError(
+            f"{file.path} says {arch}.rope.dimension_sections: {shown(sections)}, expected three numbers and a zero"
+        )
+    unused = {f"{arch}.rope.dimension_sections", f"{arch}.n_deepstack_layers"}
+    metadata: dict[str, Any] = {"general.architecture": THREE_AXES[arch]}
+    for key, value in file.metadata.items():
+        if key not in unused | metadata.keys():
+            owner, _, rest = key.partition(".")
+            metadata[f"{THREE_AXES[arch]}.{rest}" if owner == arch else key] = value
+    return file._replace(metadata=metadata)
+
+
+def _with_separate_heads(file: GGUFFile) -> GGUFFile:
+    """A file whose queries, keys and values are three tensors in place of one, `attn_qkv`, where its family knows three.
+
+    llama.cpp reads either. Their rows follow each other, so that each is a part of the bytes.
+    """
+    arch = file.metadata.get("general.architecture")
+    families = [family for family in FAMILIES if family.arch == arch]
+    heads = file.metadata.get(f"{arch}.attention.head_count")
+    key_heads = file.metadata.get(f"{arch}.attention.head_count_kv", heads)
+    if not families or "blk.{}.attn_k" not in families[0].names or type(heads) is not int or type(key_heads) is not int:
+        return file
+    tensors: dict[str, Stored] = {}
+    for name, stored in file.tensors.items():
+        total = heads + 2 * key_heads
+        if ".attn_qkv." not in name or not stored.shape or total < 1 or stored.shape[0] % total:
+            tensors[name] = stored
+            continue
+        start, row = stored.offset, stored.size // stored.shape[0]
+        for part, count in zip("qkv", (heads, key_heads, key_heads), strict=True):
+            rows = count * (stored.shape[0] // total)
+            new = name.replace(".attn_qkv.", f".attn_{part}.")
+            if new in file.tensors:
+                raise UserError(f"{file.path} has both {on_one_line(name)} and {on_one_line(new)}")
+            tensors[new] = Stored((rows, *stored.shape[1:]), stored.kind, start, rows * row)
+            start += rows * row
+    return file._replace(tensors=tensors)
 
 
 def _joined_shape(joined: Joined, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
@@ -202,9 +258,7 @@ def export_gguf(
     Raises:
       UserError: GGUF cannot say the model or its tokenizer, or the file cannot be written.
     """
-    family = next((family for family in FAMILIES if family.model_type == hf_config["model_type"]), None)
-    if family is None:
-        raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
+    family = written_as(hf_config)
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     made_of = _made_of(family, [name for name in tensors if name not in tied])
     shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in made_of.items()}

@@ -99,6 +99,11 @@ SHARED_HALVES = Joined(
     lambda config, gate, up: (2 * gate[0], gate[1]),
     _halves,
 )
+DENSE_HALVES = Joined(
+    ("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight"),
+    lambda config, gate, up: (2 * gate[0], gate[1]),
+    _halves,
+)
 SAME = Joined(("blk.{}.ffn_down_exps.weight",), lambda config, down: down, lambda t, config: [t])
 
 
@@ -183,6 +188,12 @@ GRANITE_KEYS = SCALES | {
     "expert_count": ("num_local_experts", int, None),
     "expert_used_count": ("num_experts_per_tok", int, None),
 }
+GRANITE_SHARED = GRANITE | {"blk.{}.ffn_down_shexp": LAYER + "shared_mlp.output_linear"}
+GRANITE_SHARED_KEYS = GRANITE_KEYS | {"expert_shared_feed_forward_length": ("shared_intermediate_size", int, None)}
+GRANITE_JOINED = {
+    LAYER + "block_sparse_moe.input_linear.weight": HALVES,
+    LAYER + "block_sparse_moe.output_linear.weight": SAME,
+}
 SCORED = ("deepseek2", "dots1", "glm4moe")  # architectures whose files say what the scores of experts are
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the scores of experts, `llama_expert_gating_func_type`
 SEED_OSS = {name: theirs for name, theirs in DENSE.items() if name != "blk.{}.ffn_norm"}
@@ -198,7 +209,17 @@ STARCODER2 = {
     **{"blk.{}.ffn_up": LAYER + "mlp.c_fc", "blk.{}.ffn_down": LAYER + "mlp.c_proj"},
 }
 ARCEE = {name: theirs for name, theirs in DENSE.items() if name != "blk.{}.ffn_gate"}
-PARTLY_ROTATED = ("glm4moe", "glm4", "stablelm")
+OLMO = {name: theirs for name, theirs in (ENDS | ATTENTION | MLP).items() if name != "output_norm"}
+CHATGLM = {
+    **{**ENDS, **ATTENTION, **BEFORE},
+    **{"blk.{}.ffn_up": LAYER + "mlp.gate_up_proj", "blk.{}.ffn_down": LAYER + "mlp.down_proj"},
+}
+PHI2 = {
+    **{**ENDS, **ATTENTION, "output_norm": "model.final_layernorm", "blk.{}.attn_norm": LAYER + "input_layernorm"},
+    **{"blk.{}.attn_output": LAYER + "self_attn.dense"},
+    **{"blk.{}.ffn_up": LAYER + "mlp.fc1", "blk.{}.ffn_down": LAYER + "mlp.fc2"},
+}
+PARTLY_ROTATED = ("glm4moe", "glm4", "stablelm", "chatglm", "phi2")
 WHOLE_WIDTH = (
     "qwen2moe",
     "olmoe",
@@ -207,13 +228,19 @@ WHOLE_WIDTH = (
     "cohere2",
     "exaone4",
     "stablelm",
+    "olmo",
+    "chatglm",
+    "phi2",
 )  # whose heads together are as wide as the model
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
-# Of several families with one architecture, the first is what a file is read as.
+# Of several families with one architecture, the first is what a file is read as, unless `_family_of` says otherwise.
 FAMILIES = (
     Family("llama", "llama", DENSE, SILU, interleaved=True),
     Family("mistral", "llama", DENSE, SILU, interleaved=True),
+    Family("ministral", "llama", DENSE, SILU, interleaved=True),
+    Family("helium", "llama", DENSE, SILU),
+    Family("ministral3", "mistral3", DENSE, SILU, interleaved=True),
     Family(
         "mixtral",
         "llama",
@@ -328,8 +355,10 @@ FAMILIES = (
     Family("seed_oss", "seed_oss", SEED_OSS, SILU | {"attention_out_bias": False, "mlp_bias": False}),
     Family("ernie4_5", "ernie4_5", DENSE, SILU | {"use_bias": False}),
     Family("hunyuan_v1_dense", "hunyuan-dense", DENSE | ROTATED_HEAD_NORMS, SILU | NO_BIAS),
+    Family("glm", "chatglm", CHATGLM, SILU),
     Family("glm4", "glm4", GLM4, SILU),
     Family("stablelm", "stablelm", DENSE, SILU, epsilon="layer_norm_eps"),
+    Family("phi", "phi2", PHI2, {"hidden_act": "gelu_new"}, epsilon="layer_norm_eps"),
     Family(
         "starcoder2",
         "starcoder2",
@@ -359,9 +388,20 @@ FAMILIES = (
     Family("gemma2", "gemma2", TIED | ATTENTION | BOTH | MLP, GELU | NO_BIAS, shifted=True, windows=2),
     Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
     Family("phi3", "phi3", PHI3, SILU),
+    Family("olmo", "olmo", OLMO, SILU | NO_BIAS, interleaved=True, epsilon="layer_norm_eps"),
     Family("olmo2", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS),
     Family("olmo3", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS, windows=4),
     Family("granite", "granite", DENSE, SILU, interleaved=True, keys=SCALES),
+    Family(
+        "granitemoehybrid",
+        "granite",
+        {name: theirs for name, theirs in DENSE.items() if theirs not in MLP.values()}
+        | {"blk.{}.ffn_down": LAYER + "shared_mlp.output_linear"},
+        SILU | {"num_local_experts": 0, "position_embedding_type": None, "mamba_n_heads": 1},
+        interleaved=True,
+        keys=SCALES | {"feed_forward_length": ("shared_intermediate_size", int, None)},
+        joined={LAYER + "shared_mlp.input_linear.weight": DENSE_HALVES},
+    ),
     Family(
         "granitemoe",
         "granitemoe",
@@ -369,20 +409,25 @@ FAMILIES = (
         SILU | NO_BIAS,
         interleaved=True,
         keys=GRANITE_KEYS,
-        joined={LAYER + "block_sparse_moe.input_linear.weight": HALVES, LAYER + "block_sparse_moe.output_linear.weight": SAME},
+        joined=GRANITE_JOINED,
     ),
     Family(
         "granitemoeshared",
         "granitemoe",
-        GRANITE | {"blk.{}.ffn_down_shexp": LAYER + "shared_mlp.output_linear"},
+        GRANITE_SHARED,
         SILU | NO_BIAS,
         interleaved=True,
-        keys=GRANITE_KEYS | {"expert_shared_feed_forward_length": ("shared_intermediate_size", int, None)},
-        joined={
-            LAYER + "block_sparse_moe.input_linear.weight": HALVES,
-            LAYER + "block_sparse_moe.output_linear.weight": SAME,
-            LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES,
-        },
+        keys=GRANITE_SHARED_KEYS,
+        joined=GRANITE_JOINED | {LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES},
+    ),
+    Family(
+        "granitemoehybrid",
+        "granitemoe",
+        GRANITE_SHARED,
+        SILU | NO_BIAS,
+        interleaved=True,
+        keys=GRANITE_SHARED_KEYS,
+        joined=GRANITE_JOINED | {LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES},
     ),
     Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
 )
@@ -411,8 +456,16 @@ AXES = (
 )
 # Metadata that changes no number here.
 IDLE = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_weights_norm"}
+# Granite 4 is written with the sizes of Mamba layers and experts where it has none.
+SSM = {f"ssm.{size}" for size in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")}
+IDLE_OF = {
+    "granite": SSM | {"expert_count", "expert_used_count", "expert_shared_feed_forward_length"},
+    "granitemoe": SSM,
+}
+GLM_FLASH = (47, 48), 154880  # layers and vocabulary of a deepseek2 whose scores are sigmoids where it does not say so
 MANY = 64  # layers from which llama.cpp takes it that a command-r normalises queries and keys
 LITE = (26, 27)  # layers of a deepseek2 that llama.cpp reads without a latent of queries
+OLMO_EPSILON = 1e-5  # which transformers has no key for
 LARGEST = 1e30
 LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 
@@ -456,7 +509,7 @@ class Metadata:
         """Raises on the first entry of the architecture that nobody asked for."""
         for key, value in self.all.items():
             arch, _, rest = key.partition(".")
-            if arch == self.arch and rest not in self.asked | IDLE:
+            if arch == self.arch and rest not in self.asked | IDLE | IDLE_OF.get(arch, set()):
                 raise UserError(f"{self.name} says {on_one_line(key)} of the model, which is not known here: {shown(value)}")
 
 
@@ -470,26 +523,7 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
       UserError: the architecture is not known, or the metadata lacks something, or says more than is known here.
     """
     meta = Metadata(file)
-    experts = meta("expert_count", 0) if meta.arch == "llama" else 0
-    known = [family for family in FAMILIES if family.arch == meta.arch]
-    if not known:
-        names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
-        raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
-    meta.check_sizes(file.tensors)
-    family = known[-1] if experts else known[0]
-    if meta.arch == "olmo2":
-        family = known[meta.has("attention.sliding_window")]
-    if meta.arch == "granitemoe":
-        family = known[meta.has("expert_shared_feed_forward_length")]
-    if str(meta.arch).startswith("granite") and not meta("rope.scaling.finetuned", True, bool):
-        raise UserError(
-            f"{file.path} says {meta.arch}.rope.scaling.finetuned: false, which there means no rotation, unknown here"
-        )
-    if meta.arch in SCORED:
-        scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" else SIGMOID)
-        if scores not in (SOFTMAX, SIGMOID) or (meta.arch != "deepseek2" and scores != SIGMOID):
-            raise UserError(f"{file.path} says {meta.arch}.expert_gating_func: {scores}, which is not known here")
-        family = known[scores - SOFTMAX] if meta.arch == "deepseek2" else family
+    family = _family_of(meta, file)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     if family.model_type == "gpt2":
         config |= {theirs: meta(key, kind=_kind_of(key)) for key, theirs in GPT2_SIZES.items()}
@@ -532,12 +566,61 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo2", "olmoe", "stablelm", "cohere2"):  # transformers has no key for it
+    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2"):  # transformers has no key for it
         del config["head_dim"]
+    if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
+        raise UserError(f"{file.path} says olmo.attention.layer_norm_epsilon: {epsilon}, where OLMo has {OLMO_EPSILON}")
+    if family.model_type == "granitemoehybrid":
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if not meta("attention.causal", True, bool):
         raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
     meta.refuse_rest()
     return family, config
+
+
+def _family_of(meta: Metadata, file: GGUFFile) -> Family:
+    """The family of a file's architecture, or of several with this architecture the one that its metadata describe."""
+    known = {family.model_type: family for family in FAMILIES if family.arch == meta.arch}
+    if not known:
+        names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
+        raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
+    meta.check_sizes(file.tensors)
+    family = next(iter(known.values()))
+    if meta.arch == "llama" and meta("expert_count", 0):
+        family = known["mixtral"]
+    if meta.arch == "olmo2" and meta.has("attention.sliding_window"):
+        family = known["olmo3"]
+    if meta.arch == "mistral3" and not meta.has("attention.temperature_scale"):
+        family = family._replace(model_type="mistral")
+    if meta.arch == "granitemoe" and meta.has("expert_shared_feed_forward_length"):
+        family = known["granitemoeshared"]
+    if meta.arch in ("granite", "granitemoe") and not meta("rope.scaling.finetuned", True, bool):  # no rotation
+        if meta.arch == "granitemoe":
+            raise UserError(f"{file.path} says granitemoe.rope.scaling.finetuned: false, which is not known here")
+        family = known["granitemoehybrid"]
+    if meta.arch in SCORED:
+        layers, symbols = meta("block_count") - predicting_layers(meta), meta.all.get("tokenizer.ggml.tokens")
+        rows = meta("vocab_size", len(symbols) if isinstance(symbols, list) else 0)
+        flash = layers in GLM_FLASH[0] and rows == GLM_FLASH[1]
+        scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" and not flash else SIGMOID)
+        if scores not in (SOFTMAX, SIGMOID) or (meta.arch != "deepseek2" and scores != SIGMOID):
+            raise UserError(f"{file.path} says {meta.arch}.expert_gating_func: {scores}, which is not known here")
+        if meta.arch == "deepseek2" and scores == SIGMOID:
+            family = known["deepseek_v3"]
+    return family
+
+
+def written_as(hf_config: Mapping[str, Any]) -> Family:
+    """The row of `FAMILIES` that a model of this `config.json` is written as.
+
+    Raises:
+      UserError: there is none for its `model_type`.
+    """
+    rows = [family for family in FAMILIES if family.model_type == hf_config["model_type"]]
+    if not rows:
+        raise UserError(f"GGUF has no name here for models of the family {hf_config['model_type']}")
+    # Granite 4 is one family in transformers and two architectures in llama.cpp, with experts and without.
+    return rows[-1] if hf_config["model_type"] == "granitemoehybrid" and hf_config.get("num_local_experts") else rows[0]
 
 
 def predicting_layers(meta: Metadata) -> int:
@@ -575,11 +658,13 @@ def _biases(file: GGUFFile, family: Family) -> dict[str, Any]:
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         }
-    if family.arch in ("seed_oss", "glm4"):
+    if family.arch in ("seed_oss", "glm4", "chatglm"):
         return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     if family.arch == "stablelm":
         parallel = "blk.0.ffn_norm.weight" not in file.tensors
         return {"use_qkv_bias": "blk.0.attn_q.bias" in file.tensors, "use_parallel_residual": parallel}
+    if family.model_type == "granitemoehybrid":
+        return {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     if family.model_type not in ("llama", "smollm3", "granite"):
         return {}
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
@@ -594,7 +679,7 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
             if layers == MANY:  # llama.cpp takes it that such a model slides
                 raise UserError(f"{meta.name} holds an exaone4 of {MANY} layers, whose windows are not known here")
             return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-        plain = {"sliding_window": None} if family.model_type in ("mistral", "mixtral", "phi3") else {}
+        plain = {"sliding_window": None} if family.model_type in ("mistral", "mixtral", "phi3", "ministral3") else {}
         return plain | (
             {"use_sliding_window": False}
             if family.model_type in ("qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "smollm3")
@@ -646,6 +731,8 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
             rope[name] = meta(f"rope.scaling.yarn_{name}", default, float)
         if family.arch == "gpt-oss":
             rope["truncate"] = False
+        if family.arch == "mistral3":
+            rope |= _sharpened(meta)
         if family.names is LATENT:  # llama.cpp reads both as one number
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * meta("rope.scaling.yarn_log_multiplier", kind=float), 6)
     elif kind == "linear" and factor != 1:
@@ -660,6 +747,16 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
     if family.model_type == "smollm3":
         more["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(config["num_hidden_layers"])]
     return more | {"rope_parameters": rope}
+
+
+def _sharpened(meta: Metadata) -> dict[str, Any]:
+    """The factors on queries and scores of a mistral3 with yarn; llama.cpp takes `mscale` as 1."""
+    found: dict[str, Any] = {}
+    if meta.has("attention.temperature_scale"):
+        found["llama_4_scaling_beta"] = meta("attention.temperature_scale", kind=float)
+    if meta.has("rope.scaling.yarn_log_multiplier"):
+        found |= {"mscale": 1.0, "mscale_all_dim": meta("rope.scaling.yarn_log_multiplier", kind=float)}
+    return found
 
 
 def _longrope(meta: Metadata, file: GGUFFile, config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -727,6 +824,12 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
     if family.model_type != "gpt2":
         found |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
         found |= {"rope.dimension_count": model.rotated_size, "rope.freq_base": model.rope_theta}
+    if family.arch == "granite" and model.position != "rope":
+        found["rope.scaling.finetuned"] = False  # llama.cpp rotates nothing then
+    if family.arch == "mistral3":
+        found["attention.temperature_scale"] = model.query_scaling_beta
+        if model.rope_scaling is not None:
+            found["rope.scaling.yarn_log_multiplier"] = model.rope_scaling.mscale_all_dim
     found |= _experts_said(model, family) | _latent_said(model)
     if family.arch in ("command-r", "cohere2"):
         found["logit_scale"] = 1 / model.logits_scaling
@@ -796,6 +899,10 @@ def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> 
         return "attention.rope_mscale: other than attention.rope_mscale_all_dim"
     if family.names is LATENT and hf_config.get("rope_interleave") is False:
         return "rope_interleave: false"
+    if family.arch == "mistral3" and model.query_scaling_beta is not None and (scaling is None or scaling.kind != "yarn"):
+        return "attention.query_scaling_beta without attention.rope_scaling: yarn"
+    if family.arch == "mistral3" and scaling is not None and scaling.mscale not in (None, 1.0):
+        return "attention.rope_mscale: other than 1"
     if family.arch in ("dots1", "olmoe") and model.kv_heads != model.n_heads:
         return "model.kv_heads: fewer than model.n_heads"
     if family.arch == "command-r" and model.num_blocks >= MANY:

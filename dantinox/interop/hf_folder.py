@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, requires, shown, staged
+from dantinox.interop.hf_multimodal import text_model
 from dantinox.interop.hf_quantized import dequantized
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
@@ -26,7 +27,8 @@ WANTED = (
 def open_folder(folder: str | Path) -> Source:
     """A checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors, and what else there is.
 
-    Quantized tensors are dequantized when they are read (`hf_quantized`), and `config` says nothing of them.
+    Quantized tensors are dequantized when they are read (`hf_quantized`), and `config` says nothing of them. Of a
+    vision–language model the text model is read (`hf_multimodal`).
 
     Raises:
       UserError: one of these is missing or damaged, or the weights are a pickle.
@@ -41,7 +43,7 @@ def open_folder(folder: str | Path) -> Source:
 
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} is no folder of transformers: it has no config.json")
-    config, tensors = dequantized(settings("config.json"), open_tensors(folder))
+    config, tensors, left_out = text_model(*dequantized(settings("config.json"), open_tensors(folder)))
     tokenizer = text("tokenizer.json")
     if tokenizer is None:
         slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
@@ -54,7 +56,7 @@ def open_folder(folder: str | Path) -> Source:
         template = named.get("default")
     return Source(
         folder, "hf", config, tensors, tokenizer, tokenizer_config,
-        template if isinstance(template, str) else None, settings("generation_config.json"),
+        template if isinstance(template, str) else None, settings("generation_config.json"), left_out,
     )  # fmt: skip
 
 

@@ -42,12 +42,17 @@ def _cells(name: str, family: Family) -> tuple[str, ...]:
 
 def _gguf(name: str) -> tuple[str, str]:
     """The architecture of a family in GGUF, read and written."""
-    stored = next((family for family in gguf_families.FAMILIES if family.model_type == name), None)
-    if stored is None:
+    rows = [family for family in gguf_families.FAMILIES if family.model_type == name]
+    if not rows:
         return NO, NO
+    return ", ".join(map(_read_as, rows)), ", ".join(f"`{row.arch}`" for row in rows)
+
+
+def _read_as(stored: gguf_families.Family) -> str:
+    """The architecture of a row, or the first family whose files look like those of this one."""
     alike = (family for family in gguf_families.FAMILIES if (family.arch, family.names) == (stored.arch, stored.names))
     read = next(family for family in alike if family.keys == stored.keys)
-    return f"`{stored.arch}`" if read is stored else f"as `{read.model_type}`", f"`{stored.arch}`"
+    return f"`{stored.arch}`" if read is stored else f"as `{read.model_type}`"
 
 
 def with_table(page: str) -> str:

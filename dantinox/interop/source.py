@@ -50,6 +50,7 @@ class Source:
         special tokens, as text), `add_bos_token`. What is absent is looked for in `generation_config`, then in the tokenizer.
       chat_template: Jinja, as it stands in the checkpoint.
       generation_config: `eos_token_id` (one or several), `bos_token_id`, `pad_token_id`, and sampling defaults.
+      left_out: a line that says what else the checkpoint holds, which is not imported; None where it holds nothing else.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Source:
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    left_out: str | None = None
 
 
 class ExportBundle(NamedTuple):

@@ -22,12 +22,17 @@ def random_model(family: str, seed: int, **changes):
     name, kwargs = keywords(family, **changes)
     config = getattr(transformers, name)(**kwargs)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomized(model, seed, zero_centered="gemma" in family)
+    return model
+
+
+def randomized(model, seed: int, zero_centered: bool) -> None:
+    """Draws every weight; `zero_centered`: norms multiply by one more than their scale."""
     draw = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=draw)
         if path.endswith("bias") or "norm" in path or ".ln_" in path:
-            zero_centered = "gemma" in family and "norm" in path
-            noise = 0.2 * noise + (0 if path.endswith("bias") or zero_centered else 1)
+            noise = 0.2 * noise + (0 if path.endswith("bias") or (zero_centered and "norm" in path) else 1)
         elif weight.ndim == 2:
             noise = noise * (0.35 if "embed" in path or "wte" in path else 1.3 / weight.shape[-1] ** 0.5)
         else:
@@ -36,7 +41,6 @@ def random_model(family: str, seed: int, **changes):
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=draw))
-    return model
 
 
 def greedy(model, prompt_BT: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarray]:

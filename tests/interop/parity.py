@@ -3,7 +3,8 @@
     make parity        (or, where torch and transformers are installed: python -m tests.interop.parity [--seeds N] [FAMILY …])
 
 A row is a model: the largest difference of logits in float32, here and where transformers reads what we write of it, how many
-of the likeliest tokens differ, and in bfloat16 the mean difference of either side from its float32.
+of the likeliest tokens differ, and in bfloat16 the mean difference of either side from its float32. Of vision–language models
+the logits of text are compared.
 """
 
 import argparse
@@ -20,12 +21,15 @@ from transformers import AutoModelForCausalLM
 from dantinox.config import build_config
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import open_tensors, write_tensors
+from dantinox.interop.hf_multimodal import text_model
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import blueprint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, LLAMA3, LOCAL, LONGROPE, SWITCHED, YARN
 from make_checkpoints import random_model
+from make_multimodal import MODELS as MULTIMODAL
+from make_multimodal import random_multimodal
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
@@ -112,11 +116,11 @@ ROWS, LENGTH = 2, 40
 
 
 def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
-    config = json.loads((folder / "config.json").read_text())
+    config, files, _ = text_model(json.loads((folder / "config.json").read_text()), open_tensors(folder))
     settings = settings_of(config, max_context=64)
     settings["model"]["dtype"] = dtype
     made = build_config(settings)
-    model, files = made.architecture(config["vocab_size"], "cpu"), open_tensors(folder)
+    model = made.architecture(config["vocab_size"], "cpu")
     arrays = from_hf(config, model, files)
     if dtype == "float32":
         _, back = to_hf(made, config["vocab_size"], arrays, config)
@@ -141,13 +145,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="fresh models of each kind (default: 1)")
     options = parser.parse_args()
     fresh = int.from_bytes(np.random.default_rng().bytes(3), "little")
-    print(f"seeds from {fresh}\n{'family':12} {'float32':>8} {'back':>8} {'tokens':>8} {'bfloat16':>9} {'theirs':>8}  changed")
+    print(f"seeds from {fresh}\n{'family':16} {'float32':>8} {'back':>8} {'tokens':>8} {'bfloat16':>9} {'theirs':>8}  changed")
     worst = mismatches = rows = 0
-    for family in options.families or FAMILIES:
-        for changes in OPTIONS[family]:
+    for family in options.families or [*FAMILIES, *MULTIMODAL]:
+        for changes in OPTIONS.get(family, [{}]):
             for seed in range(fresh, fresh + options.seeds):
                 tokens_BT = np.random.default_rng(seed).integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
-                model = random_model(family, seed, **changes)
+                model = random_multimodal(family, seed) if family in MULTIMODAL else random_model(family, seed, **changes)
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
                     expected = theirs(model, tokens_BT)
@@ -163,7 +167,7 @@ def main() -> int:
                 errors = np.abs(narrow - exact).mean(), np.abs(their_narrow - exact).mean()
                 what = ", ".join(f"{key}={value}" for key, value in changes.items())[:90]
                 numbers = f"{apart:8.1e} {returned:8.1e} {wrong:5}/{tokens_BT.size} {errors[0]:9.1e} {errors[1]:8.1e}"
-                print(f"{family:12} {numbers}  {what}", flush=True)
+                print(f"{family:16} {numbers}  {what}", flush=True)
                 worst, rows = max(worst, apart, returned), rows + 1
                 mismatches += wrong > 0 or max(apart, returned) > 2e-4
     print(f"{rows} models: largest difference {worst:.1e} in float32, {mismatches} mismatches")

@@ -50,12 +50,21 @@ SAID = {
     "olmoe": {"num_key_value_heads": 4},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None},
 }
+SAID |= {
+    "ministral": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "glm": {"head_dim": 8},
+    "granitemoehybrid:granitemoe": {"num_local_experts": 4, "position_embedding_type": "rope"},
+}
 PADDED = {"padded_vocab_size": 70, "max_context": 64}
-each = pytest.mark.parametrize("family", [family.model_type for family in FAMILIES])
+# A family with two architectures of llama.cpp has two entries.
+NAMED = {}
+for entry in FAMILIES:
+    NAMED[f"{entry.model_type}:{entry.arch}" if entry.model_type in NAMED else entry.model_type] = entry
+each = pytest.mark.parametrize("family", NAMED)
 
 
 def config_of(name, **changes):
-    config = json.loads((CHECKPOINTS / name / "config.json").read_text()) | SAID.get(name, {}) | changes
+    config = json.loads((CHECKPOINTS / name.partition(":")[0] / "config.json").read_text()) | SAID.get(name, {}) | changes
     return {key: value for key, value in config.items() if key != "layer_types" or value is not None}
 
 
@@ -83,17 +92,23 @@ def imported(path):
 
 @each
 def test_names_are_those_of_the_library_and_all_of_a_family(family):
-    ours = next(entry for entry in FAMILIES if entry.model_type == family)
+    ours = NAMED[family]
     archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(archs[ours.arch], 3)
     for stored, theirs in ours.names.items():
         name = re.sub(r"experts\.\{e\}", "experts", theirs).replace("{}", "2")
+        if family == "granitemoehybrid":  # llama.cpp's converter names the only feed-forward layer itself
+            name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         assert known.get_name(name) == stored.replace("{}", "2")
-    theirs = {row.tensor.replace("{i}", "{}") for row in families.FAMILIES[family].tensors} - ours.joined.keys()
+    rows = families.FAMILIES[ours.model_type].tensors
+    if family == "granitemoehybrid":
+        rows = [row for row in rows if ".block_sparse_moe." not in row.tensor]
+    theirs = {row.tensor.replace("{i}", "{}") for row in rows} - ours.joined.keys()
     theirs = {tensor.rpartition(".")[0] for tensor in theirs}
     unsaid = {f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")}  # llama.cpp has no dense layers there
     heads = {name: {"lm_head"} for name in ("gemma", "gemma2", "cohere", "cohere2")}
-    theirs -= {**heads, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
+    unused = {"olmo": {"model.norm"}, "phi": {"model.layers.{}.post_attention_layernorm"}}  # of norms that these do not have
+    theirs -= {**heads, **unused, "qwen3_moe": unsaid, "qwen2_moe": unsaid}.get(family, set())
     modules = {gguf.TENSOR_NAMES[kind].replace("{bid}", "{}") for kind in gguf.MODEL_TENSORS[archs[ours.arch]]}
     assert {stored.rpartition(".")[0] for how in ours.joined.values() for stored in how.stored} <= modules
     assert set(ours.names.values()) == theirs
@@ -232,6 +247,38 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
         ),
         ("exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}, "exaone4 cannot say"),
         ("cohere2", {"layer_types": ["full_attention"] * 2}, "llama.cpp's cohere2 cannot have attention.sliding_window: false"),
+        ("glm", {"head_dim": 12}, "llama.cpp's chatglm cannot have model.head_size: other than model.dim / model.n_heads"),
+        ("phi", {"hidden_act": "relu2"}, "GGUF's phi2 cannot say model.activation: of activation 'relu2' it makes 'gelu'"),
+        ("olmo", {"attention_bias": True}, "GGUF's olmo cannot say attention."),
+        ("helium", {"attention_bias": True}, "GGUF's llama cannot say attention.out_bias"),
+        ("ministral", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}, "GGUF's llama cannot say attention."),
+        ("ministral3", {"sliding_window": 6}, "GGUF's mistral3 cannot say attention.sliding_window"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1, "mscale": 0.5}},
+            "llama.cpp's mistral3 cannot have attention.rope_mscale: other than 1",
+        ),
+        (
+            "ministral3",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1,
+                    "high_freq_factor": 4,
+                    "original_max_position_embeddings": 16,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            "mistral3 cannot have attention.query_scaling_beta without attention.rope_scaling: yarn",
+        ),
+        (
+            "granitemoehybrid:granitemoe",
+            {"position_embedding_type": None},
+            "of position 'none' it makes 'rope'",
+        ),
+        ("nanochat", {}, "GGUF has no name here for models of the family nanochat"),
+        ("glm4_moe_lite", {}, "GGUF has no name here for models of the family glm4_moe_lite"),
         ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot say attention.sliding_window"),
         ("gemma2", {"tie_word_embeddings": False}, "GGUF has no name for the tensor lm_head.weight"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, "GGUF has no name for the tensor model.layers.0.mlp.gate_proj.weight"),
@@ -334,6 +381,7 @@ def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
     arch = file.metadata["general.architecture"]
     before = settings_of(source_of(file).config)
     idle = {"vocab_size"} | ({"feed_forward_length"} if family in ("qwen3_moe", "qwen2_moe") else set())
+    idle |= {"rope.freq_base"} if family == "granitemoehybrid" else set()  # which rotates nothing
     for key, value in file.metadata.items():
         if not key.startswith(f"{arch}.") or key.removeprefix(f"{arch}.") in idle:
             continue
@@ -387,6 +435,87 @@ def test_every_tensor_is_counted(family, tmp_path):
                 continue
             with pytest.raises(UserError):
                 from_hf(source.config, model, source.tensors)
+
+
+def test_a_mistral3_without_scaled_queries_is_a_mistral(tmp_path):
+    export(tmp_path / "x.gguf", "ministral3")
+    file = open_gguf(tmp_path / "x.gguf")
+    scaled = ("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier")
+    assert [file.metadata[key] for key in scaled] == pytest.approx([0.3, 1.0])
+    metadata = {key: value for key, value in file.metadata.items() if key not in scaled}
+    source = source_of(file._replace(metadata=metadata))
+    assert source.config["model_type"] == "mistral"
+    model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
+    assert replace(model, query_scaling_beta=0.3) == replace(
+        imported(file.path)[0], rope_scaling=replace(model.rope_scaling, mscale=None, mscale_all_dim=None)
+    )
+
+
+@pytest.mark.parametrize("family", ["phi", "glm", "llama", "stablelm"])
+def test_queries_keys_and_values_in_one_tensor_are_read_as_three(family, tmp_path):
+    weights = export(tmp_path / "x.gguf", family)
+    file = open_gguf(tmp_path / "x.gguf")
+    fused, separate = {}, []
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            names = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
+            if names[0] in file.tensors:
+                fused[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate([read_tensor(file, name) for name in names])
+                separate += names
+    rewrite(file, tmp_path / "y.gguf", arrays=fused, drop=separate)
+    arrays = imported(tmp_path / "y.gguf")[1]
+    assert all(np.array_equal(arrays[name], array) for name, array in weights.items())
+    rewrite(file, tmp_path / "z.gguf", arrays=fused, drop=separate[:1])
+    with pytest.raises(UserError, match=r"has both blk\.0\.attn_qkv\.weight and blk\.0\.attn_k\.weight"):
+        imported(tmp_path / "z.gguf")
+    rewrite(file, tmp_path / "w.gguf", arrays={"blk.0.attn_qkv.weight": ODD}, drop=separate)
+    with pytest.raises(UserError, match=r"has the tensor blk\.0\.attn_qkv\.weight, which .* is not known to have"):
+        imported(tmp_path / "w.gguf")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_text_model_of_a_qwen_vl_is_a_qwen(family, tmp_path):
+    export(tmp_path / "x.gguf", family)
+    file, arch = open_gguf(tmp_path / "x.gguf"), f"{family}vl"
+    entries = {key.replace(f"{family}.", f"{arch}."): value for key, value in file.metadata.items()}
+    sections = {f"{arch}.rope.dimension_sections": [1, 1, 2, 0], f"{arch}.n_deepstack_layers": 3}
+    vision = file._replace(metadata=entries | sections | {"general.architecture": arch})
+    assert source_of(vision).config == source_of(file).config
+    with pytest.raises(UserError, match=r"dimension_sections: \[1, 1, 1, 1\], expected three numbers and a zero"):
+        source_of(vision._replace(metadata=vision.metadata | {f"{arch}.rope.dimension_sections": [1, 1, 1, 1]}))
+
+
+def test_an_olmo_with_another_epsilon_is_refused(tmp_path):
+    export(tmp_path / "x.gguf", "olmo")
+    rewrite(open_gguf(tmp_path / "x.gguf"), tmp_path / "y.gguf", {"olmo.attention.layer_norm_epsilon": 1e-6})
+    with pytest.raises(UserError, match=r"says olmo\.attention\.layer_norm_epsilon: 1e-06, where OLMo has 1e-05"):
+        imported(tmp_path / "y.gguf")
+
+
+def test_granite_4_is_read_as_granite_where_it_rotates(tmp_path):
+    export(tmp_path / "x.gguf", "granitemoehybrid")
+    file = open_gguf(tmp_path / "x.gguf")
+    assert file.metadata["granite.rope.scaling.finetuned"] is False
+    assert source_of(file).config["model_type"] == "granitemoehybrid"
+    export(tmp_path / "y.gguf", "granitemoehybrid", position_embedding_type="rope")
+    assert source_of(open_gguf(tmp_path / "y.gguf")).config["model_type"] == "granite"
+    export(tmp_path / "z.gguf", "granitemoehybrid:granitemoe")
+    file = open_gguf(tmp_path / "z.gguf")
+    assert source_of(file).config["model_type"] == "granitemoeshared"
+    # llama.cpp's converter writes the sizes of Mamba layers where there are none.
+    source_of(file._replace(metadata=file.metadata | {"granitemoe.ssm.conv_kernel": 4}))
+    with pytest.raises(UserError, match=r"granitemoe\.rope\.scaling\.finetuned: false, which is not known here"):
+        source_of(file._replace(metadata=file.metadata | {"granitemoe.rope.scaling.finetuned": False}))
+
+
+def test_the_scores_of_glm_flash_are_sigmoids_where_a_file_does_not_say_so(tmp_path):
+    export(tmp_path / "x.gguf", "deepseek_v3", num_hidden_layers=47)
+    file = open_gguf(tmp_path / "x.gguf")
+    metadata = {key: value for key, value in file.metadata.items() if key != "deepseek2.expert_gating_func"}
+    with pytest.raises(UserError, match=r"exp_probs_b\.bias, which deepseek2 is not known to have"):
+        source_of(file._replace(metadata=metadata))
+    flash = source_of(file._replace(metadata=metadata | {"deepseek2.vocab_size": 154880}))
+    assert flash.config["model_type"] == "deepseek_v3"
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):

@@ -4,6 +4,7 @@ Written from the papers' formulas, slowly on purpose. `weights` is the model's s
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,35 @@ def sees(query: int, key: int, positions: Array, segments: Array, window: int | 
     return window is None or positions[query] - positions[key] <= window - 1
 
 
+def projected(config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array) -> tuple[Array, Array, Array]:
+    """Queries `[T, K, G, H]`, keys and values `[T, K, H]` of a layer as attention reads them: scores are q · k."""
+    groups = config.n_heads // config.kv_heads
+    made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
+    q_TKGH, k_TKH, v_TKH = made_TKPH[:, :, :groups], made_TKPH[:, :, groups], made_TKPH[:, :, groups + 1]
+
+    def normed(q_TKGH: Array, k_TKH: Array) -> tuple[Array, Array]:
+        q_norm, k_norm = weights.get("q_norm", {}), weights.get("k_norm", {})
+        return of_heads(config, q_TKGH, q_norm), of_heads(config, k_TKH, k_norm)
+
+    def turned_all(x: Array) -> Array:
+        heads = x.reshape(len(x), -1, x.shape[-1])
+        rows = [[turned(config, layer, x_H, p) for x_H in token] for token, p in zip(heads, positions, strict=True)]
+        return np.array(rows).reshape(x.shape)
+
+    if config.qk_norm and not config.qk_norm_after_rope:
+        q_TKGH, k_TKH = normed(q_TKGH, k_TKH)
+    if config.position == "rope" and layer not in config.unrotated:
+        q_TKGH, k_TKH = turned_all(q_TKGH), turned_all(k_TKH)
+    if config.qk_norm and config.qk_norm_after_rope:
+        q_TKGH, k_TKH = normed(q_TKGH, k_TKH)
+    q_TKGH = q_TKGH / math.sqrt(config.query_pre_attn_scalar or config.head_size)
+    if config.query_scaling_beta is not None:
+        longer = [math.floor(position / config.rope_scaling.original_context) for position in positions]
+        gain_T = np.array([1 + config.query_scaling_beta * math.log(1 + n) for n in longer])
+        q_TKGH = q_TKGH * gain_T[:, None, None, None]
+    return q_TKGH, k_TKH, v_TKH
+
+
 def attention(
     config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
 ) -> tuple[Array, Array, Array]:
@@ -147,24 +177,12 @@ def attention(
     T, groups = len(x_TD), config.n_heads // config.kv_heads
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
     sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
-    made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
-    q_TKGH, k_TKH, v_TKH = made_TKPH[:, :, :groups], made_TKPH[:, :, groups], made_TKPH[:, :, groups + 1]
-    named = (q_TKGH, "q_norm"), (k_TKH, "k_norm")
-    if config.qk_norm and not config.qk_norm_after_rope:
-        q_TKGH, k_TKH = (of_heads(config, x, weights.get(name, {})) for x, name in named)
+    q_TKGH, k_TKH, v_TKH = projected(config, layer, x_TD, weights, positions)
     for head in range(config.n_heads):
         pair, group = head // groups, head % groups
         q_TH, k_TH, v_TH = q_TKGH[:, pair, group], k_TKH[:, pair], v_TKH[:, pair]
-        if config.position == "rope" and layer not in config.unrotated:
-            q_TH = np.array([turned(config, layer, q, p) for q, p in zip(q_TH, positions, strict=True)])
-            k_TH = np.array([turned(config, layer, k, p) for k, p in zip(k_TH, positions, strict=True)])
-        if config.qk_norm and config.qk_norm_after_rope:
-            q_TH, k_TH = (of_heads(config, x, weights.get(name, {})) for x, name in ((q_TH, "q_norm"), (k_TH, "k_norm")))
         for t in range(T):
-            scores_S = k_TH @ q_TH[t] / math.sqrt(config.query_pre_attn_scalar or config.head_size)
-            if config.query_scaling_beta is not None:
-                longer = math.floor(positions[t] / config.rope_scaling.original_context)
-                scores_S = scores_S * (1 + config.query_scaling_beta * math.log(1 + longer))
+            scores_S = k_TH @ q_TH[t]
             if config.softcap is not None:
                 scores_S = config.softcap * np.tanh(scores_S / config.softcap)
             weight_S = np.where(sees_TS[t], np.exp(scores_S), 0)
@@ -234,11 +252,17 @@ def latent_attention(
 
 
 def forward(
-    config: ModelConfig, weights: Weights, tokens: Array, positions: Array | None = None, segments: Array | None = None
+    config: ModelConfig,
+    weights: Weights,
+    tokens: Array,
+    positions: Array | None = None,
+    segments: Array | None = None,
+    attend: Callable[..., tuple[Array, Any, Any]] | None = None,
 ) -> tuple[Array, list[tuple[Array, Array]]]:
     """Logits `[T, V]` of one sequence, and per layer the last query's scores `[N, T]` and which keys it sees `[T]`.
 
-    `positions` default to 0, 1, 2 …; with `segments`, attention stays inside runs of equal numbers.
+    `positions` default to 0, 1, 2 …; with `segments`, attention stays inside runs of equal numbers. `attend` is called in place
+    of `attention`, with the same arguments.
     """
     T = len(tokens)
     positions = np.arange(T) if positions is None else positions
@@ -258,9 +282,9 @@ def forward(
     if config.norm_embeddings:
         x_TD = norm(x_TD, weights.get("norm_embed", {}))
     probed = []
+    attend = attend or (attention if config.latent is None else latent_attention)
     for layer in range(config.num_blocks):
         block = weights["blocks"][layer]
-        attend = attention if config.latent is None else latent_attention
         read_TD = norm(x_TD, block.get("norm1", {})) if before else x_TD
         a_TD, *seen = attend(config, layer, read_TD, block["attention"], positions, segments)
         probed.append(tuple(seen))
