@@ -1,43 +1,47 @@
-"""How long a person waits: from the start of `generate.py` to its first text, by process.
+"""Seconds from the start of `generate.py` to its first text and to its end, process by process.
 
-Runs `generate.py` on a run directory several times, streaming to a pipe, and prints the seconds to the first byte behind the
-prompt and to the end. The first run fills the compilation cache; the others are what a user feels.
+Runs `generate.py` on a run directory several times and streams to a pipe. The first start fills the compilation cache if it is
+empty; the others are what a user waits for. With `--chat` the prompt is a message in the model's chat template.
 
-    python benchmarks/startup.py runs/quickstart
+    python benchmarks/startup.py RUN [--chat] [--prompt TEXT] [--new 64] [--repeats 4]
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-PROMPT = "def "
 
-
-def measure(run_dir: str) -> dict[str, float]:
+def measure(run_dir: str, prompt: str, chat: bool, new: int) -> dict[str, float]:
     script = Path(__file__).resolve().parent.parent / "generate.py"
-    command = [sys.executable, str(script), "--run_dir", run_dir, "--prompt", PROMPT, "--stream", "--max_new_tokens", "64"]
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, str(script), "--run_dir", run_dir, "--prompt", prompt, "--stream", "--max_new_tokens", str(new)]
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with subprocess.Popen([*command, *["--chat"] * chat], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        process.stdout.read(len(PROMPT))
-        process.stdout.read(1)
+        process.stdout.read((0 if chat else len(prompt.encode())) + 1)
         first = time.perf_counter() - start
         process.stdout.read()
     if process.returncode:
         sys.exit(f"generate.py failed with code {process.returncode}")
-    return {"first_token_s": round(first, 2), "total_s": round(time.perf_counter() - start, 2)}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = {"first_text_s": first, "total_s": time.perf_counter() - start}
+    seconds["cpu_s"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {name: round(value, 2) for name, value in seconds.items()}
 
 
 def main() -> None:
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     a.add_argument("run_dir")
+    a.add_argument("--chat", action="store_true")
+    a.add_argument("--prompt", default="def ")
+    a.add_argument("--new", type=int, default=64)
     a.add_argument("--repeats", type=int, default=4)
     o = a.parse_args()
     for number in range(o.repeats):
-        print(json.dumps({"peer": "dantinox", "start": number + 1} | measure(o.run_dir)), flush=True)
+        print(json.dumps({"start": number + 1} | measure(o.run_dir, o.prompt, o.chat, o.new)), flush=True)
 
 
 if __name__ == "__main__":

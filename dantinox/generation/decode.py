@@ -248,6 +248,7 @@ def forward_step(
     return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_of(params, aux)), cache
 
 
+@partial(jax.jit, static_argnames=("report",), inline=True)  # one trace serves prefill and decoding
 def sample_step(
     seen: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
 ) -> tuple[DecodeState, Emitted]:

@@ -98,8 +98,7 @@ class ChatTemplate:
         Raises:
           UserError: messages that are none, or a template that is none, is not safe, refuses them, or takes too much.
         """
-        ids: list[int] = self._tokenizer.encode_specials(self._rendered([(messages, generation_prompt)])[0])[0].tolist()
-        return ids
+        return self._tokenizer.encode_special_ids(self._rendered([(messages, generation_prompt)])[0])
 
     def encode_with_loss_mask(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """A conversation, int32 [N], and which of its tokens are the assistant's own, bool [N], from message `since` on.

@@ -22,6 +22,7 @@ ROLES = ("bos_token", "eos_token", "pad_token")
 END_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+SHORT = 1 << 16  # characters that are searched for special tokens before they are encoded
 # What a special token is called inside the encoder, so that no text spells it: corpora hold no NUL.
 HIDDEN = "\0special\0"
 
@@ -78,6 +79,7 @@ class Tokenizer:
         self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
         self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
         self._decoder: dict[str, Any] | None = tree["decoder"]
+        self._normalizes = tree["normalizer"] is not None
         self.kind: Kind = _kind_of(tree, len(self.special_ids))
         if self.kind == "char":
             self._table, self._byte_base = _character_table(tree["model"]["vocab"])
@@ -118,7 +120,9 @@ class Tokenizer:
           UserError: a character that the vocabulary cannot spell.
         """
         parsed = parse_special and any(name in text for name in self.special_tokens)
-        ids: list[int] = (self.encode_specials(text)[0] if parsed else self.encode_array(text)).tolist()
+        if parsed:
+            return self.encode_special_ids(text)
+        ids: list[int] = self.encode_array(text).tolist()
         return ids
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -133,7 +137,7 @@ class Tokenizer:
         if self.kind == "byte":
             return [np.frombuffer(data, np.uint8).astype(np.int32) for data in spelled]
         try:
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._encoder_for(texts).encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # a bare one, for instance for a word without an <unk> to stand for it
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -167,6 +171,17 @@ class Tokenizer:
             ends_N[special_N] = ends
         return ids_N, ends_N
 
+    def encode_special_ids(self, text: str) -> list[int]:
+        """The ids of `encode_specials`; the first call is faster where no ordinary text spells a special token."""
+        parts = self._special_names.split(text)
+        parts[::2] = [part.replace("\0", "") for part in parts[::2]]
+        joined = "".join(parts)
+        if self._encoder_for(parts[::2]) is not self.core or self._special_names.split(joined) != parts:
+            return self.encode_specials(text)[0].tolist()
+        for part in parts[::2] if self.kind == "char" else ():
+            self._encode_characters(part)  # raises for what it cannot spell
+        return list(self.core.encode(joined, add_special_tokens=False).ids)
+
     def guarded(self, text: str) -> str:
         """The text with a NUL inside all that spells a special token, so that it is ordinary text for `encode_specials`.
 
@@ -191,6 +206,13 @@ class Tokenizer:
         """One of the special tokens; of those that begin at a character the longest."""
         longest = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
+
+    def _encoder_for(self, texts: Sequence[str]) -> Core:
+        """`core` for short texts in which it finds no special token; `_encoder`, which takes longer to build, for others."""
+        built = "_encoder" in self.__dict__
+        if built or self._normalizes or sum(map(len, texts)) > SHORT or any(map(self._special_names.search, texts)):
+            return self._encoder
+        return self.core
 
     @cached_property
     def _encoder(self) -> Core:

@@ -80,6 +80,18 @@ def test_names_of_special_tokens_are_ordinary_text() -> None:
         assert tokenizer.decode([*ids, tokenizer.eos_id, *ids, tokenizer.pad_id, tokenizer.bos_id]) == "<eos><eos>"
 
 
+SPELLED = st.lists(st.sampled_from(["<bos>", "<eos>", "<pad>", "<", "eos>", "\0", " ", "vita", "è", "<\0eos>", "<\0<eos>"]))
+
+
+@given(SPELLED.map("".join))
+def test_a_tokenizer_that_has_just_been_loaded_encodes_special_tokens_as_later(text: str) -> None:
+    for tokenizer in (BPE, FALLBACK, BYTE):
+        tokenizer.__dict__.pop("_encoder", None)
+        first, plain = tokenizer.encode_special_ids(text), tokenizer.encode(text.replace("\0", ""))
+        assert first == tokenizer.encode_specials(text)[0].tolist()
+        assert "_encoder" in tokenizer.__dict__ and plain == tokenizer.encode(text.replace("\0", ""))
+
+
 def test_a_merge_is_the_most_frequent_pair() -> None:
     tokenizer = train_tokenizer(TokenizerSection(vocab_size=260), lambda: iter(["xyxyxy xyxy ab"]))
     assert tokenizer.vocab_size == 260
