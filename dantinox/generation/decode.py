@@ -123,7 +123,8 @@ def _generate_toks(
         cache, state, emitted = step(cache, state)
         return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
 
-    shapes = jax.eval_shape(partial(sample_step, params=params, report=report), abstract_logits(model, params), state)[1]
+    # Called as in `step`, so that both share a trace.
+    shapes = jax.eval_shape(lambda *seen: sample_step(*seen, params, report), abstract_logits(model, params), state)[1]
     buffers = jax.tree.map(lambda x: jnp.zeros((rows, chunk, *x.shape[1:]), x.dtype), shapes)
     most = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))  # that any row may still have
     steps = jnp.minimum(jnp.minimum(steps, chunk), most)

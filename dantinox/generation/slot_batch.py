@@ -199,14 +199,15 @@ class SlotBatch(RunningBatch):
         """The lengths that a part may be padded to."""
         lengths = [SHORTEST]
         while lengths[-1] < self.part:
-            lengths.append(2 * lengths[-1])
+            lengths.append(min(4 * lengths[-1], self.part))
         return lengths
 
     def _compile(self, config: Config, kind: str, *of: Any) -> Any:
         zero, V = jnp.int32(0), self._architecture.vocab_size
         cache, report = self._cache_shapes, min(ALTERNATIVES, V)
-        if kind == "copy":
-            return _copy_slot.lower(cache, zero, zero).compile()
+        if kind == "copy":  # by array, so that one copy exists at a time
+            kinds = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
+            return {kind: _copy_slot.lower(leaf, zero, zero).compile() for kind, leaf in kinds.items()}
         if kind == "read":
             length, reports = of
             tokens_1T = jnp.zeros((1, length), jnp.int32)
@@ -283,7 +284,7 @@ class SlotBatch(RunningBatch):
         if match.slot is not None:
             row.read, row.exact, row.longest = match.length, match.length, source.longest
             if match.slot != slot:
-                self.cache = self._programs["copy",](self.cache, _number(match.slot), _number(slot))
+                self._copy(match.slot, slot)
         if self._fresh is not None:
             self.cache = _put(self.cache, self._fresh, _number(slot))
         row.prompt_reports = [] if echo else None
@@ -318,8 +319,12 @@ class SlotBatch(RunningBatch):
     def copy(self, slot: int, to: int) -> None:
         """Puts a prompt that has been read into another slot too."""
         row = self._rows[slot]
-        self.cache = self._programs["copy",](self.cache, _number(slot), _number(to))
+        self._copy(slot, to)
         self._rows[to] = _SlotRow(ids=row.ids, read=row.read, exact=row.exact, longest=row.longest)
+
+    def _copy(self, slot: int, to: int) -> None:
+        programs, numbers = self._programs["copy",], (_number(slot), _number(to))
+        self.cache = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *numbers), self.cache)
 
     def start(self, slot: int, how: RowParams, *, limit: int, sample_index: int = 0, report: bool = False) -> None:
         """Starts to decode a prompt that has been read.
@@ -428,9 +433,9 @@ def _prefill_part(
     transformer = widen(model.merge(model.leaves))
     places_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(places_T < count, first + places_T, -1)[None]
-    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
-    x_1TD, row, _ = read_prompt(transformer, tokens_1T, positions_1T, row)
-    cache = jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, slot, 0), cache, row)
+    x_1TD, read, _ = read_prompt(transformer, tokens_1T, positions_1T, cache.one_slot(slot))
+    assert read is not None
+    cache = read.all_slots()
     if report is None:
         return cache, None
 
@@ -442,13 +447,10 @@ def _prefill_part(
     return cache, jax.tree.map(lambda x_1T: x_1T[0], info)
 
 
-@partial(jax.jit, donate_argnames=("cache",))
-def _copy_slot(cache: KVCache, source: jax.Array, to: jax.Array) -> KVCache:
-    """The cache with what one slot holds in another too."""
-    copied: KVCache = jax.tree.map(
-        lambda x: jax.lax.dynamic_update_slice_in_dim(x, jax.lax.dynamic_slice_in_dim(x, source, 1), to, 0), cache
-    )
-    return copied
+@partial(jax.jit, donate_argnames=("leaf",))
+def _copy_slot(leaf: jax.Array, source: jax.Array, to: jax.Array) -> jax.Array:
+    """An array of the cache with what one slot holds in another too."""
+    return jax.lax.dynamic_update_slice_in_dim(leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0)
 
 
 def _put_row(rows: Any, row: Any, slot: jax.Array) -> Any:

@@ -48,10 +48,11 @@ class Full:
     store: AnyStore
     is_prefill: ClassVar[bool] = False  # whether what it sees is all of this call
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
-        after = self.append(k_BTKH, v_BTKH, positions_BT)
-        held_11S = jnp.arange(self.store.slots)[None, None]
-        out_BTKGH, _, told = attend(q_BTKGH, after.store, positions_BT, held_11S, window, probe, softmax=softmax)
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX, row=None):
+        """`row`: the row of the cache that the only text is written to and read from."""
+        after = self.append(k_BTKH, v_BTKH, positions_BT, row)
+        store, held_11S = after.store if row is None else after.store.of_row(row), jnp.arange(self.store.slots)[None, None]
+        out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_11S, window, probe, softmax=softmax)
         return out_BTKGH, after, told
 
     def held(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
@@ -60,10 +61,10 @@ class Full:
         held_S = jnp.arange(store.slots)
         return store, jnp.where(held_S <= last_B[:, None], held_S, -1)[:, None]
 
-    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Full":
-        """The same with new keys and values in it."""
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array, row: jax.Array | None = None) -> "Full":
+        """The same with new keys and values in it, or in one `row` of it."""
         slots_BT = jnp.where(positions_BT < 0, self.store.slots, positions_BT)
-        return Full(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None]))
+        return Full(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None], row))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
@@ -175,6 +176,26 @@ class ReadTwice:
         return jnp.concatenate([out_BTKGH, repeated], axis=1), after, told
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["layer", "slot"], meta_fields=[])
+@dataclass(frozen=True)
+class OneSlot:
+    """A layer of a cache for one call with a single text, whose keys and values are in row `slot` of the layer."""
+
+    layer: Full | Ring | Compressed
+    slot: jax.Array
+    is_prefill: ClassVar[bool] = False
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+        seen = q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax
+        if isinstance(self.layer, Full):  # large: only what is new is written, only what is in use is copied
+            out_BTKGH, layer, told = self.layer.attend(*seen, row=self.slot)
+            return out_BTKGH, replace(self, layer=layer), told
+        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, self.slot, 1), self.layer)
+        out_BTKGH, row, told = row.attend(*seen)
+        layer = jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, self.slot, 0), self.layer, row)
+        return out_BTKGH, replace(self, layer=layer), told
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["spans", "requested"])
 @dataclass(frozen=True)
 class KVCache:
@@ -203,6 +224,14 @@ class KVCache:
     def read_twice(self) -> "KVCache":
         """This cache for one call with tokens and their repetition, see `ReadTwice`."""
         return replace(self, layers=tuple(map(ReadTwice, self.layers)))  # type: ignore[arg-type]
+
+    def one_slot(self, slot: jax.Array) -> "KVCache":
+        """This cache for one call with the row `slot` alone, see `OneSlot`."""
+        return replace(self, layers=tuple(OneSlot(layer, slot) for layer in self.layers))  # type: ignore[misc]
+
+    def all_slots(self) -> "KVCache":
+        """The cache after a call with `one_slot`."""
+        return replace(self, layers=tuple(layer.layer for layer in self.layers))  # type: ignore[union-attr]
 
     @property
     def compressed(self) -> bool:

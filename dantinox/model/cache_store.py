@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
@@ -104,10 +104,13 @@ class Store:
         """Values `[B, K, M, H]` by their weights."""
         return _product(weights_BKMS, self.v_BKSH, self.v_scale_BKS, dtype, slots=-2)
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array) -> Self:
-        """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped."""
+    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array, row: jax.Array | None = None) -> Self:
+        """Each new key and value in its slot (the K axis may be 1); a slot outside the store is dropped.
+
+        With `row`, those of a single text are written into this row of the store.
+        """
         B, K = self.v_BKSH.shape[:2]
-        rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, None, :]
+        rows, heads = (jnp.arange(B) if row is None else row[None])[:, None, None], jnp.arange(K)[None, None, :]
         k, k_scale_BTK = stored(self._key(k_BTKH, v_BTKH), self.dtype)
         v, v_scale_BTK = stored(v_BTKH, self.dtype)
         keys = self.k_BKHS.at[rows, heads, :, slots_BTK].set(k, mode="drop")
@@ -121,6 +124,10 @@ class Store:
             self.k_scale_BKS.at[of_keys].set(k_scale_BTK, mode="drop"),
             self.v_scale_BKS.at[rows, heads, slots_BTK].set(v_scale_BTK, mode="drop"),
         )
+
+    def of_row(self, row: jax.Array) -> Self:
+        """One row of the store as a store of one row."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1), self)
 
     def join(self, other: Self) -> Self:
         """The slots of both, these first."""
@@ -198,7 +205,7 @@ class StorePrefix(NamedTuple):
         return total.astype(dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts", "used_B"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["parts", "used_B", "row"], meta_fields=[])
 @dataclass(frozen=True)
 class SegmentedStore:
     """A store in parts, of which a CPU reads those that any text has got to: slot s of them all holds position s.
@@ -208,10 +215,12 @@ class SegmentedStore:
 
     Attributes:
       used_B: the slots of each row up to the newest one that was written with the last `write`; 0 for a row that wrote nothing.
+      row: the only row that is read, see `of_row`.
     """
 
     parts: tuple[Store, ...]
     used_B: jax.Array
+    row: jax.Array | None = None
 
     @classmethod
     def empty(cls, batch: int, slots: int, part: Callable[[int], Store]) -> "SegmentedStore":
@@ -249,21 +258,33 @@ class SegmentedStore:
     def _firsts(self) -> list[int]:
         return [sum(part.slots for part in self.parts[:number]) for number in range(len(self.parts))]
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array) -> "SegmentedStore":
-        """Each new key and value in its slot; a slot outside the store is dropped."""
+    def of_row(self, row: jax.Array) -> "SegmentedStore":
+        """One row as a store of one row, to be read: a part is copied when it is used."""
+        return replace(self, row=row)
+
+    def write(
+        self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array, row: jax.Array | None = None
+    ) -> "SegmentedStore":
+        """Each new key and value in its slot, as of `Store`."""
 
         def written(first: int, part: Store) -> Store:
             inside = (slots_BT1 >= first) & (slots_BT1 < first + part.slots)
-            return part.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, part.slots))
+            return part.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, part.slots), row)
 
         used_B = jnp.max(jnp.where(slots_BT1 < self.slots, slots_BT1 + 1, 0), axis=(1, 2))
+        used_B = used_B if row is None else self.used_B.at[row].set(used_B[0])
         return SegmentedStore(tuple(map(written, self._firsts, self.parts)), used_B)
 
     def in_use(self, function: Callable[[StorePrefix], Any]) -> Any:
         """The function of those parts that some row has got to; its outcome has the same shape for any of them."""
-        number = jnp.sum(jnp.max(self.used_B) > jnp.asarray(self._firsts[1:], jnp.int32))
-        fronts = [StorePrefix(self.parts[: count + 1]) for count in range(len(self.parts))]
-        return jax.lax.switch(number, [partial(function, front) for front in fronts])
+        used = jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
+
+        def front(count: int) -> Any:
+            parts, row = self.parts[:count], self.row
+            return function(StorePrefix(parts if row is None else tuple(part.of_row(row) for part in parts)))
+
+        number = jnp.sum(used > jnp.asarray(self._firsts[1:], jnp.int32))
+        return jax.lax.switch(number, [partial(front, count + 1) for count in range(len(self.parts))])
 
 
 AnyStore = Store | SegmentedStore

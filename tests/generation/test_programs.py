@@ -2,14 +2,18 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dantinox.generation import decode, generate
 from dantinox.generation.decode import _generate_toks
+from dantinox.generation.quantized_weights import split
+from dantinox.generation.slot_batch import _prefill_part
 from dantinox.generation.static_batch import StaticBatch, bucket
 from dantinox.model import make_cache
+from dantinox.programs import size
 from dantinox.sampling import SamplingParams
 
 from . import builder
@@ -183,3 +187,13 @@ def test_a_decoding_step_costs_what_the_request_needs(wide, optimised):
     expected = optimised(decode_program(same, {"greedy": True}, slots=32)[0])
     assert small.cost_analysis()["flops"] == expected.cost_analysis()["flops"]
     assert small.memory_analysis().temp_size_in_bytes == expected.memory_analysis().temp_size_in_bytes
+
+
+def test_reading_a_prompt_into_a_slot_copies_no_whole_row(wide):
+    """The parts of a row that are in use are copied layer by layer, and the cache is updated in place."""
+    cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", parted=True))
+    tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
+    compiled = _prefill_part.lower(split(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
+    memory, row = compiled.memory_analysis(), size(cache) // 4
+    assert memory.temp_size_in_bytes < row // 2, "half of a row: two of four layers"
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 10
