@@ -74,6 +74,12 @@ class ModelSection(Section):
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
         "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
     )
+    v_norm: bool = field(False, "RMS-normalise the values of each head, without a learned scale")
+    layer_scalar: bool = field(False, "the output of each layer is multiplied by a learned number")
+    per_layer_dim: CountOrZero = field(0, "size of the embedding of a token that each layer reads besides its input (0: none)")
+    double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", lambda count: count != 0))] = field(
+        False, "the feed-forward layers of attention.kv_shared_layers have twice the width"
+    )
     scan_layers: bool = field(
         False, "train with stacked layers in a loop, which compiles in a fraction of the time; files hold separate layers"
     )
@@ -133,6 +139,7 @@ LATENT = Needs(("attention.kv_lora_rank", given))
 SCALED = Needs(("attention.rope_scaling", lambda kind: kind != "none"))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
 LONGROPE = Needs(("attention.rope_scaling", "longrope"))
+PROPORTIONAL = Needs(("attention.rope_scaling", "proportional"))
 ROTARY = Needs(("attention.use_rotary_pos", True))
 
 
@@ -152,7 +159,7 @@ class AttentionSection(Section):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
         1.0, "share of each head that is rotated, from its first dimension"
     )
-    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope"], ROTARY] = field(
+    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"], ROTARY] = field(
         "none", "lower rotary frequencies, for texts longer than those of a first training: all, the low ones, or each its way"
     )
     rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), SCALED] = field(
@@ -182,6 +189,9 @@ class AttentionSection(Section):
     query_scaling_beta: Annotated[
         Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
     ] = field(None, "β: queries at position p are multiplied by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: by nothing)")
+    rope_share: Annotated[float, Field(gt=0, le=1), PROPORTIONAL] = field(
+        1.0, "proportional: share of the frequencies of a head that rotate, from the highest; the others are 0"
+    )
     rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
         None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
     )
@@ -218,6 +228,12 @@ class AttentionSection(Section):
         None, "added to the variance inside the normalisations of latents (null: model.norm_epsilon)"
     )
     sink_logits: bool = field(False, "a learned logit per head that takes part in the softmax and has no value")
+    global_head_size: Count | None = field(None, "width of one head in layers without a window (null: model.head_size)")
+    global_kv_heads: Count | None = field(None, "key/value heads of layers without a window (null: model.kv_heads)")
+    k_eq_v: bool = field(False, "in layers without a window the key projection gives the values too")
+    kv_shared_layers: CountOrZero = field(
+        0, "last layers, which read the keys and values of the last layer before them that has a window as they do, or none"
+    )
 
 
 @dataclass(frozen=True)
@@ -227,7 +243,7 @@ class RopeScaling:
     `kind` reads those of the other numbers that its formula has.
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: float
     original_context: int = 1
     low_freq_factor: float = 1.0
@@ -239,6 +255,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -301,7 +318,8 @@ class ModelConfig:
 
     With `scan_layers` those that recur are stacked, which is how a model is trained; one that decodes has its layers apart.
     `windows` holds for each layer the number of keys a query sees, its own included, or None for all; `unrotated` names layers
-    without rotary positions. `platform` is what it is compiled for; `auto`: the machine at hand.
+    without rotary positions. What differs between layers is resolved by `of_layer`. `platform` is what it is compiled for;
+    `auto`: the machine at hand.
     """
 
     vocab_size: int
@@ -346,6 +364,14 @@ class ModelConfig:
     gate_bias: bool = False
     softcap: float | None = None
     sink_logits: bool = False
+    global_head_size: int | None = None
+    global_kv_heads: int | None = None
+    k_eq_v: bool = False
+    v_norm: bool = False
+    kv_shared_layers: int = 0
+    double_wide_mlp: bool = False
+    layer_scalar: bool = False
+    per_layer_dim: int = 0
     head_bias: bool = False
     final_softcap: float | None = None
     experts: ExpertsConfig | None = None
@@ -376,11 +402,35 @@ class ModelConfig:
         """Whether a layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer reads, or None where it has its own."""
+        first = self.num_blocks - self.kv_shared_layers
+        if layer < first:
+            return None
+        return max(i for i in range(first) if (self.windows[i] is None) == (self.windows[layer] is None))
+
+    def kv_projections(self, layer: int) -> int:
+        """The keys and values that a layer projects for each key head: 2, 1 where one is both, 0 where it reads another's."""
+        if self.kv_source(layer) is not None:
+            return 0
+        return 1 if self.k_eq_v and self.windows[layer] is None else 2
+
+    @property
+    def uniform_keys(self) -> bool:
+        """Whether all layers have keys and values of their own, with heads of the same number and size."""
+        return self.kv_shared_layers == 0 and self.global_head_size is None and self.global_kv_heads is None
+
     def of_layer(self, layer: int) -> "ModelConfig":
-        """The architecture with the feed-forward layer of this layer in all."""
-        if self.experts is None or self.routes(layer):
-            return self
-        return replace(self, experts=None, hidden_dim=self.experts.dense_dim)
+        """The architecture with the heads and the feed-forward layer of this layer in all."""
+        changes: dict[str, Any] = {"global_head_size": None, "global_kv_heads": None, "double_wide_mlp": False}
+        if self.windows[layer] is None:
+            changes["head_size"] = self.global_head_size or self.head_size
+            changes["kv_heads"] = self.global_kv_heads or self.kv_heads
+        if self.experts is not None and not self.routes(layer):
+            changes |= {"experts": None, "hidden_dim": self.experts.dense_dim}
+        if self.double_wide_mlp and self.kv_source(layer) is not None:
+            changes["hidden_dim"] = 2 * self.hidden_dim
+        return replace(self, **changes)
 
     @property
     def period(self) -> int:
@@ -426,11 +476,17 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             yield "attention.kv_lora_rank", f"needs {needed}: heads have their own keys, and latents are normalised"
         if (a.qk_rope_head_dim or head_size // 2) % 2:
             yield "attention.qk_rope_head_dim", f"must be even, got {a.qk_rope_head_dim or head_size // 2}"
+        for key in ("global_head_size", "global_kv_heads", "k_eq_v", "kv_shared_layers"):
+            if getattr(a, key) != AttentionSection.model_fields[key].default:
+                yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
+        if m.v_norm:
+            yield "model.v_norm", "must be false with attention.kv_lora_rank: latents are normalised"
     elif a.use_rotary_pos and head_size % 2:
         yield "model.head_size", f"must be even with attention.use_rotary_pos, got {head_size}"
     elif rotated < 2 or rotated % 2:
         share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
         yield "attention.partial_rotary_factor", share
+    yield from _layer_conflicts(m, a, kv_heads)
     if a.attention_multiplier is not None and a.query_pre_attn_scalar is not None:
         yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: give one of them"
     if a.absolute_pos and m.dim % 2:
@@ -443,7 +499,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "moe.norm_topk_prob", "must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
     if len(positions) > 1:
         yield positions[0], f"and {' and '.join(positions[1:])} exclude each other: set all but one to false"
-    if a.rope_scaling != "none" and a.rope_factor == 1:
+    if a.rope_scaling not in ("none", "proportional") and a.rope_factor == 1:
         yield "attention.rope_factor", f"must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
     if a.rope_scaling in ("llama3", "yarn", "longrope") and a.rope_original_context is None:
         yield "attention.rope_original_context", f"must be given with attention.rope_scaling: {a.rope_scaling}"
@@ -465,6 +521,35 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "attention.context_window", "must be an integer ≥ 0 when attention.sliding_window is true, got null"
     if not a.layer_types:
         yield "attention.layer_types", "must name at least one of sliding, full, got []"
+
+
+def uneven_keys(a: AttentionSection) -> str | None:
+    """The first setting that gives layers different keys and values, or keys of another layer; None: there is none."""
+    keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
+    return next((f"attention.{key}" for key in keys if getattr(a, key) != AttentionSection.model_fields[key].default), None)
+
+
+def _layer_conflicts(m: ModelSection, a: AttentionSection, kv_heads: int) -> Iterator[Conflict]:
+    """Yields the rules among the settings by which layers differ that are broken."""
+    L, shared, size = m.num_blocks, a.kv_shared_layers, a.global_head_size
+    if m.n_heads % (a.global_kv_heads or 1):
+        yield "attention.global_kv_heads", f"must divide model.n_heads, got {a.global_kv_heads} and {m.n_heads}"
+    if size is not None and a.use_rotary_pos and (size % 2 or int(size * a.partial_rotary_factor) % 2):
+        yield "attention.global_head_size", f"must be even, and so must be what of it is rotated, got {size}"
+    if size is not None and a.rope_scaling == "longrope":
+        yield "attention.global_head_size", "must be null with attention.rope_scaling: longrope, whose factors are for one size"
+    if a.k_eq_v and a.qkv_bias:
+        yield "attention.k_eq_v", "must be false with attention.qkv_bias"
+    if m.per_layer_dim and m.activation == "clamped_swiglu":
+        yield "model.per_layer_dim", "must be 0 with model.activation: clamped_swiglu, which has no form of one argument"
+    if shared and m.scan_layers:
+        yield "attention.kv_shared_layers", "must be 0 with model.scan_layers: the layers of a loop have keys of their own"
+    if not a.layer_types:
+        return
+    kinds = [a.sliding_window and a.layer_types[i % len(a.layer_types)] == "sliding" for i in range(L)]
+    if shared and not set(kinds[L - shared :]) <= set(kinds[: max(L - shared, 0)]):
+        needed = "must leave a layer of each kind, sliding and full, that has keys and values of its own"
+        yield "attention.kv_shared_layers", f"{needed}, got {shared} of {L} layers"
 
 
 def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
@@ -493,6 +578,8 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
         return None
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}.get(kind, ())
     numbers: dict[str, Any] = {name: getattr(a, name) for name in names}
+    if kind == "proportional":
+        return RopeScaling(kind, a.rope_factor, share=a.rope_share)
     if kind == "yarn":
         numbers |= {name: getattr(a, f"rope_{name}") for name in ("truncate", "mscale", "mscale_all_dim")}
     original = a.rope_original_context or 1
@@ -551,6 +638,9 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "rope_local_theta": a.rope_local_theta if a.sliding_window else None,
         "unrotated": tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
         "query_pre_attn_scalar": a.query_pre_attn_scalar if multiplier is None else multiplier**-2,
+        "global_head_size": None if a.global_head_size == head_size else a.global_head_size,
+        "global_kv_heads": None if a.global_kv_heads == (m.kv_heads or m.n_heads) else a.global_kv_heads,
+        "double_wide_mlp": m.double_wide_mlp and a.kv_shared_layers > 0,
         "softcap": a.attn_logit_softcapping,
         "final_softcap": m.final_logit_softcapping,
         "remat": m.remat_policy if m.gradient_checkpointing else "none",

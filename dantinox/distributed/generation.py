@@ -65,6 +65,8 @@ def widest(model: ModelConfig, most: int) -> int:
 def _divided(model: ModelConfig) -> dict[str, int]:
     """What stands on different devices, in words, and how much of it a layer has."""
     heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
+    if model.global_kv_heads is not None:
+        heads["key heads without a window"] = model.global_kv_heads
     widths = {"features of the feed-forward": model.hidden_dim}
     if model.experts is not None and model.experts.shared_dim:
         widths["features of the shared layer"] = model.experts.shared_dim

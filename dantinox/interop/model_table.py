@@ -32,7 +32,7 @@ def lora(family: Family) -> str:
 
 def compressed(family: Family) -> str:
     """Whether the cache of a family can be compressed."""
-    return NO if "kv_lora_rank" in family.keys else YES
+    return NO if "kv_lora_rank" in family.keys or family.heads is not None else YES
 
 
 def _cells(name: str, family: Family) -> tuple[str, ...]:

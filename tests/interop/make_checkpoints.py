@@ -26,8 +26,10 @@ def random_model(family: str, seed: int, **changes):
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=draw)
         if path.endswith("bias") or "norm" in path or ".ln_" in path:
-            zero_centered = "gemma" in family and "norm" in path
+            zero_centered = "gemma" in family and family != "gemma4_text" and "norm" in path
             noise = 0.2 * noise + (0 if path.endswith("bias") or zero_centered else 1)
+            if family == "gemma4_text" and "k_norm" in path:  # in place of the division of scores
+                noise = noise * weight.shape[-1] ** -0.5
         elif weight.ndim == 2:
             noise = noise * (0.35 if "embed" in path or "wte" in path else 1.3 / weight.shape[-1] ** 0.5)
         else:
@@ -36,6 +38,8 @@ def random_model(family: str, seed: int, **changes):
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=draw))
+        elif path.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=draw))
     return model
 
 

@@ -222,7 +222,7 @@ def test_scaling_is_read_with_its_numbers():
             {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_type: 'dynamic', which is",
         ),
-        ({"model_type": "gemma4_text"}, "which is not known here: it is gemma3_text with heads of two sizes, emb"),
+        ({"model_type": "gemma4"}, "which is not known here: it is gemma4_text with the vision and audio models"),
         ({"new\nkey": 1}, "config.json has new"),
     ],
 )

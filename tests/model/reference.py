@@ -36,6 +36,8 @@ def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> f
     plain = theta ** (-2 * i / size)
     if scaling is None or scaling.kind == "linear":
         return plain / (1 if scaling is None else scaling.factor)
+    if scaling.kind == "proportional":
+        return plain / scaling.factor if i < scaling.share * size / 2 else 0.0
     old = scaling.original_context
     if scaling.kind == "longrope":
         return plain / scaling.factors[i]
@@ -141,27 +143,29 @@ def sees(query: int, key: int, positions: Array, segments: Array, window: int | 
 
 
 def attention(
-    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
-    """The attention of one layer, and the scores `[N, S]` of the last query before the softmax with what it sees `[S]`."""
-    T, groups = len(x_TD), config.n_heads // config.kv_heads
+    """The attention of one layer, and the scores `[N, S]` of the last query before the softmax with what it sees `[S]`.
+
+    `keys`: the newest keys and values of layers with a window (True) and without, which layers without their own read.
+    """
+    T, (_, groups, H, _) = len(x_TD), weights["out"]["kernel"].shape
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
     sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
     made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
-    q_TKGH, k_TKH, v_TKH = made_TKPH[:, :, :groups], made_TKPH[:, :, groups], made_TKPH[:, :, groups + 1]
-    named = (q_TKGH, "q_norm"), (k_TKH, "k_norm")
-    if config.qk_norm and not config.qk_norm_after_rope:
-        q_TKGH, k_TKH = (of_heads(config, x, weights.get(name, {})) for x, name in named)
+    q_TKGH = placed(config, layer, made_TKPH[:, :, :groups], weights.get("q_norm", {}), positions)
+    sliding = config.windows[layer] is not None
+    if layer < config.num_blocks - config.kv_shared_layers:
+        v_TKH = made_TKPH[:, :, groups + (not config.k_eq_v or sliding)]
+        if config.v_norm:
+            v_TKH = v_TKH / np.sqrt((v_TKH**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        keys[sliding] = placed(config, layer, made_TKPH[:, :, groups], weights.get("k_norm", {}), positions), v_TKH
+    k_TKH, v_TKH = keys[sliding]
     for head in range(config.n_heads):
         pair, group = head // groups, head % groups
         q_TH, k_TH, v_TH = q_TKGH[:, pair, group], k_TKH[:, pair], v_TKH[:, pair]
-        if config.position == "rope" and layer not in config.unrotated:
-            q_TH = np.array([turned(config, layer, q, p) for q, p in zip(q_TH, positions, strict=True)])
-            k_TH = np.array([turned(config, layer, k, p) for k, p in zip(k_TH, positions, strict=True)])
-        if config.qk_norm and config.qk_norm_after_rope:
-            q_TH, k_TH = (of_heads(config, x, weights.get(name, {})) for x, name in ((q_TH, "q_norm"), (k_TH, "k_norm")))
         for t in range(T):
-            scores_S = k_TH @ q_TH[t] / math.sqrt(config.query_pre_attn_scalar or config.head_size)
+            scores_S = k_TH @ q_TH[t] / math.sqrt(config.query_pre_attn_scalar or H)
             if config.query_scaling_beta is not None:
                 longer = math.floor(positions[t] / config.rope_scaling.original_context)
                 scores_S = scores_S * (1 + config.query_scaling_beta * math.log(1 + longer))
@@ -178,6 +182,16 @@ def attention(
     return out_TD + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
 
 
+def placed(config: ModelConfig, layer: int, x: Array, norm: Weights, positions: Array) -> Array:
+    """Queries or keys `[T, …, H]`, normalised and rotated."""
+    if config.qk_norm and not config.qk_norm_after_rope:
+        x = of_heads(config, x, norm)
+    if config.position == "rope" and layer not in config.unrotated:
+        rows = zip(x, positions, strict=True)
+        x = np.array([[turned(config, layer, h, p) for h in row.reshape(-1, x.shape[-1])] for row, p in rows]).reshape(x.shape)
+    return of_heads(config, x, norm) if config.qk_norm and config.qk_norm_after_rope else x
+
+
 def rms_kind(config: ModelConfig) -> str:
     return "zero-centred rmsnorm" if config.norm_zero_centered else "rmsnorm"
 
@@ -190,14 +204,14 @@ def of_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
 
 def turned(config: ModelConfig, layer: int, x_H: Array, position: int) -> Array:
     """A head with its first part rotated as its layer does."""
-    R = int(config.head_size * config.partial_rotary_factor)
+    R = int(len(x_H) * config.partial_rotary_factor)
     local = config.rope_local_theta is not None and config.windows[layer] is not None
     how = (config.rope_local_theta, None) if local else (config.rope_theta, config.rope_scaling)
     return np.concatenate([rotated(x_H[:R], position, *how), x_H[R:]])
 
 
 def latent_attention(
-    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
     """The same of one layer over latents, with keys and values of every head (DeepSeek-AI 2024, eq. 9 to 19)."""
     T, R, H, N = len(x_TD), config.latent.rank, config.head_size, config.n_heads
@@ -233,6 +247,14 @@ def latent_attention(
     return out_TD, last_NS, sees_TS[-1]
 
 
+def per_layer_inputs(config: ModelConfig, weights: Weights, tokens: Array, x_TD: Array) -> Array:
+    """The inputs `[T, L, P]` of all layers (`project_per_layer_inputs` of transformers' Gemma 4)."""
+    P = config.per_layer_dim
+    made_TLP = np.einsum("TD,DLP->TLP", x_TD, weights["projection"]["kernel"]) / math.sqrt(config.dim)
+    rows = [normalise(rms_kind(config), row, weights["norm"], config.norm_epsilon) for row in made_TLP.reshape(-1, P)]
+    return (np.reshape(rows, made_TLP.shape) + weights["embed"][tokens] * math.sqrt(P)) / math.sqrt(2)
+
+
 def forward(
     config: ModelConfig, weights: Weights, tokens: Array, positions: Array | None = None, segments: Array | None = None
 ) -> tuple[Array, list[tuple[Array, Array]]]:
@@ -257,12 +279,13 @@ def forward(
         x_TD = x_TD + np.array([sinusoid(p, config.dim) for p in positions])
     if config.norm_embeddings:
         x_TD = norm(x_TD, weights.get("norm_embed", {}))
-    probed = []
+    probed, keys = [], {}
+    inputs_TLP = per_layer_inputs(config, weights["per_layer"], tokens, x_TD) if config.per_layer_dim else None
     for layer in range(config.num_blocks):
         block = weights["blocks"][layer]
         attend = attention if config.latent is None else latent_attention
         read_TD = norm(x_TD, block.get("norm1", {})) if before else x_TD
-        a_TD, *seen = attend(config, layer, read_TD, block["attention"], positions, segments)
+        a_TD, *seen = attend(config, layer, read_TD, block["attention"], positions, segments, keys)
         probed.append(tuple(seen))
         x_TD = x_TD + config.residual_multiplier * (norm(a_TD, block.get("post_norm1", {})) if after else a_TD)
         normed_TD = norm(x_TD, block.get("norm2", {})) if before else x_TD
@@ -272,6 +295,12 @@ def forward(
         else:
             f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
         x_TD = x_TD + config.residual_multiplier * (norm(f_TD, block.get("post_norm2", {})) if after else f_TD)
+        if config.per_layer_dim:
+            read, gate_TP = block["layer_input"], x_TD @ block["layer_input"]["gate"]["kernel"]
+            gate_TP = gelu(gate_TP) if config.activation == "geglu" else gate_TP * sigmoid(gate_TP)
+            x_TD = x_TD + norm((gate_TP * inputs_TLP[:, layer]) @ read["out"]["kernel"], read["norm"])
+        if config.layer_scalar:
+            x_TD = x_TD * block["layer_scalar"]
     x_TD = norm(x_TD, weights.get("norm_f", {}))
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
     logits_TV, cap = x_TD @ head_DV + (weights["head_bias"] if config.head_bias else 0), config.final_softcap

@@ -13,6 +13,16 @@ from .builder import build, config, places, texts
 # Largest difference over the largest logit. Measured over 150 random configurations: at most 2.2e-6.
 TOLERANCE = 5e-6
 
+SHARED = {
+    "windows": (4, None, 4, None, None, 4),
+    "kv_shared_layers": 3,
+    "global_head_size": 6,
+    "global_kv_heads": 4,
+    "v_norm": True,
+    "norm_placement": "both",
+    "rope_scaling": RopeScaling("proportional", 1.0, share=0.5),
+    "rope_local_theta": 50.0,
+}
 GRID = {
     "plain": {},
     "mha": {"kv_heads": 4},
@@ -115,6 +125,19 @@ GRID = {
         "query_scaling_beta": 0.7,
         "rope_scaling": RopeScaling("yarn", 4.0, 3, beta_fast=8.0),
     },
+    "proportional": {"rope_scaling": RopeScaling("proportional", 2.0, share=0.4), "head_size": 12},
+    "layers with other heads, keys as values": {
+        "windows": (4, None, 4, None),
+        "global_head_size": 6,
+        "global_kv_heads": 1,
+        "k_eq_v": True,
+        "v_norm": True,
+        "qk_norm": True,
+        "rope_local_theta": 50.0,
+        "partial_rotary_factor": 0.5,
+        "query_pre_attn_scalar": 1.0,
+    },
+    "shared keys, per-layer inputs": SHARED | {"per_layer_dim": 3, "layer_scalar": True, "double_wide_mlp": True},
     "everything": {
         "position": "sinusoidal",
         "qk_norm": True,
