@@ -70,6 +70,7 @@ OTHER: dict[str, tuple] = {
     "moe.expansion": (3.0,), "moe.score_function": ("sigmoid", MOE), "moe.norm_topk_prob": (False, MOE),
     "moe.alpha_balance": (0.5, MOE), "moe.router_z_loss": (0.5, MOE), "moe.bias_update_rate": (0.1, MOE),
     "moe.shared_hidden_dim": (24, SHARED_EXPERT), "moe.shared_gate": (True, SHARED_EXPERT),
+    "moe.branch_norms": (True, {**SHARED_EXPERT, "model.norm_placement": "both"}),
     "moe.dense_layers": ([1], {**MOE, "model.num_blocks": 2}), "moe.dense_hidden_dim": (24, DENSE_FIRST),
     "moe.routed_scaling": (2.5, MOE), "moe.router_bias": (True, MOE), "moe.choice_bias": (True, MOE),
     "moe.n_groups": (2, MOE), "moe.top_k_groups": (2, {**MOE, "moe.n_experts": 8, "moe.n_groups": 4}),

@@ -78,7 +78,7 @@ class ModelSection(Section):
     layer_scalar: bool = field(False, "the output of each layer is multiplied by a learned number")
     per_layer_dim: CountOrZero = field(0, "size of the embedding of a token that each layer reads besides its input (0: none)")
     double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", lambda count: count != 0))] = field(
-        False, "the feed-forward layers of attention.kv_shared_layers have twice the width"
+        False, "the dense or shared feed-forward layers of attention.kv_shared_layers have twice the width"
     )
     scan_layers: bool = field(
         False, "train with stacked layers in a loop, which compiles in a fraction of the time; files hold separate layers"
@@ -105,6 +105,11 @@ class MoESection(Section):
     )
     shared_gate: Annotated[bool, EXPERTS, SHARED] = field(
         False, "what the layer gives that every token takes is multiplied by sigmoid(w x)"
+    )
+    branch_norms: Annotated[bool, EXPERTS, SHARED, Needs(("model.norm_placement", "both"))] = field(
+        False,
+        "experts and the layer that every token takes have norms of their own, and the router reads the residual stream with "
+        "a norm and learned scales of its own",
     )
     dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), EXPERTS] = field(
         (), "layers, from 0, with a dense feed-forward layer in place of experts"
@@ -267,6 +272,7 @@ class ExpertsConfig:
       shared_dim: the width of the layer that all tokens take besides, 0 for none; `shared_gate`: whether it has a gate.
       score: what a router's logits become; with `normalise` the weights of a token sum to 1, and `scaling` multiplies them.
       bias: whether the choice has one, see `model.moe.Router`; `logit_bias`: whether the logits have one.
+      branch_norms: whether experts and that layer have norms of their own, see `model.moe.BranchedExperts`.
       groups: of experts, of which a token takes those of `top_groups` alone, by their `group_score`.
       dense_layers: layers without experts, whose feed-forward layer is `dense_dim` wide.
     """
@@ -285,6 +291,7 @@ class ExpertsConfig:
     group_score: Literal["max", "top2"] = "max"
     dense_layers: tuple[int, ...] = ()
     dense_dim: int = 0
+    branch_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -426,10 +433,13 @@ class ModelConfig:
         if self.windows[layer] is None:
             changes["head_size"] = self.global_head_size or self.head_size
             changes["kv_heads"] = self.global_kv_heads or self.kv_heads
-        if self.experts is not None and not self.routes(layer):
-            changes |= {"experts": None, "hidden_dim": self.experts.dense_dim}
-        if self.double_wide_mlp and self.kv_source(layer) is not None:
-            changes["hidden_dim"] = 2 * self.hidden_dim
+        wider = 2 if self.double_wide_mlp and self.kv_source(layer) is not None else 1
+        if self.experts is not None and self.routes(layer):
+            changes["experts"] = replace(self.experts, shared_dim=wider * self.experts.shared_dim)
+        elif self.experts is not None:
+            changes |= {"experts": None, "hidden_dim": wider * self.experts.dense_dim}
+        else:
+            changes["hidden_dim"] = wider * self.hidden_dim
         return replace(self, **changes)
 
     @property
@@ -495,7 +505,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "model.hidden_dim", "and moe.expansion both set the feed-forward width: give one of them"
     if moe.use_moe and moe.top_k_mlp > moe.n_experts:
         yield "moe.top_k_mlp", f"must be at most moe.n_experts, got {moe.top_k_mlp} and {moe.n_experts}"
-    if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1:
+    if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1 and not moe.branch_norms:
         yield "moe.norm_topk_prob", "must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
     if len(positions) > 1:
         yield positions[0], f"and {' and '.join(positions[1:])} exclude each other: set all but one to false"
@@ -564,6 +574,8 @@ def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
         yield "moe.top_k_mlp", f"must be at most {there}, got {moe.top_k_mlp}"
     elif moe.group_score == "top2" and members < 2:
         yield "moe.group_score", f"top2 needs groups of at least 2 experts, got {members}"
+    if moe.branch_norms and moe.shared_gate:
+        yield "moe.branch_norms", "must be false with moe.shared_gate"
     if len(set(moe.dense_layers)) < len(moe.dense_layers) or any(layer >= layers for layer in moe.dense_layers):
         got = list(moe.dense_layers)
         yield "moe.dense_layers", f"must be different numbers less than model.num_blocks {layers}, got {got}"
@@ -610,6 +622,7 @@ def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
         moe.group_score if grouped else "max",
         tuple(sorted(moe.dense_layers)),
         (moe.dense_hidden_dim or hidden_dim) if moe.dense_layers else 0,
+        moe.branch_norms,
     )
 
 

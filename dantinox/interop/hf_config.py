@@ -346,6 +346,8 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             if kind not in ("attention", FULL):
                 raise UserError(f"config.json has layer_types: {shown(kind)}, of which only attention is known here")
         found |= _optional_experts(keys)
+    elif family.dense == "beside":
+        found |= _branched_experts(keys)
     if dense:
         found["moe.dense_layers"] = sorted(dense)
     if family.groups is not None:
@@ -370,6 +372,18 @@ def _optional_experts(keys: _Keys) -> dict[str, Any]:
     return experts | {"model.hidden_dim": width, "moe.shared_experts": 1, "moe.shared_hidden_dim": shared}
 
 
+def _branched_experts(keys: _Keys) -> dict[str, Any]:
+    """Experts beside a dense layer that all tokens take, or that layer alone."""
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
+    switched = keys.take("enable_moe_block", False)
+    count, taken, width, dense = (keys.take(name) for name in names)
+    if not switched:
+        return {"model.hidden_dim": dense}
+    experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.branch_norms": True, "moe.shared_experts": 1}
+    experts |= {"moe.n_experts": _given(count, names[0]), "moe.top_k_mlp": _given(taken, names[1])}
+    return experts | {"model.hidden_dim": _given(width, names[2]), "moe.shared_hidden_dim": dense}
+
+
 def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The opposite of `_expert_settings`."""
     written: dict[str, Any]
@@ -382,6 +396,12 @@ def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
             return written | {"num_local_experts": 0, "shared_intermediate_size": model.hidden_dim}
         sizes = {"num_local_experts": experts.count, "num_experts_per_tok": experts.top_k}
         return written | sizes | {"shared_intermediate_size": experts.shared_dim}
+    if family.dense == "beside":
+        experts = model.experts
+        if experts is None:
+            return {"enable_moe_block": False, "intermediate_size": model.hidden_dim}
+        written = {"enable_moe_block": True, "num_experts": experts.count, "top_k_experts": experts.top_k}
+        return written | {"moe_intermediate_size": model.hidden_dim, "intermediate_size": experts.shared_dim}
     if model.experts is None:
         return {}
     dense, groups = model.experts.dense_layers, model.experts.groups
@@ -455,7 +475,9 @@ def _unlike(model: ModelConfig, family: Family) -> list[str]:
     """The settings by which a model cannot be of a family, whatever its others are."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
     has = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
-    return [path for path, (ours, theirs) in has.items() if ours != theirs and (family.dense != "all" or path != "moe.use_moe")]
+    if family.dense in ("all", "beside"):  # with experts or without
+        del has["moe.use_moe"]
+    return [path for path, (ours, theirs) in has.items() if ours != theirs]
 
 
 _UNSAID = object()

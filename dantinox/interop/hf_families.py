@@ -203,6 +203,18 @@ GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {"o_proj.weight": ("out/kernel", F
     }) | ({} if end != -2 else {"v_proj.weight": ("kernel", VALUE), "v_proj.bias": ("bias", VALUE_BIAS)}),
     OURS + "attention/qkv/")
 )  # fmt: skip
+GEMMA4_EXPERTS = rows(LAYER, {
+    "router.proj.weight": ("router/kernel", Form("DE", "E D")), "router.scale": ("router/scale", VECTOR),
+    "router.per_expert_scale": ("router/expert_scale", Form("E", "E")),
+    "experts.gate_up_proj": ("experts/gate_up/kernel", Form("EDCF", "E CF D")),
+    "experts.down_proj": ("experts/down/kernel", Form("EFD", "E D F")),
+    "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE), "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
+    "mlp.down_proj.weight": ("shared/down/kernel", DOWN),
+    "pre_feedforward_layernorm.weight": ("shared_norm/scale", VECTOR),
+    "post_feedforward_layernorm_1.weight": ("shared_post_norm/scale", VECTOR),
+    "pre_feedforward_layernorm_2.weight": ("experts_norm/scale", VECTOR),
+    "post_feedforward_layernorm_2.weight": ("experts_post_norm/scale", VECTOR),
+}, OURS + "ffn/")  # fmt: skip
 PER_LAYER = rows("model.", {
     "embed_tokens_per_layer.weight": ("embed", Form("VLP", "V LP")),
     "per_layer_model_projection.weight": ("projection/kernel", Form("DLP", "LP D")),
@@ -294,7 +306,7 @@ class Family:
       pattern: without `layer_types` every n-th layer is full.
       dense: how `config.json` names the layers without experts: `first`, so many from the beginning; `steps`, all but every
         n-th, and those in a list; `range`, those outside of one; `all`, all where there are 0 experts; `types`, as
-        `mlp_layer_types` says; None: there are none.
+        `mlp_layer_types` says; `beside`, none, and `enable_moe_block` says whether there are experts; None: there are none.
       groups: how it limits a token's experts to those of the best groups: by each group's `max`, or its `top2`.
       pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers; `swapped`: for rotations
         of (x_{i+R/2}, x_i).
@@ -476,8 +488,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        OUTSIDE + GEMMA4_ATTENTION + FEED_FORWARD + NORMS_BOTH + HEAD_NORMS + PER_LAYER,
-        HEADS | {
+        OUTSIDE + GEMMA4_ATTENTION + FEED_FORWARD + NORMS_BOTH + HEAD_NORMS + PER_LAYER + GEMMA4_EXPERTS,
+        WITHOUT_WIDTH | {
             "attention_bias": BIASES,
             "final_logit_softcapping": "model.final_logit_softcapping",
             "attention_k_eq_v": "attention.k_eq_v",
@@ -489,7 +501,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh",
             "max_position_embeddings": 131072, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
             "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-            "global_head_dim": 512,
+            "global_head_dim": 512, "intermediate_size": 9216,
             "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -502,8 +514,9 @@ FAMILIES: dict[str, Family] = {
         window="layers",
         pattern=6,
         heads="by kind",
-        only={"enable_moe_block": False, "use_bidirectional_attention": (None, False, "vision")},
-        unused=("hidden_act", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        dense="beside",
+        only={"use_bidirectional_attention": (None, False, "vision")},
+        unused=("hidden_act",),
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",

@@ -27,7 +27,7 @@ def lora(family: Family) -> str:
         return NO
     if "moe.use_moe" in family.settings:
         return "attention"
-    return "all, with experts attention" if family.dense == "all" else "all"
+    return "all, with experts attention" if family.dense in ("all", "beside") else "all"
 
 
 def compressed(family: Family) -> str:

@@ -17,7 +17,7 @@ from dantinox.model.cache import KVCache, NoCache, RecordKeys, SharedKeys
 from dantinox.model.latent_attention import LatentAttention
 from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.lora import adapt, hold
-from dantinox.model.moe import MixtureOfExperts, unrouted
+from dantinox.model.moe import BranchedExperts, MixtureOfExperts, unrouted
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.per_layer import PerLayerEmbedding, PerLayerInput
 from dantinox.model.positions import rotary_angles, sinusoidal
@@ -65,9 +65,12 @@ class Block(nnx.Module):
         attending = Attention if config.latent is None else LatentAttention
         self.attention = attending(config, layer, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.parallel = config.parallel_blocks
-        self.norm2 = normalisation(config) if before and not self.parallel else _unchanged
+        branched = config.routes(layer) and config.experts is not None and config.experts.branch_norms
+        self.norm2 = normalisation(config) if before and not self.parallel and not branched else _unchanged
         self.post_norm2 = normalisation(config) if after else _unchanged
-        feeding = MixtureOfExperts if config.routes(layer) else feed_forward
+        feeding: Callable = feed_forward
+        if config.routes(layer):
+            feeding = BranchedExperts if branched else MixtureOfExperts
         self.ffn = feeding(config.of_layer(layer), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.routes, self.experts = config.routes(layer), None if config.experts is None else config.experts.count
         reads_input = config.per_layer_dim > 0

@@ -26,6 +26,7 @@ ARCHITECTURES = [
     ("biases", {"model__activation": "gelu", "model__norm": "layernorm", "model__norm_placement": "after"}),
     ("moe", {"moe__score_function": "sigmoid", "moe__bias_update_rate": 0.001}),
     ("moe", {"model__activation": "gelu", "model__scan_layers": True}),
+    ("moe", {"moe__shared_gate": False, "moe__branch_norms": True, "model__norm_placement": "both"}),
     ("uneven", {}),
     ("uneven", {**LORA, "lora__targets": ["q_proj", "v_proj", "down_proj"]}),
     ("mla", {"attention__no_sink": True, "attention__sink_logits": True}),

@@ -48,6 +48,9 @@ MODELS = {
         layer_scalar=True,
         double_wide_mlp=True,
     ),
+    "experts and a shared layer with norms of their own": builder.config(
+        windows=(4, None), experts=ExpertsConfig(4, 2, shared_dim=16, branch_norms=True), norm_placement="both", qk_norm=True
+    ),
     "latents": builder.config(windows=(None, 4), kv_heads=4, latent=LatentConfig(12, 4, 6, query_rank=10)),
 }
 

@@ -25,7 +25,7 @@ def random_model(family: str, seed: int, **changes):
     draw = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=draw)
-        if path.endswith("bias") or "norm" in path or ".ln_" in path:
+        if path.endswith(("bias", "router.scale", "per_expert_scale")) or "norm" in path or ".ln_" in path:
             zero_centered = "gemma" in family and family != "gemma4_text" and "norm" in path
             noise = 0.2 * noise + (0 if path.endswith("bias") or zero_centered else 1)
             if family == "gemma4_text" and "k_norm" in path:  # in place of the division of scores

@@ -37,7 +37,7 @@ def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> f
     if scaling is None or scaling.kind == "linear":
         return plain / (1 if scaling is None else scaling.factor)
     if scaling.kind == "proportional":
-        return plain / scaling.factor if i < scaling.share * size / 2 else 0.0
+        return plain / scaling.factor if i + 1 <= scaling.share * size / 2 else 0.0
     old = scaling.original_context
     if scaling.kind == "longrope":
         return plain / scaling.factors[i]
@@ -115,9 +115,19 @@ def feed_forward(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
 
 
 def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
-    """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones."""
+    """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones.
+
+    With `branch_norms` x is what the norms of both and the router's read (transformers' Gemma 4).
+    """
     rule, experts = config.experts, weights["experts"]
-    logits_E = x_D @ weights["router"]["kernel"] + weights["router"].get("logit_bias", 0)
+
+    def norm(x_D: Array, name: str) -> Array:
+        return normalise(rms_kind(config), x_D, weights[name], config.norm_epsilon) if rule.branch_norms else x_D
+
+    read_D = x_D
+    if rule.branch_norms:
+        read_D = normalise("rmsnorm", x_D, {}, config.norm_epsilon) * weights["router"]["scale"] / math.sqrt(config.dim)
+    logits_E = read_D @ weights["router"]["kernel"] + weights["router"].get("logit_bias", 0)
     scores_E = np.exp(logits_E) / np.exp(logits_E).sum() if rule.score == "softmax" else sigmoid(logits_E)
     chosen_by_E = scores_E + (weights["router"]["bias"] if rule.bias else 0)
     members = [range(g, g + rule.count // rule.groups) for g in range(0, rule.count, rule.count // rule.groups)]
@@ -126,13 +136,16 @@ def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     allowed = [e for group in members[: rule.top_groups] for e in group]
     chosen = sorted(allowed, key=lambda e: -chosen_by_E[e])[: rule.top_k]
     whole = (sum(scores_E[e] for e in chosen) if rule.normalise else 1) / rule.scaling
-    out_D = feed_forward(config, x_D, weights["shared"]) if rule.shared_dim else np.zeros_like(x_D)
+    shared_D, out_D = np.zeros_like(x_D), np.zeros_like(x_D)
+    if rule.shared_dim:
+        shared_D = norm(feed_forward(config, norm(x_D, "shared_norm"), weights["shared"]), "shared_post_norm")
     if rule.shared_gate:
-        out_D = out_D * sigmoid(x_D @ weights["shared_gate"]["kernel"])
+        shared_D = shared_D * sigmoid(x_D @ weights["shared_gate"]["kernel"])
     for e in chosen:
         expert = {name: {leaf: array[e] for leaf, array in part.items()} for name, part in experts.items()}
-        out_D = out_D + scores_E[e] / whole * feed_forward(config, x_D, expert)
-    return out_D
+        weight = scores_E[e] / whole * (weights["router"]["expert_scale"][e] if rule.branch_norms else 1)
+        out_D = out_D + weight * feed_forward(config, norm(x_D, "experts_norm"), expert)
+    return shared_D + (norm(out_D, "experts_post_norm") if rule.branch_norms else out_D)
 
 
 def sees(query: int, key: int, positions: Array, segments: Array, window: int | None) -> bool:
@@ -293,7 +306,8 @@ def forward(
         if config.experts is None or layer in config.experts.dense_layers:
             f_TD = np.array([feed_forward(config, x_D, block["ffn"]) for x_D in normed_TD])
         else:
-            f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
+            read_TD = x_TD if config.experts.branch_norms else normed_TD
+            f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in read_TD])
         x_TD = x_TD + config.residual_multiplier * (norm(f_TD, block.get("post_norm2", {})) if after else f_TD)
         if config.per_layer_dim:
             read, gate_TP = block["layer_input"], x_TD @ block["layer_input"]["gate"]["kernel"]

@@ -77,6 +77,11 @@ GRID = {
         ),
         "windows": (None, None, None),
     },
+    "experts and a shared layer with norms of their own": SHARED
+    | {
+        "experts": ExpertsConfig(5, 2, shared_dim=10, branch_norms=True, dense_layers=(0,), dense_dim=24),
+        "double_wide_mlp": True,
+    },
     "biases": {
         "qkv_bias": True,
         "out_bias": True,
@@ -134,7 +139,7 @@ GRID = {
         "v_norm": True,
         "qk_norm": True,
         "rope_local_theta": 50.0,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": 0.67,
         "query_pre_attn_scalar": 1.0,
     },
     "shared keys, per-layer inputs": SHARED | {"per_layer_dim": 3, "layer_scalar": True, "double_wide_mlp": True},
