@@ -622,7 +622,7 @@ def _gemma4(meta: Metadata, file: GGUFFile) -> dict[str, Any]:
             "num_kv_shared_layers": shared,
             "use_double_wide_mlp": bool(wider),
             "hidden_size_per_layer_input": meta("embedding_length_per_layer_input", 0),
-            "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
+            "vocab_size_per_layer_input": rows,
             "rope_parameters": {
                 "full_attention": {"rope_theta": theta, **_proportional(file, size)},
                 "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"},
