@@ -422,11 +422,6 @@ class ModelConfig:
             return 0
         return 1 if self.k_eq_v and self.windows[layer] is None else 2
 
-    @property
-    def uniform_keys(self) -> bool:
-        """Whether all layers have keys and values of their own, with heads of the same number and size."""
-        return self.kv_shared_layers == 0 and self.global_head_size is None and self.global_kv_heads is None
-
     def of_layer(self, layer: int) -> "ModelConfig":
         """The architecture with the heads and the feed-forward layer of this layer in all."""
         changes: dict[str, Any] = {"global_head_size": None, "global_kv_heads": None, "double_wide_mlp": False}
@@ -533,10 +528,10 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "attention.layer_types", "must name at least one of sliding, full, got []"
 
 
-def uneven_keys(a: AttentionSection) -> str | None:
+def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
     """The first setting that gives layers different keys and values, or keys of another layer; None: there is none."""
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
-    return next((f"attention.{key}" for key in keys if getattr(a, key) != AttentionSection.model_fields[key].default), None)
+    return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 
 
 def _layer_conflicts(m: ModelSection, a: AttentionSection, kv_heads: int) -> Iterator[Conflict]:

@@ -285,7 +285,7 @@ class Config(Section):
             yield key, "must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
-            yield key, f"must be null with {uneven}: a budget is divided among layers with keys of one shape"
+            yield key, f"must be null with {uneven}: it is divided among layers with keys of one shape"
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
