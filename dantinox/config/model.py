@@ -237,7 +237,7 @@ class AttentionSection(Section):
     global_kv_heads: Count | None = field(None, "key/value heads of layers without a window (null: model.kv_heads)")
     k_eq_v: bool = field(False, "in layers without a window the key projection gives the values too")
     kv_shared_layers: CountOrZero = field(
-        0, "last layers, which read the keys and values of the last layer before them that has a window as they do, or none"
+        0, "how many of the last layers read the keys and values of the last layer before them of their kind, sliding or full"
     )
 
 
@@ -491,7 +491,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     elif rotated < 2 or rotated % 2:
         share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
         yield "attention.partial_rotary_factor", share
-    yield from _layer_conflicts(m, a, kv_heads)
+    yield from _layer_conflicts(m, a)
     if a.attention_multiplier is not None and a.query_pre_attn_scalar is not None:
         yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: give one of them"
     if a.absolute_pos and m.dim % 2:
@@ -534,17 +534,16 @@ def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
 
 
-def _layer_conflicts(m: ModelSection, a: AttentionSection, kv_heads: int) -> Iterator[Conflict]:
+def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]:
     """Yields the rules among the settings by which layers differ that are broken."""
     L, shared, size = m.num_blocks, a.kv_shared_layers, a.global_head_size
     if m.n_heads % (a.global_kv_heads or 1):
         yield "attention.global_kv_heads", f"must divide model.n_heads, got {a.global_kv_heads} and {m.n_heads}"
     if size is not None and a.use_rotary_pos and (size % 2 or int(size * a.partial_rotary_factor) % 2):
-        yield "attention.global_head_size", f"must be even, and so must be what of it is rotated, got {size}"
+        rule = "and its product with attention.partial_rotary_factor must be even with attention.use_rotary_pos"
+        yield "attention.global_head_size", f"{rule}, got {size} and {a.partial_rotary_factor:g}"
     if size is not None and a.rope_scaling == "longrope":
         yield "attention.global_head_size", "must be null with attention.rope_scaling: longrope, whose factors are for one size"
-    if a.k_eq_v and a.qkv_bias:
-        yield "attention.k_eq_v", "must be false with attention.qkv_bias"
     if m.per_layer_dim and m.activation == "clamped_swiglu":
         yield "model.per_layer_dim", "must be 0 with model.activation: clamped_swiglu, which has no form of one argument"
     if shared and m.scan_layers:

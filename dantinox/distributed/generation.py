@@ -99,6 +99,8 @@ def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> Par
     if inner == "embed" or module == "head":  # tables by what a token's row has, the output layer by its tokens
         axis = 0 if narrow else 1
         return _along(axis, len(shape)) if len(shape) and shape[axis] % tensor == 0 else PartitionSpec()
+    if inner == "per_layer/embed":
+        return _along(2, 3) if len(shape) == 3 and shape[2] % tensor == 0 else PartitionSpec()
     if leaf == "one":
         return PartitionSpec()
     if not narrow or leaf == "bias":

@@ -420,7 +420,6 @@ FAMILIES = (
     ),
     Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
 )
-FAMILY_OF_GEMMA4 = next(family for family in FAMILIES if family.arch == "gemma4")
 # Metadata, without the name of the architecture before it → `config.json`.
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -534,7 +533,7 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         meta.refuse_rest()
         return family, config
     if family.arch == "gemma4":
-        config |= _gemma4(meta, file)
+        config |= _gemma4(meta, family, file)
         meta.refuse_rest()
         return family, config
     heads = meta("attention.head_count")
@@ -579,17 +578,17 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     return family, config
 
 
-def _gemma4(meta: Metadata, file: GGUFFile) -> dict[str, Any]:
+def _gemma4(meta: Metadata, family: Family, file: GGUFFile) -> dict[str, Any]:
     """The keys of a Gemma 4, whose sizes differ between sliding and full layers."""
     varied = ("feed_forward_length", "attention.head_count_kv")
     found = {theirs: meta(key, kind=_kind_of(key)) for key, theirs in SIZES.items() if key not in varied}
     layers, name = found["num_hidden_layers"], "attention.shared_kv_layers"
     shared = meta(name, 0)
-    found |= _windows(meta, FAMILY_OF_GEMMA4, layers)
+    found |= _windows(meta, family, layers)
     full = [i for i, kind in enumerate(found["layer_types"]) if kind == "full_attention"]
     sliding = [i for i in range(layers) if i not in full] or full
-    if not full or shared >= layers:
-        raise UserError(f"{meta.name} says that {shared} of {layers} layers share keys, and {len(full)} are full")
+    if layers - 1 not in full or shared >= layers:
+        raise UserError(f"{meta.name} must have a full layer at its end and one with keys of its own, which is not so")
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{meta.name} has no embeddings: token_embd.weight is missing")
     rows = file.tensors["token_embd.weight"].shape[0]

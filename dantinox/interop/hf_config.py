@@ -377,6 +377,7 @@ def _branched_experts(keys: _Keys) -> dict[str, Any]:
     names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
     switched = keys.take("enable_moe_block", False)
     count, taken, width, dense = (keys.take(name) for name in names)
+    dense = _given(dense, "intermediate_size")
     if not switched:
         return {"model.hidden_dim": dense}
     experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.branch_norms": True, "moe.shared_experts": 1}

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.layers import GATED, PLAIN, Linear, normalisation, rms_norm
+from dantinox.model.parallelism import Parallelism
 
 
 class PerLayerEmbedding(nnx.Module):
@@ -27,9 +28,11 @@ class PerLayerEmbedding(nnx.Module):
         self.projection = Linear((D,), (L, P), dtype=dtype, rngs=rngs)
         self.norm = rms_norm(config, P)
 
-    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         """The inputs `[L, B, T, P]` of the layers; `x_BTD`: the embeddings that the first layer gets."""
-        own_BTLP = self.embed[...][tokens_BT].astype(self.dtype) * jnp.asarray(math.sqrt(self.size), self.dtype)
+        own_BTLP = parallelism.all_gather(self.embed[...][tokens_BT].astype(self.dtype)) * jnp.asarray(
+            math.sqrt(self.size), self.dtype
+        )
         projected_BTLP = self.norm((self.projection(x_BTD) * self.dim**-0.5).astype(self.dtype))
         return jnp.moveaxis(((projected_BTLP + own_BTLP) * 2**-0.5).astype(self.dtype), 2, 0)
 

@@ -194,7 +194,7 @@ class Transformer(nnx.Module):
         x_BTD = self.parallelism.scale_replicated(dropout(embedded_BTD, self.config.dropout_rate, keys[-1]))
         inputs: Any = (None,) * L
         if self.per_layer is not None:
-            inputs = self.parallelism.scale_replicated(self.per_layer(tokens_BT, embedded_BTD))
+            inputs = self.parallelism.scale_replicated(self.per_layer(tokens_BT, embedded_BTD, self.parallelism))
         angles = self._angles(positions_BT)
         if self.config.scan_layers:
             x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], inputs)

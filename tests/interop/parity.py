@@ -64,7 +64,7 @@ OPTIONS: dict[str, list[dict]] = {
                     {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False},
                     {"global_head_dim": 12}, {"global_head_dim": 12, "attention_k_eq_v": False}, {"head_dim": 16},
                     {"num_global_key_value_heads": 2}, {"num_global_key_value_heads": 4}, UNTIED, {"rms_norm_eps": 1e-2},
-                    {"attention_k_eq_v": False} | BIASES, {"sliding_window": 3}, {"hidden_activation": "silu"},
+                    BIASES, {"attention_k_eq_v": False} | BIASES, {"sliding_window": 3}, {"hidden_activation": "silu"},
                     {"layer_types": ["full_attention"] * 5},
                     {"layer_types": None, "num_hidden_layers": 6, "num_kv_shared_layers": 0},
                     {"layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],

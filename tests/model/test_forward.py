@@ -174,7 +174,7 @@ def test_logits(changes):
     assert difference(config(**changes)) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}])
+@pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}, SHARED])
 def test_segments(changes):
     segments_BT = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 7, 7]], np.int32)
     assert difference(config(**changes), segments_BT=segments_BT) < TOLERANCE
