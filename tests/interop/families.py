@@ -50,7 +50,7 @@ FAMILIES = {
             "attention_k_eq_v": True,
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 8,
+            "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": 67,
             "final_logit_softcapping": 4.0,
             "rope_parameters": PROPORTIONAL,
