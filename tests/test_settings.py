@@ -46,6 +46,8 @@ LONGROPE = {
     "attention.rope_long_factors": [1.0, 1.0, 1.0, 4.0],
 }  # fmt: skip
 YARN = {**LLAMA3, "attention.rope_scaling": "yarn"}
+PROPORTIONAL = {"attention.rope_scaling": "proportional"}
+SHARED_KEYS = {"model.num_blocks": 2, "attention.kv_shared_layers": 1}
 # Setting → a value other than its default, and what else it needs.
 OTHER: dict[str, tuple] = {
     "model.dim": (32,), "model.n_heads": (4,), "model.kv_heads": (1,), "model.head_size": (4,), "model.num_blocks": (2,),
@@ -60,10 +62,15 @@ OTHER: dict[str, tuple] = {
     "model.norm_embeddings": (True,), "model.embedding_multiplier": (2.0,), "model.residual_multiplier": (0.5,),
     "model.logits_scaling": (2.0,), "model.swiglu_limit": (5.0, CLAMPED), "model.swiglu_alpha": (1.0, CLAMPED),
     "model.dtype": ("bfloat16",), "model.scan_layers": (True,), "model.final_logit_softcapping": (30.0,),
+    "model.v_norm": (True,), "model.layer_scalar": (True,), "model.per_layer_dim": (4,),
+    "model.double_wide_mlp": (True, SHARED_KEYS), "attention.kv_shared_layers": (1, {"model.num_blocks": 2}),
+    "attention.global_head_size": (4,), "attention.global_kv_heads": (1,), "attention.k_eq_v": (True,),
+    "attention.rope_share": (0.5, PROPORTIONAL),
     "moe.use_moe": (True,), "moe.n_experts": (8, MOE), "moe.top_k_mlp": (3, MOE), "moe.shared_experts": (1, MOE),
     "moe.expansion": (3.0,), "moe.score_function": ("sigmoid", MOE), "moe.norm_topk_prob": (False, MOE),
     "moe.alpha_balance": (0.5, MOE), "moe.router_z_loss": (0.5, MOE), "moe.bias_update_rate": (0.1, MOE),
     "moe.shared_hidden_dim": (24, SHARED_EXPERT), "moe.shared_gate": (True, SHARED_EXPERT),
+    "moe.branch_norms": (True, {**SHARED_EXPERT, "model.norm_placement": "both"}),
     "moe.dense_layers": ([1], {**MOE, "model.num_blocks": 2}), "moe.dense_hidden_dim": (24, DENSE_FIRST),
     "moe.routed_scaling": (2.5, MOE), "moe.router_bias": (True, MOE), "moe.choice_bias": (True, MOE),
     "moe.n_groups": (2, MOE), "moe.top_k_groups": (2, {**MOE, "moe.n_experts": 8, "moe.n_groups": 4}),

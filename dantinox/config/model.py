@@ -74,6 +74,12 @@ class ModelSection(Section):
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
         "full", "with gradient_checkpointing: recompute everything, or all but matrix products"
     )
+    v_norm: bool = field(False, "RMS-normalise the values of each head, without a learned scale")
+    layer_scalar: bool = field(False, "the output of each layer is multiplied by a learned number")
+    per_layer_dim: CountOrZero = field(0, "size of the embedding of a token that each layer reads besides its input (0: none)")
+    double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", lambda count: count != 0))] = field(
+        False, "the dense or shared feed-forward layers of attention.kv_shared_layers have twice the width"
+    )
     scan_layers: bool = field(
         False, "train with stacked layers in a loop, which compiles in a fraction of the time; files hold separate layers"
     )
@@ -99,6 +105,11 @@ class MoESection(Section):
     )
     shared_gate: Annotated[bool, EXPERTS, SHARED] = field(
         False, "what the layer gives that every token takes is multiplied by sigmoid(w x)"
+    )
+    branch_norms: Annotated[bool, EXPERTS, SHARED, Needs(("model.norm_placement", "both"))] = field(
+        False,
+        "experts and the layer that every token takes have norms of their own, and the router reads the residual stream with "
+        "a norm and learned scales of its own",
     )
     dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), EXPERTS] = field(
         (), "layers, from 0, with a dense feed-forward layer in place of experts"
@@ -133,6 +144,7 @@ LATENT = Needs(("attention.kv_lora_rank", given))
 SCALED = Needs(("attention.rope_scaling", lambda kind: kind != "none"))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
 LONGROPE = Needs(("attention.rope_scaling", "longrope"))
+PROPORTIONAL = Needs(("attention.rope_scaling", "proportional"))
 ROTARY = Needs(("attention.use_rotary_pos", True))
 
 
@@ -152,7 +164,7 @@ class AttentionSection(Section):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), ROTARY] = field(
         1.0, "share of each head that is rotated, from its first dimension"
     )
-    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope"], ROTARY] = field(
+    rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"], ROTARY] = field(
         "none", "lower rotary frequencies, for texts longer than those of a first training: all, the low ones, or each its way"
     )
     rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), SCALED] = field(
@@ -182,6 +194,9 @@ class AttentionSection(Section):
     query_scaling_beta: Annotated[
         Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
     ] = field(None, "β: queries at position p are multiplied by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: by nothing)")
+    rope_share: Annotated[float, Field(gt=0, le=1), PROPORTIONAL] = field(
+        1.0, "proportional: share of the frequencies of a head that rotate, from the highest; the others are 0"
+    )
     rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), LONGROPE] = field(
         None, "longrope: what each frequency is divided by where max_context is no longer than rope_original_context"
     )
@@ -218,6 +233,12 @@ class AttentionSection(Section):
         None, "added to the variance inside the normalisations of latents (null: model.norm_epsilon)"
     )
     sink_logits: bool = field(False, "a learned logit per head that takes part in the softmax and has no value")
+    global_head_size: Count | None = field(None, "width of one head in layers without a window (null: model.head_size)")
+    global_kv_heads: Count | None = field(None, "key/value heads of layers without a window (null: model.kv_heads)")
+    k_eq_v: bool = field(False, "in layers without a window the key projection gives the values too")
+    kv_shared_layers: CountOrZero = field(
+        0, "how many of the last layers read the keys and values of the last layer before them of their kind, sliding or full"
+    )
 
 
 @dataclass(frozen=True)
@@ -227,7 +248,7 @@ class RopeScaling:
     `kind` reads those of the other numbers that its formula has.
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: float
     original_context: int = 1
     low_freq_factor: float = 1.0
@@ -239,6 +260,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -250,6 +272,7 @@ class ExpertsConfig:
       shared_dim: the width of the layer that all tokens take besides, 0 for none; `shared_gate`: whether it has a gate.
       score: what a router's logits become; with `normalise` the weights of a token sum to 1, and `scaling` multiplies them.
       bias: whether the choice has one, see `model.moe.Router`; `logit_bias`: whether the logits have one.
+      branch_norms: whether experts and that layer have norms of their own, see `model.moe.BranchedExperts`.
       groups: of experts, of which a token takes those of `top_groups` alone, by their `group_score`.
       dense_layers: layers without experts, whose feed-forward layer is `dense_dim` wide.
     """
@@ -268,6 +291,7 @@ class ExpertsConfig:
     group_score: Literal["max", "top2"] = "max"
     dense_layers: tuple[int, ...] = ()
     dense_dim: int = 0
+    branch_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -301,7 +325,8 @@ class ModelConfig:
 
     With `scan_layers` those that recur are stacked, which is how a model is trained; one that decodes has its layers apart.
     `windows` holds for each layer the number of keys a query sees, its own included, or None for all; `unrotated` names layers
-    without rotary positions. `platform` is what it is compiled for; `auto`: the machine at hand.
+    without rotary positions. What differs between layers is resolved by `of_layer`. `platform` is what it is compiled for;
+    `auto`: the machine at hand.
     """
 
     vocab_size: int
@@ -346,6 +371,14 @@ class ModelConfig:
     gate_bias: bool = False
     softcap: float | None = None
     sink_logits: bool = False
+    global_head_size: int | None = None
+    global_kv_heads: int | None = None
+    k_eq_v: bool = False
+    v_norm: bool = False
+    kv_shared_layers: int = 0
+    double_wide_mlp: bool = False
+    layer_scalar: bool = False
+    per_layer_dim: int = 0
     head_bias: bool = False
     final_softcap: float | None = None
     experts: ExpertsConfig | None = None
@@ -376,11 +409,33 @@ class ModelConfig:
         """Whether a layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer reads, or None where it has its own."""
+        first = self.num_blocks - self.kv_shared_layers
+        if layer < first:
+            return None
+        return max(i for i in range(first) if (self.windows[i] is None) == (self.windows[layer] is None))
+
+    def kv_projections(self, layer: int) -> int:
+        """The keys and values that a layer projects for each key head: 2, 1 where one is both, 0 where it reads another's."""
+        if self.kv_source(layer) is not None:
+            return 0
+        return 1 if self.k_eq_v and self.windows[layer] is None else 2
+
     def of_layer(self, layer: int) -> "ModelConfig":
-        """The architecture with the feed-forward layer of this layer in all."""
-        if self.experts is None or self.routes(layer):
-            return self
-        return replace(self, experts=None, hidden_dim=self.experts.dense_dim)
+        """The architecture with the heads and the feed-forward layer of this layer in all."""
+        changes: dict[str, Any] = {"global_head_size": None, "global_kv_heads": None, "double_wide_mlp": False}
+        if self.windows[layer] is None:
+            changes["head_size"] = self.global_head_size or self.head_size
+            changes["kv_heads"] = self.global_kv_heads or self.kv_heads
+        wider = 2 if self.double_wide_mlp and self.kv_source(layer) is not None else 1
+        if self.experts is not None and self.routes(layer):
+            changes["experts"] = replace(self.experts, shared_dim=wider * self.experts.shared_dim)
+        elif self.experts is not None:
+            changes |= {"experts": None, "hidden_dim": wider * self.experts.dense_dim}
+        else:
+            changes["hidden_dim"] = wider * self.hidden_dim
+        return replace(self, **changes)
 
     @property
     def period(self) -> int:
@@ -426,11 +481,17 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             yield "attention.kv_lora_rank", f"needs {needed}: heads have their own keys, and latents are normalised"
         if (a.qk_rope_head_dim or head_size // 2) % 2:
             yield "attention.qk_rope_head_dim", f"must be even, got {a.qk_rope_head_dim or head_size // 2}"
+        for key in ("global_head_size", "global_kv_heads", "k_eq_v", "kv_shared_layers"):
+            if getattr(a, key) != AttentionSection.model_fields[key].default:
+                yield f"attention.{key}", "has no meaning with attention.kv_lora_rank: leave it at its default"
+        if m.v_norm:
+            yield "model.v_norm", "must be false with attention.kv_lora_rank: latents are normalised"
     elif a.use_rotary_pos and head_size % 2:
         yield "model.head_size", f"must be even with attention.use_rotary_pos, got {head_size}"
     elif rotated < 2 or rotated % 2:
         share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
         yield "attention.partial_rotary_factor", share
+    yield from _layer_conflicts(m, a)
     if a.attention_multiplier is not None and a.query_pre_attn_scalar is not None:
         yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: give one of them"
     if a.absolute_pos and m.dim % 2:
@@ -439,11 +500,11 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "model.hidden_dim", "and moe.expansion both set the feed-forward width: give one of them"
     if moe.use_moe and moe.top_k_mlp > moe.n_experts:
         yield "moe.top_k_mlp", f"must be at most moe.n_experts, got {moe.top_k_mlp} and {moe.n_experts}"
-    if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1:
+    if moe.use_moe and moe.top_k_mlp == 1 and moe.norm_topk_prob and moe.n_experts > 1 and not moe.branch_norms:
         yield "moe.norm_topk_prob", "must be false with moe.top_k_mlp: 1, or every weight is 1 and the router learns nothing"
     if len(positions) > 1:
         yield positions[0], f"and {' and '.join(positions[1:])} exclude each other: set all but one to false"
-    if a.rope_scaling != "none" and a.rope_factor == 1:
+    if a.rope_scaling not in ("none", "proportional") and a.rope_factor == 1:
         yield "attention.rope_factor", f"must be more than 1 with attention.rope_scaling: {a.rope_scaling}, got 1"
     if a.rope_scaling in ("llama3", "yarn", "longrope") and a.rope_original_context is None:
         yield "attention.rope_original_context", f"must be given with attention.rope_scaling: {a.rope_scaling}"
@@ -467,6 +528,34 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "attention.layer_types", "must name at least one of sliding, full, got []"
 
 
+def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
+    """The first setting that gives layers different keys and values, or keys of another layer; None: there is none."""
+    keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
+    return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)
+
+
+def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]:
+    """Yields the rules among the settings by which layers differ that are broken."""
+    L, shared, size = m.num_blocks, a.kv_shared_layers, a.global_head_size
+    if m.n_heads % (a.global_kv_heads or 1):
+        yield "attention.global_kv_heads", f"must divide model.n_heads, got {a.global_kv_heads} and {m.n_heads}"
+    if size is not None and a.use_rotary_pos and (size % 2 or int(size * a.partial_rotary_factor) % 2):
+        rule = "and its product with attention.partial_rotary_factor must be even with attention.use_rotary_pos"
+        yield "attention.global_head_size", f"{rule}, got {size} and {a.partial_rotary_factor:g}"
+    if size is not None and a.rope_scaling == "longrope":
+        yield "attention.global_head_size", "must be null with attention.rope_scaling: longrope, whose factors are for one size"
+    if m.per_layer_dim and m.activation == "clamped_swiglu":
+        yield "model.per_layer_dim", "must be 0 with model.activation: clamped_swiglu, which has no form of one argument"
+    if shared and m.scan_layers:
+        yield "attention.kv_shared_layers", "must be 0 with model.scan_layers: the layers of a loop have keys of their own"
+    if not a.layer_types:
+        return
+    kinds = [a.sliding_window and a.layer_types[i % len(a.layer_types)] == "sliding" for i in range(L)]
+    if shared and not set(kinds[L - shared :]) <= set(kinds[: max(L - shared, 0)]):
+        needed = "must leave a layer of each kind, sliding and full, that has keys and values of its own"
+        yield "attention.kv_shared_layers", f"{needed}, got {shared} of {L} layers"
+
+
 def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
     """Yields the rules among the settings of experts that are broken."""
     members = moe.n_experts // moe.n_groups
@@ -479,6 +568,8 @@ def _expert_conflicts(layers: int, moe: MoESection) -> Iterator[Conflict]:
         yield "moe.top_k_mlp", f"must be at most {there}, got {moe.top_k_mlp}"
     elif moe.group_score == "top2" and members < 2:
         yield "moe.group_score", f"top2 needs groups of at least 2 experts, got {members}"
+    if moe.branch_norms and moe.shared_gate:
+        yield "moe.branch_norms", "must be false with moe.shared_gate"
     if len(set(moe.dense_layers)) < len(moe.dense_layers) or any(layer >= layers for layer in moe.dense_layers):
         got = list(moe.dense_layers)
         yield "moe.dense_layers", f"must be different numbers less than model.num_blocks {layers}, got {got}"
@@ -493,6 +584,8 @@ def rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
         return None
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}.get(kind, ())
     numbers: dict[str, Any] = {name: getattr(a, name) for name in names}
+    if kind == "proportional":
+        return RopeScaling(kind, a.rope_factor, share=a.rope_share)
     if kind == "yarn":
         numbers |= {name: getattr(a, f"rope_{name}") for name in ("truncate", "mscale", "mscale_all_dim")}
     original = a.rope_original_context or 1
@@ -523,6 +616,7 @@ def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
         moe.group_score if grouped else "max",
         tuple(sorted(moe.dense_layers)),
         (moe.dense_hidden_dim or hidden_dim) if moe.dense_layers else 0,
+        moe.branch_norms,
     )
 
 
@@ -551,6 +645,9 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "rope_local_theta": a.rope_local_theta if a.sliding_window else None,
         "unrotated": tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
         "query_pre_attn_scalar": a.query_pre_attn_scalar if multiplier is None else multiplier**-2,
+        "global_head_size": None if a.global_head_size == head_size else a.global_head_size,
+        "global_kv_heads": None if a.global_kv_heads == (m.kv_heads or m.n_heads) else a.global_kv_heads,
+        "double_wide_mlp": m.double_wide_mlp and a.kv_shared_layers > 0,
         "softcap": a.attn_logit_softcapping,
         "final_softcap": m.final_logit_softcapping,
         "remat": m.remat_policy if m.gradient_checkpointing else "none",

@@ -28,7 +28,15 @@ from dantinox.config.base import (
 from dantinox.config.generation import GenerationSection, generation_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
-from dantinox.config.model import AttentionSection, ModelConfig, ModelSection, MoESection, architecture, model_conflicts
+from dantinox.config.model import (
+    AttentionSection,
+    ModelConfig,
+    ModelSection,
+    MoESection,
+    architecture,
+    model_conflicts,
+    uneven_keys,
+)
 from dantinox.config.prerequisites import Needs, given, inactive_settings
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import needs_of
@@ -275,6 +283,9 @@ class Config(Section):
         if self.kv.compresses and self.attention.kv_lora_rank is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, "must be null with attention.kv_lora_rank: heads share one latent, which no head can drop alone"
+        if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
+            key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
+            yield key, f"must be null with {uneven}: it is divided among layers with keys of one shape"
         yield from model_conflicts(self.model, self.moe, self.attention)
         yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)

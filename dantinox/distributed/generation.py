@@ -65,6 +65,8 @@ def widest(model: ModelConfig, most: int) -> int:
 def _divided(model: ModelConfig) -> dict[str, int]:
     """What stands on different devices, in words, and how much of it a layer has."""
     heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
+    if model.global_kv_heads is not None:
+        heads["key heads without a window"] = model.global_kv_heads
     widths = {"features of the feed-forward": model.hidden_dim}
     if model.experts is not None and model.experts.shared_dim:
         widths["features of the shared layer"] = model.experts.shared_dim
@@ -97,6 +99,8 @@ def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> Par
     if inner == "embed" or module == "head":  # tables by what a token's row has, the output layer by its tokens
         axis = 0 if narrow else 1
         return _along(axis, len(shape)) if len(shape) and shape[axis] % tensor == 0 else PartitionSpec()
+    if inner == "per_layer/embed":
+        return _along(2, 3) if len(shape) == 3 and shape[2] % tensor == 0 else PartitionSpec()
     if leaf == "one":
         return PartitionSpec()
     if not narrow or leaf == "bias":

@@ -100,10 +100,13 @@ class Layout:
     @cached_property
     def splits_in_layer(self) -> dict[str, Split]:
         """The same of the parameters of one layer, by their names in it."""
-        found = {}
+        found: dict[str, Split] = {}
         for name, split in self.splits.items():
             inner, layers = in_layer(name)
-            found[inner] = Split(split.apart[layers:], split.stored[layers:])
+            own = Split(split.apart[layers:], split.stored[layers:])
+            if found.setdefault(inner, own) != own:
+                sizes = ", ".join(f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+                raise UserError(f"{inner} of layers with different heads is split in different ways by {sizes}: lower them")
         return found
 
     @property

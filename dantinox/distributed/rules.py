@@ -16,7 +16,11 @@ from dantinox.config import UserError
 AXES = ("data", "fsdp", "expert", "tensor")  # devices next to each other differ in the last one, which passes most
 BATCH = ("data", "fsdp", "expert")  # devices that differ in these have different rows
 STORED = ("fsdp", "expert", "tensor")  # over these a parameter lies in parts, if its sizes allow
-TABLES = ("embed", "position_embed", "head/kernel", "head_bias")  # whose derivatives are summed over all devices
+# Parameters whose derivatives are summed over all devices.
+TABLES = (
+    "embed", "position_embed", "per_layer/embed", "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel",
+    "head_bias",
+)  # fmt: skip
 
 
 class Rule(NamedTuple):
@@ -40,9 +44,16 @@ HEADS, LATENT_HEADS, WIDTH, EXPERTS = {"K": "tensor"}, {"N": "tensor"}, {"F": "t
 RULES = (
     Rule("embed", "VD", {}, "DV"),
     Rule("position_embed", "TD", {}, "DT"),
+    Rule("per_layer/embed", "VLP", {}, "PVL"),
+    Rule("per_layer/projection/kernel", "DLP", {}, "DPL"),
+    Rule("per_layer/norm/scale", "P", {}, ""),
     Rule("head/kernel", "DV", {}, "DV"),
     Rule("head_bias", "V", {}, ""),
     Rule("*norm?/*", "D", {}, ""),
+    Rule("layer_input/gate/kernel", "DP", {}, "DP"),
+    Rule("layer_input/out/kernel", "PD", {}, "DP"),
+    Rule("layer_input/norm/*", "D", {}, ""),
+    Rule("layer_scalar", "1", {}, ""),
     Rule("norm_f/*", "D", {}, ""),
     Rule("norm_embed/*", "D", {}, ""),
     Rule("attention/qkv/kernel", "DKGH", HEADS, "HD"),
@@ -75,6 +86,9 @@ RULES = (
     Rule("ffn/router/kernel", "DE", {}, "D"),
     Rule("ffn/router/bias", "E", {}, ""),
     Rule("ffn/router/logit_bias", "E", {}, ""),
+    Rule("ffn/router/scale", "D", {}, ""),
+    Rule("ffn/router/expert_scale", "E", {}, ""),
+    Rule("ffn/*norm/*", "D", {}, ""),
     Rule("ffn/shared/gate_up/bias", "2F", WIDTH, ""),
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),
     Rule("ffn/shared/down/bias", "D", {}, ""),
@@ -83,6 +97,7 @@ RULES = (
     # them is multiplied on different ones.
     Rule("attention/qkv/scale", "KGH", HEADS, ""),
     Rule("attention/gate/scale", "KGH", HEADS, ""),
+    Rule("layer_input/gate/scale", "P", {}, ""),
     Rule("*/out/scale", "D", {}, ""),
     Rule("*/gate_up/scale", "2F", WIDTH, ""),
     Rule("*/up/scale", "F", WIDTH, ""),

@@ -9,6 +9,7 @@ import numpy as np
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv_settings import AVERAGES, KVSection
+from dantinox.config.model import uneven_keys
 from dantinox.generation.cache_budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
 from dantinox.generation.quantized_weights import HeadOrder
 from dantinox.model import Compression, compute_dtype
@@ -41,9 +42,14 @@ def plan_cache(
     """
     if kv.compresses and config.latent is not None:
         raise UserError("kv.budget has no latent caches: heads share one latent, which no head can drop alone", key="kv.budget")
+    if kv.compresses and (uneven := uneven_keys(config)) is not None:
+        what = f"kv.budget must be null with {uneven}: it is divided among layers with keys of one shape"
+        raise UserError(what, key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
     latent = config.latent
-    sizes = (config.head_size,) if latent is None else (latent.rotated_size, latent.rank)
+    sizes = (latent.rotated_size, latent.rank) if latent is not None else (
+        config.head_size, config.global_head_size or config.head_size
+    )  # fmt: skip
     if dtype == "int4" and any(size % 2 for size in sizes):
         raise UserError(f"kv.dtype int4 packs two numbers to a byte, and this model's keys have {max(sizes)}", key="kv.dtype")
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)

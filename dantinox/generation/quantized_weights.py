@@ -171,6 +171,8 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         weights = "float32" if model.dtype == jnp.float32 else narrow
     if weights != "float32" and model.config.position in ("rope", "none"):  # else positions are added before it is rounded
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
+    if weights != "float32" and model.per_layer is not None:
+        model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
     together = _bfloat16_from(model.config.platform, weights, products)
     change = {
         "float32": lambda linear: _in_dtype(linear, jnp.float32),

@@ -271,7 +271,7 @@ def export_gguf(
         # Windows as long as the context change nothing, and the file says that it is no longer.
         context = context if model.windows.count(None) == model.num_blocks else model.max_context
         model = replace(model, windows=(None,) * model.num_blocks)
-    extra = frequency_tensors(config, model)
+    extra = frequency_tensors(config, model, family)
     shapes |= {stored: (array.shape, "F32") for stored, array in extra.items()}
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}

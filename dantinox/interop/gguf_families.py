@@ -104,7 +104,14 @@ DENSE_HALVES = Joined(
     lambda config, gate, up: (2 * gate[0], gate[1]),
     _halves,
 )
-SAME = Joined(("blk.{}.ffn_down_exps.weight",), lambda config, down: down, lambda t, config: [t])
+
+
+def _same(stored: str) -> Joined:
+    """A tensor of the same shape under a name with another ending."""
+    return Joined((stored,), lambda config, shape: shape, lambda t, config: [t])
+
+
+SAME = _same("blk.{}.ffn_down_exps.weight")
 
 
 class Family(NamedTuple):
@@ -232,6 +239,32 @@ WHOLE_WIDTH = (
     "chatglm",
     "phi2",
 )  # whose heads together are as wide as the model
+GEMMA4 = (
+    ENDS
+    | ATTENTION
+    | BOTH
+    | MLP
+    | HEAD_NORMS
+    | {
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "blk.{}.inp_gate": LAYER + "per_layer_input_gate",
+        "blk.{}.proj": LAYER + "per_layer_projection",
+        "blk.{}.post_norm": LAYER + "post_per_layer_input_norm",
+        "blk.{}.ffn_gate_inp": LAYER + "router.proj",
+        "blk.{}.pre_ffw_norm_2": LAYER + "pre_feedforward_layernorm_2",
+        "blk.{}.post_ffw_norm_1": LAYER + "post_feedforward_layernorm_1",
+        "blk.{}.post_ffw_norm_2": LAYER + "post_feedforward_layernorm_2",
+    }
+)
+GEMMA4_JOINED = {
+    LAYER + "layer_scalar": _same("blk.{}.layer_output_scale.weight"),
+    LAYER + "router.scale": _same("blk.{}.ffn_gate_inp.scale"),
+    LAYER + "router.per_expert_scale": _same("blk.{}.ffn_down_exps.scale"),
+    LAYER + "experts.gate_up_proj": _same("blk.{}.ffn_gate_up_exps.weight"),
+    LAYER + "experts.down_proj": SAME,
+}
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
 # Of several families with one architecture, the first is what a file is read as, unless `_family_of` says otherwise.
@@ -387,6 +420,7 @@ FAMILIES = (
     Family("exaone4", "exaone4", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU),
     Family("gemma2", "gemma2", TIED | ATTENTION | BOTH | MLP, GELU | NO_BIAS, shifted=True, windows=2),
     Family("gemma3_text", "gemma3", ENDS | ATTENTION | BOTH | MLP | HEAD_NORMS, GELU | NO_BIAS, shifted=True, windows=6),
+    Family("gemma4_text", "gemma4", GEMMA4, GELU | NO_BIAS, windows=6, joined=GEMMA4_JOINED),
     Family("phi3", "phi3", PHI3, SILU),
     Family("olmo", "olmo", OLMO, SILU | NO_BIAS, interleaved=True, epsilon="layer_norm_eps"),
     Family("olmo2", "olmo2", ENDS | ATTENTION | BEHIND | MLP | HEAD_NORMS, SILU | NO_BIAS),
@@ -532,6 +566,10 @@ def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         _same_length(meta, config["n_embd"] // config["n_head"])
         meta.refuse_rest()
         return family, config
+    if family.arch == "gemma4":
+        config |= _gemma4(meta, family, file)
+        meta.refuse_rest()
+        return family, config
     heads = meta("attention.head_count")
     width = "expert_feed_forward_length" in family.keys
     defaults = {"attention.head_count_kv": heads, "feed_forward_length": 1 if width else None}
@@ -623,6 +661,113 @@ def written_as(hf_config: Mapping[str, Any]) -> Family:
     return rows[-1] if hf_config["model_type"] == "granitemoehybrid" and hf_config.get("num_local_experts") else rows[0]
 
 
+def _gemma4(meta: Metadata, family: Family, file: GGUFFile) -> dict[str, Any]:
+    """The keys of a Gemma 4, whose sizes differ between sliding and full layers."""
+    varied = ("feed_forward_length", "attention.head_count_kv")
+    found = {theirs: meta(key, kind=_kind_of(key)) for key, theirs in SIZES.items() if key not in varied}
+    layers, name = found["num_hidden_layers"], "attention.shared_kv_layers"
+    shared = meta(name, 0)
+    found |= _windows(meta, family, layers)
+    full = [i for i, kind in enumerate(found["layer_types"]) if kind == "full_attention"]
+    sliding = [i for i in range(layers) if i not in full] or full
+    if layers - 1 not in full or shared >= layers:
+        raise UserError(f"{meta.name} must have a full layer at its end and one with keys of its own, which is not so")
+    if "token_embd.weight" not in file.tensors:
+        raise UserError(f"{meta.name} has no embeddings: token_embd.weight is missing")
+    rows = file.tensors["token_embd.weight"].shape[0]
+    own, widths, heads = range(layers - shared), *(_by_layer(meta, key, layers) for key in varied)
+    wider = [i for i in range(layers) if widths[i] != widths[0]]
+    if {heads[i] for i in sliding} != {heads[sliding[0]]} or {heads[i] for i in full} != {heads[full[0]]}:
+        raise UserError(f"{meta.name} gives layers of one kind different numbers of key heads, which is not known here")
+    if wider and (wider != [*range(layers - shared, layers)] or {widths[i] for i in wider} != {2 * widths[0]}):
+        raise UserError(f"{meta.name} gives layers feed-forward widths {shown(widths)}, which are not known here")
+    sizes = {kind: {meta(f"attention.{part}_length{kind}") for part in ("key", "value")} for kind in ("", "_swa")}
+    size, local = sizes[""].pop(), sizes["_swa"].pop()
+    rotated = meta("rope.dimension_count", size), meta("rope.dimension_count_swa", local)
+    if sizes[""] or sizes["_swa"] or rotated != (size, local):
+        raise UserError(f"{meta.name} gives keys, values and rotations of one kind of layer different sizes")
+    valued = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in full if i in own}
+    if len(set(valued.values())) > 1:
+        raise UserError(f"{meta.name} has values of their own in some full layers and not in others, which is not known here")
+    theta = meta("rope.freq_base", 10000.0, float)
+    local_theta = meta("rope.freq_base_swa", theta, float)
+    if not meta("attention.causal", True, bool):
+        raise UserError(f"{file.path} holds a model that is not causal, which is not known here")
+    return (
+        found
+        | _gemma4_experts(meta, widths[0])
+        | {
+            "head_dim": local,
+            "num_key_value_heads": heads[sliding[0]],
+            "per_layer_config": {str(i): {"head_dim": size, "num_key_value_heads": heads[i]} for i in full},
+            "attention_k_eq_v": not all(valued.values()),
+            "num_kv_shared_layers": shared,
+            "use_double_wide_mlp": bool(wider),
+            "hidden_size_per_layer_input": meta("embedding_length_per_layer_input", 0),
+            "vocab_size_per_layer_input": rows,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": theta, **_proportional(file, size)},
+                "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"},
+            },
+        }
+    )
+
+
+def _gemma4_experts(meta: Metadata, width: int) -> dict[str, Any]:
+    count = meta("expert_count", 0)
+    if not count:
+        return {"intermediate_size": width}
+    sizes = {"num_experts": count, "top_k_experts": meta("expert_used_count")}
+    sizes["moe_intermediate_size"] = meta("expert_feed_forward_length")
+    return {"intermediate_size": width, "enable_moe_block": True, **sizes}
+
+
+def _by_layer(meta: Metadata, key: str, layers: int) -> list[int]:
+    """A positive number of each layer, from a list or from one number for all."""
+    meta.asked.add(key)
+    value = meta.all.get(f"{meta.arch}.{key}")
+    values: list[Any] = value if isinstance(value, list) else [value] * layers
+    if len(values) != layers or not all(type(number) is int and number > 0 for number in values):
+        raise UserError(f"{meta.name} must give {meta.arch}.{key} for each of its {layers} layers, and gives {shown(value)}")
+    return values
+
+
+def _proportional(file: GGUFFile, size: int) -> dict[str, Any]:
+    """The scaling of rotary frequencies of full layers: what each is divided by, a huge number where it does not rotate."""
+    if LLAMA3 not in file.tensors:
+        raise UserError(f"{file.path} lacks {LLAMA3}")
+    factors = read_tensor(file, LLAMA3)
+    count = int(np.sum(factors < LARGEST / 2))
+    factor, expected = float(str(factors[0])), np.where(np.arange(size // 2) < count, factors[0], factors[-1])
+    if factors.shape != (size // 2,) or not count or factor < 1 or not np.array_equal(factors, expected):
+        raise UserError(f"{file.path} scales rotary frequencies by {LLAMA3} in a way that is not Gemma 4's")
+    if count == size // 2 and factor == 1:
+        return {"rope_type": "default"}
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * count / size, "factor": factor}
+
+
+def _gemma4_said(model: ModelConfig) -> dict[str, Any]:
+    """The opposite of `_gemma4`."""
+    size, layers = model.global_head_size or model.head_size, [model.of_layer(i) for i in range(model.num_blocks)]
+    experts = model.experts
+    found: dict[str, Any] = {
+        "feed_forward_length": [own.experts.shared_dim if own.experts else own.hidden_dim for own in layers],
+        "attention.head_count_kv": [own.kv_heads for own in layers],
+        "attention.shared_kv_layers": model.kv_shared_layers,
+        "embedding_length_per_layer_input": model.per_layer_dim,
+        "attention.sliding_window": next((window for window in model.windows if window is not None), 512),
+        "rope.dimension_count": size,
+        "rope.dimension_count_swa": model.head_size,
+        "rope.freq_base_swa": model.rope_local_theta or model.rope_theta,
+    }
+    found |= {f"attention.{part}_length": size for part in ("key", "value")}
+    found |= {f"attention.{part}_length_swa": model.head_size for part in ("key", "value")}
+    if experts is not None:
+        found |= {"expert_count": experts.count, "expert_used_count": experts.top_k}
+        found["expert_feed_forward_length"] = model.hidden_dim
+    return found
+
+
 def predicting_layers(meta: Metadata) -> int:
     """How many of the last layers of a file predict further tokens; they are left out."""
     return meta("nextn_predict_layers", 0) if meta.arch in SCORED else 0
@@ -694,7 +839,7 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
     kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern]
     found: dict[str, Any] = {"sliding_window": window or 4096, "layer_types": kinds}
-    caps = {"gemma2": ("attn", "final"), "gemma3": ("final",)}.get(family.arch, ())
+    caps = {"gemma2": ("attn", "final"), "gemma3": ("final",), "gemma4": ("final",)}.get(family.arch, ())
     for cap in caps:
         key = f"{cap}_logit_softcapping"
         found[key] = meta(key, kind=float) if meta.has(key) else None
@@ -796,9 +941,13 @@ def _llama3_of(factors: np.ndarray, theta: float, file: GGUFFile) -> dict[str, A
     raise UserError(f"{file.path} scales rotary frequencies by {LLAMA3} in a way that is not Llama 3's")
 
 
-def frequency_tensors(config: Config, model: ModelConfig) -> dict[str, np.ndarray]:
+def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dict[str, np.ndarray]:
     """Factors of rotary frequencies, which GGUF holds as tensors."""
     scaling, half = model.rope_scaling, model.rotated_size // 2
+    if family.arch == "gemma4":
+        half = (model.global_head_size or model.head_size) // 2
+        share, factor = (1.0, 1.0) if scaling is None else (scaling.share, scaling.factor)
+        return {LLAMA3: np.where(np.arange(half) < int(share * 2 * half // 2), factor, LARGEST).astype(np.float32)}
     if scaling is None or scaling.kind not in ("llama3", "longrope"):
         return {}
     if scaling.kind == "llama3":
@@ -838,6 +987,8 @@ def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, A
         found["embedding_scale"] = model.embedding_multiplier
         found["attention.scale"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
     found |= _windows_said(model, family) | _scaling_said(model, context)
+    if family.arch == "gemma4":
+        found |= _gemma4_said(model)
     numbers = ("base", "base_swa", "factor", "capping", "scale", "multiplier")
     return {key: float(value) if key.endswith(numbers) else value for key, value in found.items() if value is not None}
 
@@ -894,6 +1045,13 @@ def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> 
     if model.latent is not None and model.latent.norm_epsilon != model.norm_epsilon:
         return "attention.latent_norm_epsilon: other than model.norm_epsilon"
     scaling = model.rope_scaling
+    if scaling is not None and (scaling.kind == "proportional") != (family.arch == "gemma4"):
+        return f"attention.rope_scaling: {scaling.kind}"
+    if family.arch == "gemma4" and model.kv_shared_layers:
+        first = model.num_blocks - model.kv_shared_layers
+        sources = {model.kv_source(i): first - (1 if model.windows[i] is None else 2) for i in range(first, model.num_blocks)}
+        if any(source != expected for source, expected in sources.items()) or first < 2:
+            return "attention.kv_shared_layers: that read other layers than the last but one, sliding, and the last, full"
     yarn = family.names is LATENT and scaling is not None and scaling.kind == "yarn"
     if yarn and scaling is not None and (not scaling.mscale or scaling.mscale != scaling.mscale_all_dim):
         return "attention.rope_mscale: other than attention.rope_mscale_all_dim"
@@ -934,7 +1092,7 @@ def _windows_said(model: ModelConfig, family: Family) -> dict[str, Any]:
 def _scaling_said(model: ModelConfig, context: int) -> dict[str, Any]:
     """How rotary frequencies are scaled, where that is no tensor."""
     scaling = model.rope_scaling
-    if scaling is None or scaling.kind == "llama3":
+    if scaling is None or scaling.kind in ("llama3", "proportional"):
         return {}
     original = {"rope.scaling.original_context_length": scaling.original_context}
     if scaling.kind == "longrope":

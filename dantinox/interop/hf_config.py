@@ -23,7 +23,10 @@ LONGROPE = FACTOR | {
     "short_factor": "attention.rope_short_factors", "long_factor": "attention.rope_long_factors",
     "attention_factor": "attention.rope_attention_factor",
 }  # fmt: skip
-SCALINGS = {"default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE}
+PROPORTIONAL = FACTOR | {"partial_rotary_factor": "attention.rope_share"}
+SCALINGS = {
+    "default": {}, "linear": FACTOR, "llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE, "proportional": PROPORTIONAL,
+}  # fmt: skip
 ORIGINAL, BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -98,10 +101,15 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     settings |= _rope_settings(keys, settings)
     settings |= _window_settings(keys, settings)
     settings |= _expert_settings(keys, settings)
+    settings |= _head_settings(keys, settings)
+    if "model.per_layer_dim" in settings:
+        _check_vocabulary(keys, config, settings)
     if not settings.get("attention.sliding_window"):
         settings.pop("attention.rope_local_theta", None)
     if not settings.get("moe.dense_layers"):
         settings.pop("moe.dense_hidden_dim", None)
+    if not settings.get("attention.kv_shared_layers"):
+        settings.pop("model.double_wide_mlp", None)
     keys.finish()
     if family.rope is None and max_context not in (None, settings["model.max_context"]):
         raise UserError(
@@ -175,7 +183,8 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         theta = _positive(found["attention.rope_theta"], "rope_theta")
         found["attention.rope_theta"] = theta * alpha ** (_whole(size, "head_dim", least=4) / (size - 2))
         scaling = {}
-    share = scaling.pop("partial_rotary_factor", share)
+    if "proportional" not in (scaling.get("rope_type"), scaling.get("type")):
+        share = scaling.pop("partial_rotary_factor", share)
     if share != 1 and family.rope not in ("partial", "share"):
         raise UserError(f"config.json has partial_rotary_factor: {shown(share)}, where only 1 is the same model here")
     found["attention.partial_rotary_factor"] = share
@@ -246,6 +255,8 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         else:
             first = _whole(first, "max_window_layers", least=0)
             kinds = [SLIDING if window and i >= first else FULL for i in range(L)]
+    if family.heads == "by kind":
+        kinds[-1] = FULL  # whatever `layer_types` says, as transformers has it
     if other := set(kinds) - {SLIDING, FULL}:
         raise UserError(f"config.json has layer_types: {shown(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
     found: dict[str, Any] = {}
@@ -260,6 +271,50 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         "attention.context_window": _whole(window, "sliding_window") - 1,
         "attention.layer_types": _period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
     }
+
+
+def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The size and the number of heads of full layers, where they differ from those of sliding ones."""
+    if keys.family.heads is None:
+        return {}
+    L: int = settings["model.num_blocks"]
+    names = {"head_dim": "attention.global_head_size", "num_key_value_heads": "attention.global_kv_heads"}
+    given, size, heads = (keys.take(k) for k in ("per_layer_config", "global_head_dim", "num_global_key_value_heads"))
+    if given is None:
+        return {names["head_dim"]: size, names["num_key_value_heads"]: heads if settings["attention.k_eq_v"] else None}
+    period = settings.get("attention.layer_types", ("full",))
+    full = [i for i in range(L) if period[i % len(period)] == "full"]
+    layers = {key: _object(value, key) for key, value in _object(given, "per_layer_config").items()}
+    own = layers.get(str(full[0]), {})
+    if layers != ({str(i): own for i in full} if own else {}) or own.keys() - names.keys():
+        raise UserError(
+            f"config.json has per_layer_config: {shown(given)}, expected the same head_dim and num_key_value_heads for each of "
+            f"the layers {', '.join(map(str, full))}, which are those of {FULL}, and for no other"
+        )
+    return {path: own.get(key) for key, path in names.items()}
+
+
+def _heads_written(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The opposite of `_head_settings`, and the keys that go with the heads."""
+    if family.heads is None:
+        return {}
+    size, heads = model.global_head_size or model.head_size, model.global_kv_heads
+    written: dict[str, Any] = {"global_head_dim": size, "vocab_size_per_layer_input": model.vocab_size}
+    written["num_global_key_value_heads"] = heads
+    if heads is not None and not model.k_eq_v:  # else transformers takes no notice of that key
+        full = [i for i, window in enumerate(model.windows) if window is None]
+        written["per_layer_config"] = {str(i): {"head_dim": size, "num_key_value_heads": heads} for i in full}
+    return written
+
+
+def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raises where per-layer embeddings are of another vocabulary."""
+    found, expected = keys.take("vocab_size_per_layer_input"), config.get("vocab_size", 262144)
+    if settings["model.per_layer_dim"] and found != expected:
+        raise UserError(
+            f"config.json has vocab_size_per_layer_input: {shown(found)}, where only the vocab_size {shown(expected)} is the "
+            "same model here"
+        )
 
 
 def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,6 +346,8 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             if kind not in ("attention", FULL):
                 raise UserError(f"config.json has layer_types: {shown(kind)}, of which only attention is known here")
         found |= _optional_experts(keys)
+    elif family.dense == "beside":
+        found |= _branched_experts(keys)
     if dense:
         found["moe.dense_layers"] = sorted(dense)
     if family.groups is not None:
@@ -315,6 +372,19 @@ def _optional_experts(keys: _Keys) -> dict[str, Any]:
     return experts | {"model.hidden_dim": width, "moe.shared_experts": 1, "moe.shared_hidden_dim": shared}
 
 
+def _branched_experts(keys: _Keys) -> dict[str, Any]:
+    """Experts beside a dense layer that all tokens take, or that layer alone."""
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
+    switched = keys.take("enable_moe_block", False)
+    count, taken, width, dense = (keys.take(name) for name in names)
+    dense = _given(dense, "intermediate_size")
+    if not switched:
+        return {"model.hidden_dim": dense}
+    experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.branch_norms": True, "moe.shared_experts": 1}
+    experts |= {"moe.n_experts": _given(count, names[0]), "moe.top_k_mlp": _given(taken, names[1])}
+    return experts | {"model.hidden_dim": _given(width, names[2]), "moe.shared_hidden_dim": dense}
+
+
 def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The opposite of `_expert_settings`."""
     written: dict[str, Any]
@@ -327,6 +397,12 @@ def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
             return written | {"num_local_experts": 0, "shared_intermediate_size": model.hidden_dim}
         sizes = {"num_local_experts": experts.count, "num_experts_per_tok": experts.top_k}
         return written | sizes | {"shared_intermediate_size": experts.shared_dim}
+    if family.dense == "beside":
+        experts = model.experts
+        if experts is None:
+            return {"enable_moe_block": False, "intermediate_size": model.hidden_dim}
+        written = {"enable_moe_block": True, "num_experts": experts.count, "top_k_experts": experts.top_k}
+        return written | {"moe_intermediate_size": model.hidden_dim, "intermediate_size": experts.shared_dim}
     if model.experts is None:
         return {}
     dense, groups = model.experts.dense_layers, model.experts.groups
@@ -400,7 +476,9 @@ def _unlike(model: ModelConfig, family: Family) -> list[str]:
     """The settings by which a model cannot be of a family, whatever its others are."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
     has = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
-    return [path for path, (ours, theirs) in has.items() if ours != theirs and (family.dense != "all" or path != "moe.use_moe")]
+    if family.dense in ("all", "beside"):  # with experts or without
+        del has["moe.use_moe"]
+    return [path for path, (ours, theirs) in has.items() if ours != theirs]
 
 
 _UNSAID = object()
@@ -435,6 +513,7 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
         | _rope_written(values, model, family)
         | _window_written(model, family)
         | _experts_written(model, family)
+        | _heads_written(model, family)
     )
 
 
@@ -463,6 +542,8 @@ def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family)
     if family.rope == "local":
         local = model.rope_theta if model.rope_local_theta is None else model.rope_local_theta
         layers = {FULL: scaling, SLIDING: {"rope_type": "default", "rope_theta": local}}
+        if family.heads is not None:  # a family that no transformers before 5 has
+            return {"rope_parameters": layers}
         return written | {"rope_local_base_freq": local, "rope_parameters": layers}
     return written | {"rope_parameters": scaling}
 
@@ -471,6 +552,8 @@ def _window_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window is None:
         return {}
     window = max((window for window in model.windows if window is not None), default=None)
+    if window is None and family.heads is not None:
+        window = family.defaults["sliding_window"]  # transformers wants a number, though no layer slides
     if window is None and (family.rope == "sliding" or (family.rope == "hybrid" and model.unrotated)):
         window = family.defaults["sliding_window"]  # of no layer; with it full layers are not rotated
     written: dict[str, Any] = {"sliding_window": window}

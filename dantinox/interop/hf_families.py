@@ -42,13 +42,15 @@ class Row(NamedTuple):
     """A tensor and the parameter that holds it. `{i}` is the number of a layer, `{e}` of an expert.
 
     A tensor of several `forms` is these, one behind the other along its first axis. With `beside`, a row counts where a model
-    has that parameter too, or with `!` before it has it not.
+    has that parameter too, or with `!` before it has it not; with `projected`, where the `qkv` of the layer gives so many keys
+    and values for each key head.
     """
 
     tensor: str
     parameter: str
     forms: tuple[Form, ...]
     beside: str = ""
+    projected: int | None = None
 
 
 def rows(prefix: str, tensors: Mapping[str, tuple[str, Form | list[Form]]], ours: str = "") -> tuple[Row, ...]:
@@ -188,6 +190,43 @@ NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
 }, OURS)  # fmt: skip
 
 
+# Layers with keys and values of their own, with keys that are the values too, and those that read the keys of another layer.
+GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {"o_proj.weight": ("out/kernel", Form("KGHD", "D KGH")),
+                                              "o_proj.bias": ("out/bias", VECTOR)}, OURS + "attention/") + tuple(
+    row._replace(projected=count) for count, end in ((2, -2), (1, -1), (0, None))
+    for row in rows(LAYER + "self_attn.", {
+        "q_proj.weight": ("kernel", Form("DKGH", "KGH D", np.s_[:, :, :end])),
+        "q_proj.bias": ("bias", Form("KGH", "KGH", np.s_[:, :end])),
+    } | ({} if end is None else {
+        "k_proj.weight": ("kernel", Form("DKH", "KH D", np.s_[:, :, end])),
+        "k_proj.bias": ("bias", Form("KH", "KH", np.s_[:, end])),
+    }) | ({} if end != -2 else {"v_proj.weight": ("kernel", VALUE), "v_proj.bias": ("bias", VALUE_BIAS)}),
+    OURS + "attention/qkv/")
+)  # fmt: skip
+GEMMA4_EXPERTS = rows(LAYER, {
+    "router.proj.weight": ("router/kernel", Form("DE", "E D")), "router.scale": ("router/scale", VECTOR),
+    "router.per_expert_scale": ("router/expert_scale", Form("E", "E")),
+    "experts.gate_up_proj": ("experts/gate_up/kernel", Form("EDCF", "E CF D")),
+    "experts.down_proj": ("experts/down/kernel", Form("EFD", "E D F")),
+    "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE), "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
+    "mlp.down_proj.weight": ("shared/down/kernel", DOWN),
+    "pre_feedforward_layernorm.weight": ("shared_norm/scale", VECTOR),
+    "post_feedforward_layernorm_1.weight": ("shared_post_norm/scale", VECTOR),
+    "pre_feedforward_layernorm_2.weight": ("experts_norm/scale", VECTOR),
+    "post_feedforward_layernorm_2.weight": ("experts_post_norm/scale", VECTOR),
+}, OURS + "ffn/")  # fmt: skip
+PER_LAYER = rows("model.", {
+    "embed_tokens_per_layer.weight": ("embed", Form("VLP", "V LP")),
+    "per_layer_model_projection.weight": ("projection/kernel", Form("DLP", "LP D")),
+    "per_layer_projection_norm.weight": ("norm/scale", Form("P", "P")),
+}, "per_layer/") + rows(LAYER, {
+    "per_layer_input_gate.weight": ("layer_input/gate/kernel", Form("DP", "P D")),
+    "per_layer_projection.weight": ("layer_input/out/kernel", Form("PD", "D P")),
+    "post_per_layer_input_norm.weight": ("layer_input/norm/scale", VECTOR),
+    "layer_scalar": ("layer_scalar", Form("O", "O")),
+}, OURS)  # fmt: skip
+
+
 def plain_mlp(up: str, down: str) -> tuple[Row, ...]:
     """A feed-forward layer without a gate."""
     return rows(LAYER + "mlp.", {
@@ -261,12 +300,13 @@ class Family:
       rope: whether positions are rotary; `share` and `partial`: of part of a head at will, `partial` with longrope's numbers
         beside; `local`: sliding layers have frequencies of their own; `some layers`: those that a list names; `sliding`:
         sliding layers; `hybrid`: those where a model has a window, else all; `switched`: if `position_embedding_type`.
+      heads: `by kind` where `per_layer_config` gives full layers heads of another size and number.
       window: which layers slide: `all`; `switched`: all if `use_sliding_window`; `layers`: those that `layer_types` says;
         `switched layers`: both; None: none.
       pattern: without `layer_types` every n-th layer is full.
       dense: how `config.json` names the layers without experts: `first`, so many from the beginning; `steps`, all but every
         n-th, and those in a list; `range`, those outside of one; `all`, all where there are 0 experts; `types`, as
-        `mlp_layer_types` says; None: there are none.
+        `mlp_layer_types` says; `beside`, none, and `enable_moe_block` says whether there are experts; None: there are none.
       groups: how it limits a token's experts to those of the best groups: by each group's `max`, or its `top2`.
       pairs: ends of the names of tensors whose rows are stored for rotations of neighbouring numbers; `swapped`: for rotations
         of (x_{i+R/2}, x_i).
@@ -291,6 +331,7 @@ class Family:
     swapped: tuple[str, ...] = ()
     query_scaling: bool = False
     stretched: bool = False
+    heads: str | None = None
     only: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -443,6 +484,38 @@ FAMILIES: dict[str, Family] = {
         rope="local",
         window="layers",
         pattern=6,
+        unused=("hidden_act",),
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        OUTSIDE + GEMMA4_ATTENTION + FEED_FORWARD + NORMS_BOTH + HEAD_NORMS + PER_LAYER + GEMMA4_EXPERTS,
+        WITHOUT_WIDTH | {
+            "attention_bias": BIASES,
+            "final_logit_softcapping": "model.final_logit_softcapping",
+            "attention_k_eq_v": "attention.k_eq_v",
+            "num_kv_shared_layers": "attention.kv_shared_layers",
+            "use_double_wide_mlp": "model.double_wide_mlp",
+            "hidden_size_per_layer_input": "model.per_layer_dim",
+        },
+        TIED | {
+            "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+            "global_head_dim": 512, "intermediate_size": 9216,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {"model.norm_placement": "both", "model.scale_embeddings": True, "model.qk_norm": True, "model.v_norm": True,
+         "model.layer_scalar": True, "attention.attention_multiplier": 1.0},
+        ("hidden_activation", GATED),
+        rope="local",
+        window="layers",
+        pattern=6,
+        heads="by kind",
+        dense="beside",
+        only={"use_bidirectional_attention": (None, False, "vision")},
         unused=("hidden_act",),
     ),
     "olmo3": Family(
@@ -834,11 +907,9 @@ NEAREST = {
     "lfm2": ("qwen3", "short convolutions"),
     "lfm2_moe": ("qwen3_moe", "short convolutions"),
     "gemma3n_text": ("gemma3_text", "AltUp, LAuReL, embeddings of every layer, and keys and values that layers share"),
-    "gemma4_text": ("gemma3_text", "heads of two sizes, embeddings of every layer, and keys and values that layers share"),
     "aya_vision": ("cohere2", "the vision model, and logits that only some versions of transformers scale"),
     "paligemma": ("gemma", "the vision model, and attention in both directions over a prompt"),
     "gemma3n": ("gemma3_text", "the vision and audio models, AltUp, LAuReL, and embeddings of every layer"),
-    "gemma4": ("gemma3_text", "the vision and audio models, heads of two sizes, and embeddings of every layer"),
     "llama4": ("llama", "the vision model"),
     "qwen3_vl_moe": ("qwen3_moe", "the vision model, and experts stored as one tensor"),
     "zamba2": ("llama", "Mamba 2 layers and blocks that layers share"),

@@ -34,6 +34,9 @@ QWEN_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_
              "vision_token_id")  # fmt: skip
 MULTIMODAL = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "gemma4": Multimodal(
+        "Gemma4ForConditionalGeneration", "gemma4_text", ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+    ),
     "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral"),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal(
@@ -71,6 +74,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": SEVEN_B,
     "qwen3": SEVEN_B,
     "gemma3_text": dict(zip(SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
+    "gemma4_text": dict(zip(SIZES, (262144, 2304, 9216, 30, 8), strict=True)),
     "qwen2_vl_text": QWEN_VL,
     "qwen2_5_vl_text": QWEN_VL,
     "qwen3_vl_text": SEVEN_B | {"max_position_embeddings": 128000, "rope_theta": 5e5},

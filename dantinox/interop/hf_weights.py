@@ -171,16 +171,24 @@ def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     """Where each tensor stands that a model with these parameters has, in the order of the table."""
     L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
     places: dict[str, Place] = {}
-    for tensor, parameter, forms, beside in family.tensors:
+    for tensor, parameter, forms, beside, projected in family.tensors:
         for layer in range(L) if "{i}" in tensor else (0,):
             name, other = (path.replace("{i}", str(layer)) for path in (parameter, beside))
             if name not in shapes or (beside and (other.lstrip("!") in shapes) == other.startswith("!")):
+                continue
+            if projected is not None and projected != _projected(shapes, layer):
                 continue
             numbers = range(shapes[name][0]) if "{e}" in tensor else (None,)
             places |= {tensor.replace("{i}", str(layer)).replace("{e}", str(e)): Place(name, forms, e) for e in numbers}
     if left := shapes.keys() - {place.parameter for place in places.values()}:
         raise UserError(f"{family.architecture} has no tensor for the parameter {min(left)} of this model")
     return places
+
+
+def _projected(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
+    """The keys and values that a layer projects for each key head, see `ModelConfig.kv_projections`."""
+    made, groups = shapes[f"blocks/{layer}/attention/qkv/kernel"][2], shapes[f"blocks/{layer}/attention/out/kernel"][1]
+    return made - groups
 
 
 def _named(tensors: Arrays, family: Family, places: Mapping[str, Place], ignored: range) -> dict[str, str]:

@@ -31,7 +31,7 @@ class Arrays(Mapping[str, np.ndarray]):
 def kept_as(parameter: str, wanted: str, found: set[str]) -> str:
     """The type in which a run keeps a parameter: float32, but for matrices where bfloat16 is `wanted`, or all that was `found`
     with `auto`."""
-    if parameter != "embed" and not parameter.endswith("/kernel"):
+    if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
         return "float32"  # a rounding of these is felt, and they are small
     return wanted if wanted != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
+from dantinox.config.model import uneven_keys
 from dantinox.files import check_writable
 from dantinox.generation import load
 from dantinox.measure.head_loss import SINKS, loss_rises
@@ -109,6 +110,8 @@ def calibrate_kv(
     config = load_run_config(directory)
     if config.attention.kv_lora_rank is not None:
         raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): there are no slots to divide")
+    if (uneven := uneven_keys(config.attention)) is not None:
+        raise UserError(f"the keys of {directory.path} differ between layers ({uneven}): there are no slots to divide")
     context = config.model.max_context
     if context < ROWS:
         raise UserError(f"a calibration needs model.max_context ≥ {ROWS}, got {context}")

@@ -65,6 +65,10 @@ def _model(run: LoadedModel) -> str:
     cache = make_cache(m, 1, m.max_context, run.model.dtype).report()
     windows = sorted({window for window in m.windows if window is not None})
     keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of {m.latent.rank} + {m.latent.rotated_size}"
+    if m.global_head_size or m.global_kv_heads:
+        keys += f"; without a window {m.global_kv_heads or m.kv_heads} of {m.global_head_size or m.head_size}"
+    if m.kv_shared_layers:
+        keys += f"; the last {m.kv_shared_layers} layers read those of others"
     trained, lora = [], run.config.trained_architecture(run.tokenizer.vocab_size).lora
     if lora is not None:  # the model has the adapters merged
         count = human_count(adapter_parameters(replace(m, lora=lora)))

@@ -272,9 +272,10 @@ def generation_programs(
 
 
 def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
-    """Slots of all key heads of all layers."""
+    """Slots that all key heads of all layers read."""
     if plan.compression is None:
-        return (model.kv_heads if model.latent is None else 1) * sum(spans(model, plan.slots))
+        heads = [model.of_layer(i).kv_heads if model.latent is None else 1 for i in range(model.num_blocks)]
+        return sum(count * span for count, span in zip(heads, spans(model, plan.slots), strict=True))
     return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
 
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.cache_store import AnyStore, OneStore, SegmentedStore, StorePrefix
 from dantinox.model.chunked_attention import BLOCK
-from dantinox.model.layers import SOFTMAX, Linear, Softmax, capped, rms_norm
+from dantinox.model.layers import SOFTMAX, Linear, RMSNorm, Softmax, capped, rms_norm
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import query_scaling, rotate
 
@@ -26,19 +26,25 @@ Probe = Callable[[jax.Array, jax.Array], Any]
 class Attention(nnx.Module):
     """Causal attention with grouped queries.
 
-    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`. Scores are divided
-    by √H; where they are to be divided by something else, queries are multiplied by the rest.
+    `qkv [D, K, G+2, H]` holds for each key head its G query heads, then key, then value; `out [K, G, H, D]`. With `k_eq_v` the
+    key is the value too and `qkv` is `[D, K, G+1, H]`; in a layer that reads the keys and values of another it is
+    `[D, K, G, H]`. Scores are divided by √H; where they are to be divided by something else, queries are multiplied by the
+    rest. `layer` is its number from 0.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        self.window, keys_and_values = config.windows[layer], config.kv_projections(layer)
+        config = config.of_layer(layer)
         D, K, H = config.dim, config.kv_heads, config.head_size
         G = config.n_heads // K
-        self.groups, self.window = G, window
-        self.qkv = Linear((D,), (K, G + 2, H), dtype=dtype, rngs=rngs, bias=config.qkv_bias)
+        self.groups, self.shares = G, keys_and_values == 0
+        self.qkv = Linear((D,), (K, G + keys_and_values, H), dtype=dtype, rngs=rngs, bias=config.qkv_bias)
         self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.out_bias)
         self.over_heads = config.qk_norm_scope == "layer"
         self.q_norm = rms_norm(config, (K, G, H) if self.over_heads else H) if config.qk_norm else None
-        self.k_norm = rms_norm(config, (K, H) if self.over_heads else H) if config.qk_norm else None
+        keys_normed = config.qk_norm and not self.shares
+        self.k_norm = rms_norm(config, (K, H) if self.over_heads else H) if keys_normed else None
+        self.v_norm = RMSNorm(H, config.norm_epsilon, scaled=False) if config.v_norm and not self.shares else None
         self.norms_rotated = config.qk_norm_after_rope
         self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
         self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs, bias=config.gate_bias) if config.no_sink else None
@@ -57,13 +63,12 @@ class Attention(nnx.Module):
     ):
         x_BTD = parallelism.copy_to_tp(x_BTD)
         qkv = self.qkv(x_BTD)
-        q_BTKGH, k_BTKH, v_BTKH = qkv[..., : self.groups, :], qkv[..., self.groups, :], qkv[..., self.groups + 1, :]
-        if not self.norms_rotated:
-            q_BTKGH, k_BTKH = self._normalised(q_BTKGH, k_BTKH, parallelism)
-        if angles is not None:
-            q_BTKGH, k_BTKH = rotate(q_BTKGH, angles), rotate(k_BTKH, angles)
-        if self.norms_rotated:
-            q_BTKGH, k_BTKH = self._normalised(q_BTKGH, k_BTKH, parallelism)
+        q_BTKGH = self._positioned(qkv[..., : self.groups, :], self.q_norm, angles, parallelism)
+        k_BTKH = v_BTKH = None
+        if not self.shares:
+            k_BTKH, v_BTKH = qkv[..., self.groups, :], qkv[..., -1, :]
+            k_BTKH = self._positioned(k_BTKH, self.k_norm, angles, parallelism)
+            v_BTKH = v_BTKH if self.v_norm is None else self.v_norm(v_BTKH)
         if self.query_gain != 1:
             q_BTKGH = (q_BTKGH * self.query_gain).astype(q_BTKGH.dtype)
         if self.beta is not None:
@@ -75,11 +80,12 @@ class Attention(nnx.Module):
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
         return self.out(a_BTKGH, parallelism.reduce_from_tp), memory, probed
 
-    def _normalised(self, q_BTKGH: jax.Array, k_BTKH: jax.Array, parallelism: Parallelism) -> tuple[jax.Array, jax.Array]:
-        if self.q_norm is None or self.k_norm is None:
-            return q_BTKGH, k_BTKH
+    def _positioned(self, x: jax.Array, norm: RMSNorm | None, angles: Angles, parallelism: Parallelism) -> jax.Array:
+        """Queries or keys, normalised and rotated."""
         averaged = (parallelism.pmean_heads,) if self.over_heads else ()
-        return self.q_norm(q_BTKGH, *averaged), self.k_norm(k_BTKH, *averaged)
+        x = x if norm is None or self.norms_rotated else norm(x, *averaged)
+        x = x if angles is None else rotate(x, angles)
+        return norm(x, *averaged) if norm is not None and self.norms_rotated else x
 
 
 class Attended(NamedTuple):

@@ -196,17 +196,64 @@ class OneSlot:
         return out_BTKGH, replace(self, layer=layer), told
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
+@dataclass(frozen=True)
+class RecordKeys:
+    """A layer of a cache, or `NoCache`, for one call whose keys and values other layers read too.
+
+    Its `attend` gives the updated layer together with the `SharedKeys` of this call.
+    """
+
+    layer: Any
+
+    @property
+    def is_prefill(self) -> bool:
+        return bool(self.layer.is_prefill)
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+        out_BTKGH, after, told = self.layer.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
+        return out_BTKGH, (after, SharedKeys(self.layer, k_BTKH, v_BTKH)), told
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layer", "k_BTKH", "v_BTKH"], meta_fields=[])
+@dataclass(frozen=True)
+class SharedKeys:
+    """What a layer without keys and values of its own attends to: those of another layer.
+
+    It reads as that layer did, from the same state and the same new keys; the update is the other layer's, so this one keeps
+    nothing. A compiler makes the update, the same expression in both, once.
+
+    Attributes:
+      layer: the other layer's state before this call.
+      k_BTKH, v_BTKH: the other layer's keys and values of this call.
+    """
+
+    layer: Any
+    k_BTKH: jax.Array
+    v_BTKH: jax.Array
+
+    @property
+    def is_prefill(self) -> bool:
+        return bool(self.layer.is_prefill)
+
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+        """`k_BTKH` and `v_BTKH` are None."""
+        out_BTKGH, _, told = self.layer.attend(q_BTKGH, self.k_BTKH, self.v_BTKH, positions_BT, window, probe, softmax)
+        return out_BTKGH, None, told
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["spans", "requested"])
 @dataclass(frozen=True)
 class KVCache:
     """What every layer remembers, a pytree to be donated from step to step.
 
     Attributes:
+      layers: None for a layer that reads the keys and values of another.
       spans: the slots each layer would have uncompressed.
       requested: the share of them that was asked for.
     """
 
-    layers: tuple[Full | Ring | Compressed, ...]
+    layers: tuple[Full | Ring | Compressed | None, ...]
     spans: tuple[int, ...]
     requested: float = 1.0
 
@@ -227,11 +274,11 @@ class KVCache:
 
     def one_slot(self, slot: jax.Array) -> "KVCache":
         """This cache for one call with the row `slot` alone, see `OneSlot`."""
-        return replace(self, layers=tuple(OneSlot(layer, slot) for layer in self.layers))  # type: ignore[misc]
+        return replace(self, layers=tuple(None if layer is None else OneSlot(layer, slot) for layer in self.layers))  # type: ignore[misc]
 
     def all_slots(self) -> "KVCache":
         """The cache after a call with `one_slot`."""
-        return replace(self, layers=tuple(layer.layer for layer in self.layers))  # type: ignore[union-attr]
+        return replace(self, layers=tuple(None if layer is None else layer.layer for layer in self.layers))  # type: ignore[union-attr]
 
     @property
     def compressed(self) -> bool:
@@ -245,24 +292,25 @@ class KVCache:
         uncompressed cache of the same dtype, `full_bytes_bfloat16` of one in bfloat16. `slots` lists for each layer
         `[key heads, slots]` of each group of heads.
         """
-        stores = [store for layer in self.layers for store in _stores(layer)]
+        groups = [_stores(layer) for layer in self.layers]
+        stores = [store for layer in groups for store in layer]
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
         payload = sum(store.payload_bytes for store in stores)
-        B, numbers = jax.tree.leaves(stores)[0].shape[0], sum(stores[0].sizes)
-        slots = [[[store.heads, store.slots] for store in _stores(layer)] for layer in self.layers]
-        places = B * sum(span * sum(heads for heads, _ in groups) for span, groups in zip(self.spans, slots, strict=True))
-        dtype = stores[0].dtype
-        full = places * _slot_bytes(stores[0].sizes, dtype)
+        B, dtype = jax.tree.leaves(stores)[0].shape[0], stores[0].dtype
+        places = [
+            (B * span * store.heads, store.sizes) for span, layer in zip(self.spans, groups, strict=True) for store in layer
+        ]
+        full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in places)
         return {
             "bytes": total,
             "payload_bytes": payload,
             "metadata_bytes": total - payload,
             "full_bytes": full,
-            "full_bytes_bfloat16": places * 2 * numbers,
+            "full_bytes_bfloat16": sum(count * 2 * sum(sizes) for count, sizes in places),
             "requested_ratio": self.requested,
             "ratio": total / full,
             "dtype": {BITS: "bfloat16", PACKED: "int4"}.get(dtype, dtype.name),
-            "slots": slots,
+            "slots": [[[store.heads, store.slots] for store in layer] for layer in groups],
         }
 
 
@@ -273,7 +321,9 @@ def _slot_bytes(sizes: tuple[int, int], dtype: jnp.dtype) -> int:
     return sum(sizes) * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0)
 
 
-def _stores(layer: Full | Ring | Compressed) -> list[Any]:
+def _stores(layer: Full | Ring | Compressed | None) -> list[Any]:
+    if layer is None:
+        return []
     return [group.store for group in layer.groups] if isinstance(layer, Compressed) else [layer.store]
 
 
@@ -297,7 +347,7 @@ def make_cache(
       compression: the slots of every head, and what stays in them; None: all of every text.
       parted: where all of a text stays, its slots are `SegmentedStore`.
     """
-    B, K, H = batch, config.kv_heads, config.head_size
+    B = batch
     all_spans = spans(config, slots)
     kept = jnp.dtype(dtype)
     if kept == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits:
@@ -305,18 +355,21 @@ def make_cache(
     elif kept == jnp.int4:
         kept = PACKED
 
-    def empty(span: int) -> Store:
+    def empty(index: int, span: int) -> Store:
         if config.latent is not None:
             return LatentStore.empty(B, 1, (config.latent.rotated_size, config.latent.rank), span, kept)
-        return Store.empty(B, K, (H, H), span, kept)
+        own = config.of_layer(index)
+        return Store.empty(B, own.kv_heads, (own.head_size, own.head_size), span, kept)
 
-    def layer(index: int) -> Full | Ring | Compressed:
+    def layer(index: int) -> Full | Ring | Compressed | None:
         span = all_spans[index]
+        if config.kv_source(index) is not None:
+            return None
         if compression is not None and any(held < span for _, held in compression.groups[index]):
-            return Compressed.empty(B, H, compression, index, kept)
+            return Compressed.empty(B, config.head_size, compression, index, kept)
         if span < slots:
-            return Ring(empty(span))
-        return Full(SegmentedStore.empty(B, span, empty) if parted else empty(span))
+            return Ring(empty(index, span))
+        return Full(SegmentedStore.empty(B, span, partial(empty, index)) if parted else empty(index, span))
 
     return KVCache(
         tuple(layer(index) for index in range(config.num_blocks)), all_spans, 1.0 if compression is None else compression.ratio

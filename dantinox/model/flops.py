@@ -3,27 +3,32 @@
 from dantinox.config import ModelConfig
 from dantinox.config.model import GATED
 from dantinox.model.cache import spans
-from dantinox.model.lora import sizes
+from dantinox.model.lora import places_of, sizes
 
 
 def matrix_parameters(model: ModelConfig) -> int:
     """N: the weights that a token is multiplied by, of attention `D·Q·(2H + 2K)`, of the feed-forward, and `D·V`.
 
-    Of experts those that a token takes, and the router.
+    Of experts those that a token takes, and the router; of per-layer inputs `3·L·D·P`.
     """
+    D, L, P = model.dim, model.num_blocks, model.per_layer_dim
+    layers = sum(_layer_parameters(model.of_layer(layer), model.kv_projections(layer)) for layer in range(L))
+    return layers + 3 * L * D * P + D * model.vocab_size
+
+
+def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
+    """N of a layer in a model whose layers are all like it, see `ModelConfig.of_layer`."""
     D, Q, F = model.dim, model.head_size, model.hidden_dim
-    attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * 2 * model.kv_heads
+    attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * kv_projections * model.kv_heads
     if model.latent is not None:  # what makes the latents, what they become, queries, the output
         R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
         queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
         attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
-    matrices, L = 3 if model.activation in GATED else 2, model.num_blocks
-    feed_forward = L * matrices * D * F
+    matrices = 3 if model.activation in GATED else 2
+    feed_forward = matrices * D * F
     if (experts := model.experts) is not None:
-        dense = len(experts.dense_layers)
-        routed = matrices * D * (experts.top_k * F + experts.shared_dim) + D * (experts.count + experts.shared_gate)
-        feed_forward = (L - dense) * routed + dense * matrices * D * experts.dense_dim
-    return L * attention + feed_forward + D * model.vocab_size
+        feed_forward = matrices * D * (experts.top_k * F + experts.shared_dim) + D * (experts.count + experts.shared_gate)
+    return attention + feed_forward
 
 
 def attention_flops(model: ModelConfig, keys: int) -> int:
@@ -31,10 +36,10 @@ def attention_flops(model: ModelConfig, keys: int) -> int:
 
     Keys that the causal mask hides count too, as in the formulas' sources.
     """
-    sizes = 2 * model.head_size
     if model.latent is not None:
-        sizes = model.head_size + model.latent.rotated_size + model.latent.value_size
-    return 2 * model.n_heads * sizes * sum(spans(model, keys))
+        size = model.head_size + model.latent.rotated_size + model.latent.value_size
+        return 2 * model.n_heads * size * sum(spans(model, keys))
+    return sum(4 * model.n_heads * model.of_layer(i).head_size * span for i, span in enumerate(spans(model, keys)))
 
 
 def training_flops(model: ModelConfig, length: int) -> int:
@@ -51,4 +56,9 @@ def adapter_parameters(model: ModelConfig) -> int:
     """n: the weights of the adapters of all layers, of a projection `r·(in + out)`."""
     if model.lora is None:
         return 0
-    return model.num_blocks * model.lora.rank * sum(sum(sizes(model)[target]) for target in model.lora.targets)
+    return model.lora.rank * sum(
+        sum(sizes(model, layer)[target])
+        for layer in range(model.num_blocks)
+        for target in places_of(model, layer)
+        if target in model.lora.targets
+    )

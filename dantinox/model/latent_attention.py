@@ -54,11 +54,11 @@ class LatentAttention(nnx.Module):
 
     Scores are divided by √(H + P), and with `mscale_all_dim` multiplied by the square of its gain (DeepSeek-V2)."""
 
-    def __init__(self, config: ModelConfig, window: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         latent, D, N, H = config.latent, config.dim, config.n_heads, config.head_size
         assert latent is not None
         R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
-        self.rank, self.head_size, self.rotated_size, self.window = R, H, P, window
+        self.rank, self.head_size, self.rotated_size, self.window = R, H, P, config.windows[layer]
         self.kv_a = Linear((D,), (R + P,), dtype=dtype, rngs=rngs)
         norm = partial(RMSNorm, epsilon=latent.norm_epsilon, zero_centered=config.norm_zero_centered)
         self.kv_norm = norm(R)

@@ -36,22 +36,36 @@ class Place(NamedTuple):
         return *outputs[:-2], len(range(*slice(*self.part).indices(outputs[-2]))), outputs[-1]
 
 
-def places(activation: str) -> dict[str, Place]:
-    """Every projection of a dense layer by its name. `qkv` is `[D, K, G+2, H]`, `gate_up` is `[D, 2, F]`."""
-    attention = {
-        "q_proj": Place("attention/qkv", (None, -2)),
-        "k_proj": Place("attention/qkv", (-2, -1)),
-        "v_proj": Place("attention/qkv", (-1, None)),
-        "o_proj": Place("attention/out"),
-    }
+def places(activation: str, kv_projections: int = 2) -> dict[str, Place]:
+    """Every projection of a dense layer by its name. `qkv` is `[D, K, G+2, H]`, `gate_up` is `[D, 2, F]`.
+
+    `kv_projections`: what stands in the place of that 2, see `ModelConfig.kv_projections`.
+    """
+    n = kv_projections
+    attention = {"q_proj": Place("attention/qkv", (None, -n or None))}
+    if n > 0:
+        attention["k_proj"] = Place("attention/qkv", (-n, 1 - n or None))
+    if n > 1:
+        attention["v_proj"] = Place("attention/qkv", (-1, None))
+    attention["o_proj"] = Place("attention/out")
     if activation in PLAIN:
         return attention | {"up_proj": Place("ffn/up"), "down_proj": Place("ffn/down")}
     gated = {"gate_proj": Place("ffn/gate_up", (0, 1)), "up_proj": Place("ffn/gate_up", (1, 2))}
     return attention | gated | {"down_proj": Place("ffn/down")}
 
 
-def sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """How many numbers go into each projection of a dense layer, and how many come out."""
+def places_of(model: ModelConfig, layer: int) -> dict[str, Place]:
+    """The projections of a layer that can have adapters."""
+    if model.latent is not None:
+        return {}
+    known = places(model.activation, model.kv_projections(layer))
+    routes = model.experts is not None  # then dense layers have none either
+    return {name: place for name, place in known.items() if not routes or place.module.startswith("attention")}
+
+
+def sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """How many numbers go into each projection of a layer without experts, and how many come out."""
+    model = model.of_layer(layer)
     D, F, Q, K = model.dim, model.hidden_dim, model.n_heads * model.head_size, model.kv_heads * model.head_size
     attention = {"q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D)}
     return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
@@ -137,11 +151,14 @@ def _among(added: jax.Array, part: tuple[int | None, int | None], size: int) -> 
     return jnp.pad(added, [(0, 0)] * (added.ndim - 2) + [(start, size - stop), (0, 0)])
 
 
-def adapt(layer: nnx.Module, model: ModelConfig, *, rngs: nnx.Rngs) -> None:
-    """Puts an `Adapted` in the place of every `Linear` of a layer; other matrices are held as `lora.held` says."""
+def adapt(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    """Puts an `Adapted` in the place of every `Linear` of a layer; other matrices are held as `lora.held` says.
+
+    `number`: of the layer, from 0.
+    """
     lora = model.lora
     assert lora is not None
-    targets = {name: place for name, place in places(model.activation).items() if name in lora.targets}
+    targets = {name: place for name, place in places_of(model, number).items() if name in lora.targets}
     owners = [(path, node) for path, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module)]
     for path, owner in owners:
         for name, part in list(vars(owner).items()):

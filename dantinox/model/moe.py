@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import PLAIN, Linear, feed_forward, gated
+from dantinox.model.layers import PLAIN, Linear, RMSNorm, feed_forward, gated, normalisation
 from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import platform_of
 
@@ -61,6 +61,9 @@ class Router(nnx.Module):
     where an expert has fewer rows than others (Wang et al. 2024, algorithm 1).
 
     Of several groups of experts, a token takes experts of the best ones alone (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2).
+
+    With `branch_norms` it reads norm(x) · scale / √D, where the norm has no scale, and the weights of a token's experts are
+    multiplied by their `expert_scale [E]` (Gemma 4).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -69,11 +72,17 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (D, E), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.bias else None
         self.logit_bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.logit_bias else None
+        self.scale = nnx.Param(jnp.ones(D, jnp.float32)) if self.rule.branch_norms else None
+        self.expert_scale = nnx.Param(jnp.ones(E, jnp.float32)) if self.rule.branch_norms else None
+        self.norm = RMSNorm(D, config.norm_epsilon, scaled=False)
 
     def __call__(self, x_ND: Array, parallelism: Parallelism) -> tuple[Array, Array, Routing]:
         """Experts `[N, K]`, their weights `[N, K]`, and how the batch is spread, on all devices that share it."""
         K, E = self.rule.top_k, self.rule.count
-        logits_NE = jnp.matmul(x_ND.astype(jnp.float32), self.kernel[...], precision="highest")
+        x_ND = x_ND.astype(jnp.float32)
+        if self.scale is not None:
+            x_ND = self.norm(x_ND) * self.scale[...] * x_ND.shape[-1] ** -0.5
+        logits_NE = jnp.matmul(x_ND, self.kernel[...], precision="highest")
         if self.logit_bias is not None:
             logits_NE = logits_NE + self.logit_bias[...]
         scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
@@ -84,6 +93,8 @@ class Router(nnx.Module):
             weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
         if self.rule.scaling != 1:
             weights_NK = self.rule.scaling * weights_NK
+        if self.expert_scale is not None:
+            weights_NK = weights_NK * self.expert_scale[...][experts_NK]
         counts_E = parallelism.psum_batch(counts(experts_NK, E))
         share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
         balance = E * jnp.sum(counts_E / jnp.sum(counts_E) * parallelism.pmean_batch(jnp.mean(share_NE, axis=0)))
@@ -172,8 +183,18 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = nnx.data(gate)
 
     def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        *chosen, routing = self.router(x_ND, parallelism)
+        y_BTD, routing = self.mixed(x_BTD, x_BTD, parallelism)
+        if self.shared is None:
+            return y_BTD, routing
+        shared_BTD = self.shared(x_BTD, parallelism)
+        if self.shared_gate is not None:
+            shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD))
+        return y_BTD + shared_BTD, routing
+
+    def mixed(self, x_BTD: Array, routed_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
+        """The weighted sum of what its experts give for each token; `routed_BTD`: what the router reads."""
+        x_ND, routed_ND = (a.reshape(-1, x_BTD.shape[-1]) for a in (x_BTD, routed_BTD))
+        *chosen, routing = self.router(routed_ND, parallelism)
         x_ND, experts_NK, weights_NK = (parallelism.all_gather_tokens(parallelism.copy_to_tp(a)) for a in (x_ND, *chosen))
         y_ND = self._of_own_experts(x_ND, experts_NK, weights_NK, parallelism)
         y_ND = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND))
@@ -181,13 +202,7 @@ class MixtureOfExperts(nnx.Module):
             experts_NK, weights_NK = (parallelism.all_gather_tokens(a) for a in chosen)
             biases_ND = weighted_biases(self.experts.down.bias[...], experts_NK, weights_NK, parallelism)
             y_ND += parallelism.reduce_scatter_tokens(biases_ND)
-        y_BTD = y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
-        if self.shared is None:
-            return y_BTD, routing
-        shared_BTD = self.shared(x_BTD, parallelism)
-        if self.shared_gate is not None:
-            shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD))
-        return y_BTD + shared_BTD, routing
+        return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape), routing
 
     def _of_own_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
         """What tokens get of the experts that stand on this device: float32 `[N, D]`."""
@@ -204,6 +219,21 @@ class MixtureOfExperts(nnx.Module):
             y_MD = jnp.where((rows.expert_M < here)[:, None], y_MD, 0)
         y_NKD = combine(y_MD, order_M, place_M).reshape(*experts_NK.shape, -1)
         return jnp.einsum("NKD,NK->ND", y_NKD, weights_NK.astype(y_NKD.dtype), preferred_element_type=jnp.float32)
+
+
+class BranchedExperts(MixtureOfExperts):
+    """norm(shared(norm(x))) + norm(experts(norm(x))), where the router reads x: four norms, as in Gemma 4."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        super().__init__(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.shared_norm, self.shared_post_norm = normalisation(config), normalisation(config)
+        self.experts_norm, self.experts_post_norm = normalisation(config), normalisation(config)
+
+    def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
+        assert self.shared is not None
+        shared_BTD = self.shared_post_norm(self.shared(self.shared_norm(x_BTD), parallelism))
+        y_BTD, routing = self.mixed(self.experts_norm(x_BTD), x_BTD, parallelism)
+        return shared_BTD + self.experts_post_norm(y_BTD), routing
 
 
 def weighted_biases(bias_ED: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:

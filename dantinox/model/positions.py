@@ -31,11 +31,14 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
     linearly in the index between; scores are sharper by the factor's square (Peng et al. 2023, sections 3.2 to 3.4). With
     `mscale` and `mscale_all_dim` that factor is the quotient of their gains (DeepSeek-V2).
     `longrope` divides each by its own factor, and scores are sharper likewise (Ding et al. 2024, section 3.2).
+    `proportional` divides all of them, and sets those after the first `share` to 0 (Gemma 4).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)
     if scaling.kind == "linear":
         return slow, 1.0
+    if scaling.kind == "proportional":
+        return np.where(np.arange(head_size // 2) < int(scaling.share * head_size // 2), slow, 0.0), 1.0
     if scaling.kind == "longrope":
         gain = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
         return frequencies / np.array(scaling.factors), gain if scaling.attention_factor is None else scaling.attention_factor

@@ -13,12 +13,13 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
-from dantinox.model.cache import KVCache, NoCache
+from dantinox.model.cache import KVCache, NoCache, RecordKeys, SharedKeys
 from dantinox.model.latent_attention import LatentAttention
 from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
 from dantinox.model.lora import adapt, hold
-from dantinox.model.moe import MixtureOfExperts, unrouted
+from dantinox.model.moe import BranchedExperts, MixtureOfExperts, unrouted
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
+from dantinox.model.per_layer import PerLayerEmbedding, PerLayerInput
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
 
@@ -51,6 +52,7 @@ class Block(nnx.Module):
     """x + post_norm(attention(norm(x))), then the same with the feed-forward. Either norm may be absent: `norm_placement`.
 
     With `parallel_blocks`: x + attention(y) + feed_forward(y), where y = norm(x). `residual_multiplier` scales what is added.
+    With `per_layer_dim` it then reads its own input, and with `layer_scalar` its output is multiplied by a number.
     `layer` is its number from 0.
     """
 
@@ -61,15 +63,21 @@ class Block(nnx.Module):
         self.norm1 = normalisation(config) if before else _unchanged
         self.post_norm1 = normalisation(config) if after else _unchanged
         attending = Attention if config.latent is None else LatentAttention
-        self.attention = attending(config, config.windows[layer], dtype=dtype, rngs=rngs, out_gain=out_gain)
+        self.attention = attending(config, layer, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.parallel = config.parallel_blocks
-        self.norm2 = normalisation(config) if before and not self.parallel else _unchanged
+        branched = config.routes(layer) and config.experts is not None and config.experts.branch_norms
+        self.norm2 = normalisation(config) if before and not self.parallel and not branched else _unchanged
         self.post_norm2 = normalisation(config) if after else _unchanged
-        feeding = MixtureOfExperts if config.routes(layer) else feed_forward
+        feeding: Callable = feed_forward
+        if config.routes(layer):
+            feeding = BranchedExperts if branched else MixtureOfExperts
         self.ffn = feeding(config.of_layer(layer), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.routes, self.experts = config.routes(layer), None if config.experts is None else config.experts.count
+        reads_input = config.per_layer_dim > 0
+        self.layer_input = PerLayerInput(config, dtype=dtype, rngs=rngs, out_gain=out_gain) if reads_input else None
+        self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32)) if config.layer_scalar else None
         if config.lora is not None:
-            adapt(self, config, rngs=rngs)
+            adapt(self, layer, config, rngs=rngs)
 
     def __call__(
         self,
@@ -78,6 +86,7 @@ class Block(nnx.Module):
         angles: Angles,
         memory: Any,
         key: Any,
+        input_BTP: jax.Array | None,
         probe: Probe | None,
         parallelism: Parallelism,
     ):
@@ -88,16 +97,20 @@ class Block(nnx.Module):
         fed: Any = self.ffn(y_BTD if self.parallel else self.norm2(x_BTD), parallelism)
         f_BTD, routing = fed if self.routes else (fed, None if self.experts is None else unrouted(self.experts))
         x_BTD = x_BTD + self._scaled(dropout(self.post_norm2(f_BTD), self.dropout_rate, keys[1]))
+        if self.layer_input is not None and input_BTP is not None:
+            x_BTD = self.layer_input(x_BTD, input_BTP)
+        if self.layer_scalar is not None:
+            x_BTD = (x_BTD * self.layer_scalar[...]).astype(x_BTD.dtype)
         return x_BTD, memory, (probed, routing)
 
     def _scaled(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.multiplier == 1 else (x_BTD * self.multiplier).astype(x_BTD.dtype)
 
 
-@partial(jax.jit, static_argnums=(6, 7), inline=True)
-def _apply(block: Block, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
+@partial(jax.jit, static_argnames=("probe", "parallelism"), inline=True)
+def _apply(block: Block, *args: Any, probe: Probe | None, parallelism: Parallelism) -> tuple[jax.Array, Any, tuple[Any, Any]]:
     """Calls a block. Blocks whose attributes and shapes are equal are traced once, and inlined for each of them."""
-    return block(*args)
+    return block(*args, probe, parallelism)  # type: ignore[call-arg]
 
 
 def output_layer(dim: int, vocab_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Linear:
@@ -131,6 +144,7 @@ class Transformer(nnx.Module):
         self.position_embed = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
         )
+        self.per_layer = nnx.data(PerLayerEmbedding(config, dtype=self.dtype, rngs=rngs) if config.per_layer_dim else None)
         self.norm_embed = normalisation(config) if config.norm_embeddings else None
         blocks = [Block(config, layer, dtype=self.dtype, rngs=rngs) for layer in range(config.num_blocks)]
         self.blocks = nnx.List([] if config.scan_layers else blocks)
@@ -140,7 +154,8 @@ class Transformer(nnx.Module):
         untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
         self.head = nnx.data(untied)
         self.head_bias = nnx.Param(jnp.zeros(V, jnp.float32)) if config.head_bias else None
-        for table in (self.embed, self.position_embed, None if untied is None else untied.kernel):
+        per_layer = None if self.per_layer is None else self.per_layer.embed
+        for table in (self.embed, self.position_embed, per_layer, None if untied is None else untied.kernel):
             if table is not None:
                 hold(table, config.lora)
 
@@ -181,22 +196,31 @@ class Transformer(nnx.Module):
         L = self.config.num_blocks
         layers: tuple[Any, ...] = cache.layers if cache is not None else (fresh,) * L
         keys = [None if rngs is None or self.config.dropout_rate == 0 else rngs.dropout() for _ in range(L + 1)]
-        x_BTD = self.parallelism.scale_replicated(
-            dropout(self._embed(tokens_BT, positions_BT), self.config.dropout_rate, keys[-1])
-        )
-        rotations = [self.config.rotation(layer) for layer in range(L)]  # layers that rotate alike have the same arrays
-        made = {r: None if r is None else rotary_angles(positions_BT, self.config.rotated_size, *r) for r in rotations}
-        angles: list[Angles] = [made[rotation] for rotation in rotations]
+        embedded_BTD = self._embed(tokens_BT, positions_BT)
+        x_BTD = self.parallelism.scale_replicated(dropout(embedded_BTD, self.config.dropout_rate, keys[-1]))
+        inputs: Any = (None,) * L
+        if self.per_layer is not None:
+            inputs = self.parallelism.scale_replicated(self.per_layer(tokens_BT, embedded_BTD, self.parallelism))
+        angles = self._angles(positions_BT)
         if self.config.scan_layers:
-            x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L])
+            x_BTD, routing = self._through_rolled(x_BTD, (positions_BT, angles, fresh), keys[:L], inputs)
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
         memories: list[Any] = []
+        shared: dict[int, SharedKeys] = {}  # the keys and values that later layers read, by the layer that made them
         probed, routings = [], []
-        for block, turn, memory, key in zip(self.blocks, angles, layers, keys, strict=False):
+        sources = [self.config.kv_source(layer) for layer in range(L)]
+        for layer, block in enumerate(self.blocks):
+            memory, source = layers[layer], sources[layer]
+            if source is not None:
+                memory = shared[source]
+            elif layer in sources:
+                memory = RecordKeys(memory)
             run: Callable = partial(self._through, block, probe)
             if self._recomputes:
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
-            x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, turn, memory, key)
+            x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, angles[layer], memory, keys[layer], inputs[layer])
+            if layer in sources:
+                memory, shared[layer] = memory
             memories.append(memory)
             probed.append(seen)
             routings.append(routing)
@@ -205,34 +229,42 @@ class Transformer(nnx.Module):
             aux["routing"] = jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
         return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(memories)), aux
 
+    def _angles(self, positions_BT: jax.Array) -> list[Angles]:
+        """The rotary angles of each layer; layers that rotate alike have the same arrays."""
+        config = self.config
+        kinds = [(config.of_layer(i).rotated_size, config.rotation(i)) for i in range(config.num_blocks)]
+        made = {(R, r): None if r is None else rotary_angles(positions_BT, R, *r) for R, r in kinds}
+        return [made[kind] for kind in kinds]
+
     @property
     def _recomputes(self) -> bool:
         return self.config.remat != "none" or self.parallelism.gathers
 
     def _through(self, block: Block, probe: Probe | None, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
         """A layer's output, computed with its full weights."""
-        return _apply(self.parallelism.gather_weights(block), *args, probe, self.parallelism)
+        return _apply(self.parallelism.gather_weights(block), *args, probe=probe, parallelism=self.parallelism)
 
-    def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any]) -> tuple[jax.Array, Any]:
+    def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
         """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.
 
-        `seen`: positions, the angles of each layer, memory.
+        `seen`: positions, the angles of each layer, memory. `inputs`: the per-layer input of each layer.
         """
         period, (positions_BT, angles, fresh) = self.config.period, seen
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
         stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
+        stacked_inputs = [None if self.per_layer is None else inputs[kind::period] for kind in range(period)]
 
         def turn(x_BTD: jax.Array, part: Any) -> tuple[jax.Array, list[Any]]:
             routings = []
-            for graph, turned, state, key in zip(graphs, angles[:period], *part, strict=True):
+            for graph, turned, state, key, input_BTP in zip(graphs, angles[:period], *part, strict=True):
                 block = nnx.merge(graph, state)
-                x_BTD, _, (_, routing) = self._through(block, None, x_BTD, positions_BT, turned, fresh, key)
+                x_BTD, _, (_, routing) = self._through(block, None, x_BTD, positions_BT, turned, fresh, key, input_BTP)
                 routings.append(routing)
             return x_BTD, routings
 
         if self._recomputes:
             turn = jax.checkpoint(turn, policy=REMAT[self.config.remat], prevent_cse=False)
-        x_BTD, routings = jax.lax.scan(turn, x_BTD, (list(states), stacked_keys))
+        x_BTD, routings = jax.lax.scan(turn, x_BTD, (list(states), stacked_keys, stacked_inputs))
         if self.config.experts is None:
             return x_BTD, None
         return x_BTD, jax.tree.map(lambda *kinds: jnp.stack(kinds, axis=1).reshape(-1, *kinds[0].shape[1:]), *routings)

@@ -14,7 +14,7 @@ import numpy as np
 
 from dantinox.config import Config, LoraConfig, ModelConfig
 from dantinox.files import UserError, on_one_line, os_errors
-from dantinox.model.lora import Place, places, sizes
+from dantinox.model.lora import Place, places_of, sizes
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
 from dantinox.run.manifest import put
 from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_pieces
@@ -106,23 +106,21 @@ def read_changes(path: Path, model: ModelConfig, scaling: Callable[[str], tuple[
       UserError: the file cannot be read, is damaged, or does not fit the model.
     """
     file = SafetensorsFile(path)
-    known = places(model.activation) if model.latent is None else {}
-    if model.experts is not None:
-        known = {name: place for name, place in known.items() if place.module.startswith("attention")}
+    known = [places_of(model, layer) for layer in range(model.num_blocks)]
     found: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for name in file.tensors:
         match = TENSOR.fullmatch(name)
-        if match is None or match[2] not in known or int(match[1]) >= model.num_blocks:
+        if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
             raise UserError(
                 f"{path} holds {on_one_line(name)}, which is for nothing in this model of {model.num_blocks} layers with "
-                f"{', '.join(known) or 'no projections that have adapters'}"
+                f"{', '.join(dict.fromkeys(name for layer in known for name in layer)) or 'no projections that have adapters'}"
             )
         found.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
     if not found:
         raise UserError(f"{path} holds no adapter")
     changes: dict[str, list[Change]] = {}
     for (layer, target), pair in sorted(found.items()):
-        place, (ins, outs) = known[target], sizes(model)[target]
+        place, (ins, outs) = known[int(layer)][target], sizes(model, int(layer))[target]
         module = f"layers.{layer}.{MODULES[place.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
         for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):

@@ -74,6 +74,11 @@ def _cut(name: str, ndim: int) -> tuple[int, int] | None:
     return stacked, ndim - 1 if name.endswith(("attention/out/kernel", "o_proj/lora_a")) else stacked + 1
 
 
+def _as_rows(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what is no hidden matrix: two axes of per-layer embeddings, whose rows belong to tokens or inputs."""
+    return (shape[0], math.prod(shape[1:])) if name.startswith("per_layer/") and len(shape) > 1 else shape
+
+
 class Optimizer(NamedTuple):
     """An optax transformation and its learning rates.
 
@@ -154,7 +159,7 @@ def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransforma
     """A rule that sees hidden matrices with two axes, fan in and fan out, and all that is stacked one by one."""
 
     def flat(tree: Parameters) -> Parameters:
-        matrices = {name: p.reshape(as_matrix(name, p.shape) or p.shape) for name, p in tree.items()}
+        matrices = {name: p.reshape(as_matrix(name, p.shape) or _as_rows(name, p.shape)) for name, p in tree.items()}
         stacks = {name: p for name, p in matrices.items() if p.ndim == 3 or name.startswith("rolled/")}
         whole = {name: p for name, p in matrices.items() if name not in stacks}
         return whole | {f"{name}/{i}": x for name, p in stacks.items() for i, x in enumerate(p)}

@@ -32,6 +32,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe.use_moe": True, "moe.n_experts": 4, "moe.alpha_balance": 0.01, "moe.router_z_loss": 0.01, "moe.shared_experts": 1,
         "moe.shared_gate": True, "moe.router_bias": True, "model.mlp_bias": True, "moe.n_groups": 2, "moe.top_k_groups": 1,
     },
+    "uneven": {
+        "model.num_blocks": 4, "attention.sliding_window": True, "attention.context_window": 5, "attention.kv_shared_layers": 2,
+        "attention.layer_types": ["sliding", "full"], "attention.global_head_size": 16, "attention.k_eq_v": True,
+        "model.v_norm": True, "model.qk_norm": True, "model.norm_placement": "both", "model.layer_scalar": True,
+        "model.per_layer_dim": 8, "model.double_wide_mlp": True, "training.lr": 0.001,
+    },
     "mla": {
         "model.kv_heads": None, "attention.kv_lora_rank": 16, "attention.q_lora_rank": 24, "attention.qk_rope_head_dim": 4,
     },

@@ -26,6 +26,12 @@ BIASES = {
 }  # fmt: skip
 SINKS = {"attention.sink_logits": True, "attention.sliding_window": True, "attention.context_window": 64}
 
+UNEVEN = {
+    "model.num_blocks": 4, "attention.sliding_window": True, "attention.context_window": 64, "attention.kv_shared_layers": 2,
+    "attention.layer_types": ["sliding", "full"], "attention.global_head_size": 8, "attention.k_eq_v": True,
+    "model.v_norm": True, "model.qk_norm": True, "model.per_layer_dim": 8, "model.double_wide_mlp": True,
+}  # fmt: skip
+
 
 def settings(**changes):
     return build_config({}, SMALL | {key.replace("__", "."): value for key, value in changes.items()})
@@ -60,6 +66,8 @@ def texts(config, model, length):
                 (BIASES, "int8", 20),
                 (LATENT, "auto", 150),
                 (SINKS, "auto", 150),
+                (UNEVEN, "auto", 150),
+                (UNEVEN, "int8", 20),
                 ({"moe.use_moe": True}, "int8", 20),
                 ({"moe.use_moe": True}, "auto", 150),
                 ({"kv.budget": 0.5, "kv.signal": "uniform"}, "auto", 150),

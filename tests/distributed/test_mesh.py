@@ -22,7 +22,7 @@ from .mesh import KINDS, V, layout_of, program, same, settings, trained
 
 DEVICES = 8
 DENSE, SPARSE = ("fsdp=4 tensor=2", "fsdp=8", "data=2 fsdp=2 tensor=2"), ("data=2 expert=4", "expert=2 fsdp=2 tensor=2")
-QUICK = {("biases", "adamw", DENSE[0]), ("moe", "adamw", SPARSE[0]), ("mla", "muon", DENSE[0])}
+QUICK = {("biases", "adamw", DENSE[0]), ("uneven", "adamw", DENSE[0]), ("moe", "adamw", SPARSE[0]), ("mla", "muon", DENSE[0])}
 EACH = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.exhaustive)
     for kind in KINDS
@@ -37,7 +37,7 @@ LARGE = {"model__dim": 128, "model__max_context": 128, "model__num_blocks": 4, "
 
 @pytest.mark.parametrize(("kind", "optimizer", "mesh"), EACH)
 def test_a_mesh_trains_as_one_device_does(kind, optimizer, mesh):
-    changes = {"training__optimizer": optimizer, "model__num_blocks": 1 if kind in ("moe", "mla") else 2}
+    changes = {"training__optimizer": optimizer, "model__num_blocks": {"moe": 1, "mla": 1, "uneven": 4}.get(kind, 2)}
     same(trained(kind, mesh, **changes), trained(kind, **changes))
 
 

@@ -26,6 +26,9 @@ ARCHITECTURES = [
     ("biases", {"model__activation": "gelu", "model__norm": "layernorm", "model__norm_placement": "after"}),
     ("moe", {"moe__score_function": "sigmoid", "moe__bias_update_rate": 0.001}),
     ("moe", {"model__activation": "gelu", "model__scan_layers": True}),
+    ("moe", {"moe__shared_gate": False, "moe__branch_norms": True, "model__norm_placement": "both"}),
+    ("uneven", {}),
+    ("uneven", {**LORA, "lora__targets": ["q_proj", "v_proj", "down_proj"]}),
     ("mla", {"attention__no_sink": True, "attention__sink_logits": True}),
     ("mla", {"attention__q_lora_rank": None}),
     ("dense", {**LORA, "attention__no_sink": True, "model__weight_tying": False}),
@@ -55,8 +58,10 @@ def test_letters_stand_for_the_sizes_of_the_model():
         sizes = {"V": V, "D": m.dim, "T": m.max_context, "K": m.kv_heads, "N": m.n_heads, "2": 2}
         sizes |= {"E": m.experts.count} if m.experts else {}
         width = m.experts.shared_dim if "shared" in name else m.hidden_dim
+        sizes |= {"P": m.per_layer_dim} if "layer" in name else {}
         sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {})
         sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # what its queries are made from, of rank D or less
+        sizes |= {"F": shape[0 if "down" in name else -1]} if m.double_wide_mlp else {}
         for letter, size in zip(rule_of(name, len(shape)).axes, shape, strict=True):
             assert sizes.get(letter, size) == size, (name, letter)
 

@@ -46,7 +46,7 @@ def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
         noise = random.standard_normal(leaf.shape)
         if name == "kernel":
             noise *= 2.0 / np.sqrt(np.prod(leaf.shape) / leaf.shape[-1]) * leaf.shape[-1] ** 0.25
-        elif name == "scale":
+        elif name in ("scale", "layer_scalar", "expert_scale"):
             noise = 1 + 0.3 * noise
         return jnp.asarray(noise, leaf.dtype)
 

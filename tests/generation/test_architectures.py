@@ -35,6 +35,22 @@ MODELS = {
         rope_local_theta=100.0,
         unrotated=(0,),
     ),
+    "shared keys and per-layer inputs": builder.config(
+        windows=(4, None, 4, None),
+        kv_shared_layers=2,
+        global_head_size=12,
+        global_kv_heads=1,
+        k_eq_v=True,
+        v_norm=True,
+        qk_norm=True,
+        norm_placement="both",
+        per_layer_dim=6,
+        layer_scalar=True,
+        double_wide_mlp=True,
+    ),
+    "experts and a shared layer with norms of their own": builder.config(
+        windows=(4, None), experts=ExpertsConfig(4, 2, shared_dim=16, branch_norms=True), norm_placement="both", qk_norm=True
+    ),
     "latents": builder.config(windows=(None, 4), kv_heads=4, latent=LatentConfig(12, 4, 6, query_rank=10)),
 }
 

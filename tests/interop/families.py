@@ -22,6 +22,10 @@ LOCAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
+PROPORTIONAL = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 
 # Family → (what transformers calls its configuration, keywords). Each has the options that its real members use.
 FAMILIES = {
@@ -34,6 +38,24 @@ FAMILIES = {
     "olmo2": ("Olmo2Config", {}),
     "gemma2": ("Gemma2Config", {**PATTERN, "head_dim": 12, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}),
     "gemma3_text": ("Gemma3TextConfig", {**PATTERN, "head_dim": 12, "query_pre_attn_scalar": 20, "rope_parameters": LOCAL}),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "sliding_window": 6,
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 67,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": PROPORTIONAL,
+        },
+    ),
     "olmo3": (
         "Olmo3Config",
         {

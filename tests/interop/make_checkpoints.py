@@ -22,17 +22,24 @@ def random_model(family: str, seed: int, **changes):
     name, kwargs = keywords(family, **changes)
     config = getattr(transformers, name)(**kwargs)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomized(model, seed, zero_centered="gemma" in family)
+    randomized(model, seed, zero_centered="gemma" in family and family != "gemma4_text", scaled_keys=family == "gemma4_text")
     return model
 
 
-def randomized(model, seed: int, zero_centered: bool) -> None:
-    """Draws every weight; `zero_centered`: norms multiply by one more than their scale."""
+def randomized(model, seed: int, zero_centered: bool, scaled_keys: bool = False) -> None:
+    """Draws every weight.
+
+    Args:
+      zero_centered: norms multiply by one more than their scale.
+      scaled_keys: norms of keys are small, in place of the division of scores.
+    """
     draw = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=draw)
-        if path.endswith("bias") or "norm" in path or ".ln_" in path:
+        if path.endswith(("bias", "router.scale", "per_expert_scale")) or "norm" in path or ".ln_" in path:
             noise = 0.2 * noise + (0 if path.endswith("bias") or (zero_centered and "norm" in path) else 1)
+            if scaled_keys and "k_norm" in path:
+                noise = noise * weight.shape[-1] ** -0.5
         elif weight.ndim == 2:
             noise = noise * (0.35 if "embed" in path or "wte" in path else 1.3 / weight.shape[-1] ** 0.5)
         else:

@@ -30,6 +30,8 @@ QWEN = {"depth": 1, "num_heads": 1, "patch_size": 2, "spatial_merge_size": 1, "t
 QWEN2 = QWEN | {"hidden_size": 32, "embed_dim": 8, "mlp_ratio": 1}
 QWEN25 = QWEN | {"hidden_size": 8, "intermediate_size": 8, "out_hidden_size": 32}
 QWEN3 = QWEN25 | {"num_position_embeddings": 4, "deepstack_visual_indexes": []}
+GEMMA4 = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+          "head_dim": 8, "patch_size": 2, "position_embedding_size": 16}  # fmt: skip
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 IMAGE, ID = {"image_token_index": 66}, {"image_token_id": 66}
 VIDEO = ID | {"video_token_id": 65, "vision_start_token_id": 64, "vision_end_token_id": 63}
@@ -45,6 +47,7 @@ def text(family: str) -> dict:
 # Model → (what transformers calls its configuration, the text model's, the vision model's, and the rest).
 MODELS = {
     "gemma3": ("Gemma3Config", text("gemma3_text"), SIGLIP, IMAGE | {"mm_tokens_per_image": 4}),
+    "gemma4": ("Gemma4Config", text("gemma4_text"), GEMMA4, ID | {"audio_token_id": 65, "video_token_id": 64}),
     "mistral3": ("Mistral3Config", text("ministral3"), PIXTRAL, IMAGE),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", COMMON | {"model_type": "qwen2_5_vl_text"} | AXES, QWEN25, VIDEO),
     "llava": ("LlavaConfig", text("llama"), CLIP, IMAGE),
@@ -65,7 +68,7 @@ def random_multimodal(name: str, seed: int):
     kind, text_config, vision_config, rest = MODELS[name]
     config = getattr(transformers, kind)(text_config=text_config, vision_config=vision_config, **rest)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    randomized(model, seed, zero_centered="gemma" in name)
+    randomized(model, seed, zero_centered=name == "gemma3", scaled_keys=name == "gemma4")
     return model
 
 

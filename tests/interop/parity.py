@@ -26,7 +26,7 @@ from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import blueprint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, LLAMA3, LOCAL, LONGROPE, SWITCHED, YARN
+from families import FAMILIES, LLAMA3, LOCAL, LONGROPE, PROPORTIONAL, SWITCHED, YARN
 from make_checkpoints import random_model
 from make_multimodal import MODELS as MULTIMODAL
 from make_multimodal import random_multimodal
@@ -38,6 +38,7 @@ YARN_ALL = YARN | {"attention_factor": 1.2, "beta_fast": 8.0, "beta_slow": 2.0}
 ALL_YARN = {"max_position_embeddings": 64, "rope_parameters": YARN_ALL}
 SOME = {"layer_types": ["full_attention", "sliding_attention"]}
 BIASES = {"attention_bias": True}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TANH = {"hidden_act": "gelu_pytorch_tanh"}
 # What is changed in the family's own example.
@@ -60,6 +61,22 @@ OPTIONS: dict[str, list[dict]] = {
     "gemma3_text": [{}, SOME, {"num_hidden_layers": 7, "layer_types": None}, {"final_logit_softcapping": 2.0},
                     BIASES,
                     {"rope_parameters": LOCAL | {"full_attention": YARN_ALL}}],
+    "gemma4_text": [{}, {"attention_k_eq_v": False}, {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": 1},
+                    {"use_double_wide_mlp": False}, {"final_logit_softcapping": None},
+                    # Without these embeddings transformers 5.24 fails where layers share keys.
+                    {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+                    {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False},
+                    {"global_head_dim": 12}, {"global_head_dim": 12, "attention_k_eq_v": False}, {"head_dim": 16},
+                    {"num_global_key_value_heads": 2}, {"num_global_key_value_heads": 4}, UNTIED, {"rms_norm_eps": 1e-2},
+                    BIASES, {"attention_k_eq_v": False} | BIASES, {"sliding_window": 3}, {"hidden_activation": "silu"},
+                    {"layer_types": ["full_attention"] * 5},
+                    {"layer_types": None, "num_hidden_layers": 6, "num_kv_shared_layers": 0},
+                    {"layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+                     "num_kv_shared_layers": 1},
+                    {"rope_parameters": None}, {"rope_parameters": LOCAL}, {"use_bidirectional_attention": "vision"},
+                    {"rope_parameters": PROPORTIONAL | {"full_attention": PROPORTIONAL["full_attention"] | {"factor": 8.0}}},
+                    GEMMA4_MOE, GEMMA4_MOE | {"top_k_experts": 1}, GEMMA4_MOE | {"use_double_wide_mlp": False},
+                    GEMMA4_MOE | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False}],
     "olmo3": [{}, BIASES, {"layer_types": None, "num_hidden_layers": 5}, {"num_key_value_heads": 1}, TIED,
               {"rope_parameters": LOCAL}],
     "olmo": [{}, BIASES, {"num_key_value_heads": 1}, TIED, {"rope_parameters": LINEAR}],

@@ -55,6 +55,10 @@ SAID |= {
     "glm": {"head_dim": 8},
     "granitemoehybrid:granitemoe": {"num_local_experts": 4, "position_embedding_type": "rope"},
 }
+LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 PADDED = {"padded_vocab_size": 70, "max_context": 64}
 # A family with two architectures of llama.cpp has two entries.
 NAMED = {}
@@ -295,6 +299,22 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
             "deepseek_v3",
             {"rms_norm_eps": 1e-5},
             "deepseek2 cannot have attention.latent_norm_epsilon: other than model.norm_eps",
+        ),
+        ("gemma4_text", {"hidden_activation": "silu"}, "GGUF's gemma4 cannot say model.activation"),
+        ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}, "GGUF's gemma4 cannot say attention.qkv_bias"),
+        ("gemma4_text", {"rope_parameters": LINEAR}, "llama.cpp's gemma4 cannot have attention.rope_scaling: linear"),
+        (
+            "gemma4_text",
+            {
+                "layer_types": ["full_attention", "sliding_attention", *["full_attention"] * 3],
+                "per_layer_config": {str(i): {"head_dim": 16, "num_key_value_heads": 1} for i in (0, 2, 3, 4)},
+            },
+            "llama.cpp's gemma4 cannot have attention.kv_shared_layers: that read other layers than the last but one",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "llama.cpp's llama cannot have attention.rope_scaling: proportional",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from dantinox.interop.hf_config import config_of, settings_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 60}
+GEMMA4 = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 60, "num_key_value_heads": 4}
 # What transformers before version 5 wrote, shortened to what is not said elsewhere → what it means.
 WILD = {
     "llama 2": (
@@ -50,6 +51,27 @@ WILD = {
         {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 3,
          "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "head_dim": 16, "num_key_value_heads": 4, "sliding_window": 8},
         {"windows": (8, 8, None, 8), "rope_local_theta": 1e4, "rope_theta": 1e6, "qk_norm": True},
+    ),
+    "gemma 4 e2b": (
+        {"model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": None,
+         "num_key_value_heads": 1, "attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60, "enable_moe_block": False, "num_experts": None,
+         "expert_intermediate_size": None, "moe_intermediate_size": None, "top_k_experts": None, "sliding_window": 8,
+         "final_logit_softcapping": 30.0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "use_bidirectional_attention": None, "rope_parameters": {
+             "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+        {"windows": (8, None, 8, None), "global_head_size": 32, "global_kv_heads": None, "kv_shared_layers": 2,
+         "double_wide_mlp": True, "per_layer_dim": 8, "query_pre_attn_scalar": 1.0, "final_softcap": 30.0, "v_norm": True,
+         "rope_local_theta": 1e4, "rope_scaling": RopeScaling("proportional", 1.0, share=0.25), "layer_scalar": True},
+    ),
+    "gemma 4 26b a4b": (
+        {"model_type": "gemma4_text", "head_dim": 16, "num_key_value_heads": 4, "attention_k_eq_v": True, "sliding_window": 8,
+         "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2,
+         "moe_intermediate_size": 24, "use_bidirectional_attention": "vision",
+         "per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 2}}},
+        {"windows": (8, 8, 8, None), "global_head_size": 32, "global_kv_heads": 2, "k_eq_v": True, "hidden_dim": 24,
+         "rope_local_theta": 1e4, "rope_theta": 1e6, "experts": ExpertsConfig(8, 2, 96, branch_norms=True)},
     ),
     "phi 3": (
         {"model_type": "phi3", "auto_map": {"AutoConfig": "c.C"}, "rope_theta": 1e4, "sliding_window": 2047, "embd_pdrop": 0.0,
@@ -222,7 +244,18 @@ def test_scaling_is_read_with_its_numbers():
             {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_type: 'dynamic', which is",
         ),
-        ({"model_type": "gemma4_text"}, "which is not known here: it is gemma3_text with heads of two sizes, emb"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all', where only"),
+        (GEMMA4 | {"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input: 50, where only the vocab_size 60 is"),
+        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config: {'0': {'head_dim': 8}}, expected the same"),
+        (
+            GEMMA4 | {"per_layer_config": {"3": {"sliding_window": 8}}},
+            "each of the layers 3, which are those of full_att",
+        ),
+        (GEMMA4 | {"per_layer_config": 3}, "per_layer_config: 3, expected an object"),
+        (GEMMA4 | {"num_kv_shared_layers": 4}, "attention.kv_shared_layers must leave a layer of each kind"),
+        (GEMMA4 | {"num_kv_shared_layers": -1}, "attention.kv_shared_layers must be"),
+        (GEMMA4 | {"enable_moe_block": True}, "config.json lacks num_experts"),
+        (GEMMA4 | {"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}}}, "for sliding layers"),
         ({"new\nkey": 1}, "config.json has new"),
     ],
 )

@@ -206,6 +206,8 @@ OTHERS = {
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")  # without effect where layer_types says full
 # Keys that have no effect beside other keys of the same config.json.
 OVERRIDDEN: dict[str, Sequence[str]] = {
+    # Without enable_moe_block there are no experts, and with per_layer_config layers have its heads.
+    "gemma4_text": ("num_experts", "top_k_experts", "moe_intermediate_size", "global_head_dim"),
     **dict.fromkeys(("glm", "glm4", "stablelm", "phi", "phi3"), ("partial_rotary_factor",)),  # rope_parameters has it too
     "qwen2": ["max_window_layers"], "qwen3": WINDOWS, "qwen3_moe": [*WINDOWS, "intermediate_size"], "qwen2_moe": WINDOWS,
     "dots1": [*WINDOWS, "topk_group"], "glm4_moe": ["topk_group", "partial_rotary_factor"],
@@ -230,7 +232,7 @@ def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path
         try:
             after = build_config(settings_of(given | {key: value})).architecture(60)
         except UserError as error:
-            assert "\n" not in str(error) and re.search(r"config\.json has|^(model|moe|attention)\.", str(error))
+            assert "\n" not in str(error) and re.search(r"config\.json (has|lacks)|^(model|moe|attention)\.", str(error))
         else:
             assert after != before, (key, value)
 
@@ -246,11 +248,13 @@ NO_DEFAULT = {
 def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(family):
     given = json.loads((CHECKPOINTS / family / "config.json").read_text())
     needed = set()
+    together = ("layer_types", "vocab_size", "vocab_size_per_layer_input") if family == "gemma4_text" else ()
     for key in given:
         try:
             settings_of({name: value for name, value in given.items() if name != key})
         except UserError as error:
-            if key == "use_sliding_window":  # its layer_types need it
+            if key == "use_sliding_window" or key in together:
+                assert "lacks" not in str(error)  # other keys go with it
                 continue
             assert f"lacks {key}" in str(error) or "model_type" in str(error)
             needed.add(key)

@@ -42,7 +42,7 @@ def shaken(state: Any, seed: int) -> Any:
     def draw(path: tuple, leaf: jax.Array) -> jax.Array:
         *_, parent, name = [None, *(key.key for key in path if isinstance(key, jax.tree_util.DictKey))]
         noise = random.standard_normal(leaf.shape)
-        if name == "scale":
+        if name in ("scale", "layer_scalar", "expert_scale"):
             noise = 1 + 0.4 * noise
         elif name == "kernel":
             fan_in = np.prod(leaf.shape[:-1]) if parent == "out" else leaf.shape[0]

@@ -37,6 +37,8 @@ def frequency(i: int, size: int, theta: float, scaling: RopeScaling | None) -> f
     plain = theta ** (-2 * i / size)
     if scaling is None or scaling.kind == "linear":
         return plain / (1 if scaling is None else scaling.factor)
+    if scaling.kind == "proportional":
+        return plain / scaling.factor if i + 1 <= scaling.share * size / 2 else 0.0
     old = scaling.original_context
     if scaling.kind == "longrope":
         return plain / scaling.factors[i]
@@ -114,9 +116,19 @@ def feed_forward(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
 
 
 def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
-    """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones."""
+    """The experts of one token, one after the other (Shazeer et al. 2017, eq. 1), and the shared ones.
+
+    With `branch_norms` x is what the norms of both and the router's read (transformers' Gemma 4).
+    """
     rule, experts = config.experts, weights["experts"]
-    logits_E = x_D @ weights["router"]["kernel"] + weights["router"].get("logit_bias", 0)
+
+    def norm(x_D: Array, name: str) -> Array:
+        return normalise(rms_kind(config), x_D, weights[name], config.norm_epsilon) if rule.branch_norms else x_D
+
+    read_D = x_D
+    if rule.branch_norms:
+        read_D = normalise("rmsnorm", x_D, {}, config.norm_epsilon) * weights["router"]["scale"] / math.sqrt(config.dim)
+    logits_E = read_D @ weights["router"]["kernel"] + weights["router"].get("logit_bias", 0)
     scores_E = np.exp(logits_E) / np.exp(logits_E).sum() if rule.score == "softmax" else sigmoid(logits_E)
     chosen_by_E = scores_E + (weights["router"]["bias"] if rule.bias else 0)
     members = [range(g, g + rule.count // rule.groups) for g in range(0, rule.count, rule.count // rule.groups)]
@@ -125,13 +137,16 @@ def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     allowed = [e for group in members[: rule.top_groups] for e in group]
     chosen = sorted(allowed, key=lambda e: -chosen_by_E[e])[: rule.top_k]
     whole = (sum(scores_E[e] for e in chosen) if rule.normalise else 1) / rule.scaling
-    out_D = feed_forward(config, x_D, weights["shared"]) if rule.shared_dim else np.zeros_like(x_D)
+    shared_D, out_D = np.zeros_like(x_D), np.zeros_like(x_D)
+    if rule.shared_dim:
+        shared_D = norm(feed_forward(config, norm(x_D, "shared_norm"), weights["shared"]), "shared_post_norm")
     if rule.shared_gate:
-        out_D = out_D * sigmoid(x_D @ weights["shared_gate"]["kernel"])
+        shared_D = shared_D * sigmoid(x_D @ weights["shared_gate"]["kernel"])
     for e in chosen:
         expert = {name: {leaf: array[e] for leaf, array in part.items()} for name, part in experts.items()}
-        out_D = out_D + scores_E[e] / whole * feed_forward(config, x_D, expert)
-    return out_D
+        weight = scores_E[e] / whole * (weights["router"]["expert_scale"][e] if rule.branch_norms else 1)
+        out_D = out_D + weight * feed_forward(config, norm(x_D, "experts_norm"), expert)
+    return shared_D + (norm(out_D, "experts_post_norm") if rule.branch_norms else out_D)
 
 
 def sees(query: int, key: int, positions: Array, segments: Array, window: int | None) -> bool:
@@ -141,43 +156,38 @@ def sees(query: int, key: int, positions: Array, segments: Array, window: int | 
     return window is None or positions[query] - positions[key] <= window - 1
 
 
-def projected(config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array) -> tuple[Array, Array, Array]:
-    """Queries `[T, K, G, H]`, keys and values `[T, K, H]` of a layer as attention reads them: scores are q · k."""
-    groups = config.n_heads // config.kv_heads
+def projected(
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, keys: dict
+) -> tuple[Array, Array, Array]:
+    """Queries `[T, K, G, H]`, keys and values `[T, K, H]` of a layer as attention reads them: scores are q · k.
+
+    `keys`: the newest keys and values of layers with a window (True) and without, which layers without their own read.
+    """
+    _, groups, H, _ = weights["out"]["kernel"].shape
     made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
-    q_TKGH, k_TKH, v_TKH = made_TKPH[:, :, :groups], made_TKPH[:, :, groups], made_TKPH[:, :, groups + 1]
-
-    def normed(q_TKGH: Array, k_TKH: Array) -> tuple[Array, Array]:
-        q_norm, k_norm = weights.get("q_norm", {}), weights.get("k_norm", {})
-        return of_heads(config, q_TKGH, q_norm), of_heads(config, k_TKH, k_norm)
-
-    def turned_all(x: Array) -> Array:
-        heads = x.reshape(len(x), -1, x.shape[-1])
-        rows = [[turned(config, layer, x_H, p) for x_H in token] for token, p in zip(heads, positions, strict=True)]
-        return np.array(rows).reshape(x.shape)
-
-    if config.qk_norm and not config.qk_norm_after_rope:
-        q_TKGH, k_TKH = normed(q_TKGH, k_TKH)
-    if config.position == "rope" and layer not in config.unrotated:
-        q_TKGH, k_TKH = turned_all(q_TKGH), turned_all(k_TKH)
-    if config.qk_norm and config.qk_norm_after_rope:
-        q_TKGH, k_TKH = normed(q_TKGH, k_TKH)
-    q_TKGH = q_TKGH / math.sqrt(config.query_pre_attn_scalar or config.head_size)
+    q_TKGH = placed(config, layer, made_TKPH[:, :, :groups], weights.get("q_norm", {}), positions)
+    sliding = config.windows[layer] is not None
+    if layer < config.num_blocks - config.kv_shared_layers:
+        v_TKH = made_TKPH[:, :, groups + (not config.k_eq_v or sliding)]
+        if config.v_norm:
+            v_TKH = v_TKH / np.sqrt((v_TKH**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        keys[sliding] = placed(config, layer, made_TKPH[:, :, groups], weights.get("k_norm", {}), positions), v_TKH
+    q_TKGH = q_TKGH / math.sqrt(config.query_pre_attn_scalar or H)
     if config.query_scaling_beta is not None:
         longer = [math.floor(position / config.rope_scaling.original_context) for position in positions]
         gain_T = np.array([1 + config.query_scaling_beta * math.log(1 + n) for n in longer])
         q_TKGH = q_TKGH * gain_T[:, None, None, None]
-    return q_TKGH, k_TKH, v_TKH
+    return q_TKGH, *keys[sliding]
 
 
 def attention(
-    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
     """The attention of one layer, and the scores `[N, S]` of the last query before the softmax with what it sees `[S]`."""
-    T, groups = len(x_TD), config.n_heads // config.kv_heads
+    T, groups = len(x_TD), weights["out"]["kernel"].shape[1]
     out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
     sees_TS = np.array([[sees(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
-    q_TKGH, k_TKH, v_TKH = projected(config, layer, x_TD, weights, positions)
+    q_TKGH, k_TKH, v_TKH = projected(config, layer, x_TD, weights, positions, keys)
     for head in range(config.n_heads):
         pair, group = head // groups, head % groups
         q_TH, k_TH, v_TH = q_TKGH[:, pair, group], k_TKH[:, pair], v_TKH[:, pair]
@@ -196,6 +206,16 @@ def attention(
     return out_TD + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
 
 
+def placed(config: ModelConfig, layer: int, x: Array, norm: Weights, positions: Array) -> Array:
+    """Queries or keys `[T, …, H]`, normalised and rotated."""
+    if config.qk_norm and not config.qk_norm_after_rope:
+        x = of_heads(config, x, norm)
+    if config.position == "rope" and layer not in config.unrotated:
+        rows = zip(x, positions, strict=True)
+        x = np.array([[turned(config, layer, h, p) for h in row.reshape(-1, x.shape[-1])] for row, p in rows]).reshape(x.shape)
+    return of_heads(config, x, norm) if config.qk_norm and config.qk_norm_after_rope else x
+
+
 def rms_kind(config: ModelConfig) -> str:
     return "zero-centred rmsnorm" if config.norm_zero_centered else "rmsnorm"
 
@@ -208,14 +228,14 @@ def of_heads(config: ModelConfig, x: Array, weights: Weights) -> Array:
 
 def turned(config: ModelConfig, layer: int, x_H: Array, position: int) -> Array:
     """A head with its first part rotated as its layer does."""
-    R = int(config.head_size * config.partial_rotary_factor)
+    R = int(len(x_H) * config.partial_rotary_factor)
     local = config.rope_local_theta is not None and config.windows[layer] is not None
     how = (config.rope_local_theta, None) if local else (config.rope_theta, config.rope_scaling)
     return np.concatenate([rotated(x_H[:R], position, *how), x_H[R:]])
 
 
 def latent_attention(
-    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array
+    config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
     """The same of one layer over latents, with keys and values of every head (DeepSeek-AI 2024, eq. 9 to 19)."""
     T, R, H, N = len(x_TD), config.latent.rank, config.head_size, config.n_heads
@@ -251,6 +271,14 @@ def latent_attention(
     return out_TD, last_NS, sees_TS[-1]
 
 
+def per_layer_inputs(config: ModelConfig, weights: Weights, tokens: Array, x_TD: Array) -> Array:
+    """The inputs `[T, L, P]` of all layers (`project_per_layer_inputs` of transformers' Gemma 4)."""
+    P = config.per_layer_dim
+    made_TLP = np.einsum("TD,DLP->TLP", x_TD, weights["projection"]["kernel"]) / math.sqrt(config.dim)
+    rows = [normalise(rms_kind(config), row, weights["norm"], config.norm_epsilon) for row in made_TLP.reshape(-1, P)]
+    return (np.reshape(rows, made_TLP.shape) + weights["embed"][tokens] * math.sqrt(P)) / math.sqrt(2)
+
+
 def forward(
     config: ModelConfig,
     weights: Weights,
@@ -281,12 +309,13 @@ def forward(
         x_TD = x_TD + np.array([sinusoid(p, config.dim) for p in positions])
     if config.norm_embeddings:
         x_TD = norm(x_TD, weights.get("norm_embed", {}))
-    probed = []
+    probed, keys = [], {}
     attend = attend or (attention if config.latent is None else latent_attention)
+    inputs_TLP = per_layer_inputs(config, weights["per_layer"], tokens, x_TD) if config.per_layer_dim else None
     for layer in range(config.num_blocks):
         block = weights["blocks"][layer]
         read_TD = norm(x_TD, block.get("norm1", {})) if before else x_TD
-        a_TD, *seen = attend(config, layer, read_TD, block["attention"], positions, segments)
+        a_TD, *seen = attend(config, layer, read_TD, block["attention"], positions, segments, keys)
         probed.append(tuple(seen))
         x_TD = x_TD + config.residual_multiplier * (norm(a_TD, block.get("post_norm1", {})) if after else a_TD)
         normed_TD = norm(x_TD, block.get("norm2", {})) if before else x_TD
@@ -294,8 +323,15 @@ def forward(
         if config.experts is None or layer in config.experts.dense_layers:
             f_TD = np.array([feed_forward(config, x_D, block["ffn"]) for x_D in normed_TD])
         else:
-            f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in normed_TD])
+            read_TD = x_TD if config.experts.branch_norms else normed_TD
+            f_TD = np.array([mixture(config, x_D, block["ffn"]) for x_D in read_TD])
         x_TD = x_TD + config.residual_multiplier * (norm(f_TD, block.get("post_norm2", {})) if after else f_TD)
+        if config.per_layer_dim:
+            read, gate_TP = block["layer_input"], x_TD @ block["layer_input"]["gate"]["kernel"]
+            gate_TP = gelu(gate_TP) if config.activation == "geglu" else gate_TP * sigmoid(gate_TP)
+            x_TD = x_TD + norm((gate_TP * inputs_TLP[:, layer]) @ read["out"]["kernel"], read["norm"])
+        if config.layer_scalar:
+            x_TD = x_TD * block["layer_scalar"]
     x_TD = norm(x_TD, weights.get("norm_f", {}))
     head_DV = weights["embed"].T if config.weight_tying else weights["head"]["kernel"]
     logits_TV, cap = x_TD @ head_DV + (weights["head_bias"] if config.head_bias else 0), config.final_softcap

@@ -35,6 +35,11 @@ CONFIGS.append(config(windows=(4, None), sink_logits=True, softcap=1.5, final_so
 CONFIGS.append(config(windows=(4, None), experts=ExpertsConfig(4, 2, shared_dim=16)))
 LATENT = config(windows=(4, None), kv_heads=4, latent=LatentConfig(6, 2, 3), sink_logits=True, softcap=1.5, no_sink=True)
 CONFIGS.append(LATENT)
+SHARED = config(
+    windows=(4, None, 4, None, 4), kv_shared_layers=2, global_head_size=6, global_kv_heads=1, k_eq_v=True, v_norm=True,
+    per_layer_dim=3, layer_scalar=True, double_wide_mlp=True, qk_norm=True, norm_placement="both",
+)  # fmt: skip
+CONFIGS.append(SHARED)
 MIXED = config(windows=(1, 23, 4, None), head_size=6)
 
 # A schedule is a list of calls; a call says how many tokens each row reads next.
@@ -100,15 +105,19 @@ def test_cached_is_uncached(model_config):
 
 @pytest.mark.parametrize(
     "model_config",
-    [config(n_heads=4, kv_heads=2, sink_logits=True), replace(LATENT, windows=(None, None))],
-    ids=["heads", "latents"],
+    [
+        config(n_heads=4, kv_heads=2, sink_logits=True),
+        replace(LATENT, windows=(None, None)),
+        replace(SHARED, windows=(4, None, None, None, None)),
+    ],
+    ids=["heads", "latents", "shared"],
 )
 def test_parts_of_a_cache_are_the_whole_of_it(model_config, monkeypatch):
     """Six slots are the shortest part here: rows reach into one, two or three of the parts, and some are idle."""
     monkeypatch.setattr(stores, "LEAST_PART", 6)
     built = build(model_config)
     cache = make_cache(built.config, ROWS, LENGTH, jnp.float32, parted=True)
-    assert [part.slots for part in cache.layers[-1].store.parts] == [6, 6, 12]
+    assert [part.slots for part in cache.layers[1].store.parts] == [6, 6, 12]
     for schedule in SCHEDULES.values():
         follow(built, schedule, cache)
 
@@ -258,15 +267,39 @@ def test_a_narrow_cache_is_close():
         assert cache.report()["dtype"] == "bfloat16" and {leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)} == {2}
 
 
-def test_a_donated_cache_is_written_in_place(optimised):
+@pytest.mark.parametrize(
+    "architecture",
+    [config(windows=(4, None), head_size=32), replace(SHARED, head_size=32, global_head_size=64)],
+    ids=["own keys", "shared keys"],
+)
+def test_a_donated_cache_is_written_in_place(optimised, architecture):
     """One decode step must not copy the cache: the output aliases all of it and the scratch space is small beside it."""
-    built = build(config(windows=(4, None), head_size=32))
+    built = build(architecture)
     cache = make_cache(built.config, ROWS, 4096, jnp.float32)
     step = jax.jit(built.run.__wrapped__, donate_argnums=(3,))
     memory = optimised(step.lower(built.state, texts((ROWS, 1)), places(ROWS, 1), cache)).memory_analysis()
     assert memory.alias_size_in_bytes == cache.report()["bytes"]
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 10_000
     assert memory.temp_size_in_bytes < cache.report()["bytes"] / 10
+
+
+def test_bytes_of_layers_with_other_heads_or_none():
+    """Layers 0 and 2 have rings of 4 slots with 2 heads of 4 numbers, layer 1 has 24 slots with 1 head of 6."""
+    cache = make_cache(SHARED, batch=5, slots=24, dtype=jnp.bfloat16)
+    report, wanted = cache.report(), 5 * 2 * 2 * (4 * 2 * 4 + 24 * 6 + 4 * 2 * 4)
+    assert cache.layers[3:] == (None, None) and report["slots"] == [[[2, 4]], [[1, 24]], [[2, 4]], [], []]
+    assert report["bytes"] == report["full_bytes"] == report["full_bytes_bfloat16"] == wanted
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
+def test_shared_keys_are_read_as_the_cache_keeps_them(dtype):
+    """Token by token as all at once, where a prompt's queries see the rounded keys too."""
+    built, tokens_BT = build(SHARED), texts((ROWS, LENGTH))
+    whole_BTV, _ = built.run(built.state, tokens_BT, places(ROWS, LENGTH), empty(built, dtype).for_prefill(SHARED))
+    _, cache = built.run(built.state, tokens_BT[:, :6], places(ROWS, 6), empty(built, dtype).for_prefill(SHARED))
+    for t in range(6, LENGTH):
+        logits_B1V, cache = built.run(built.state, tokens_BT[:, t : t + 1], places(ROWS, 1, t), cache)
+        np.testing.assert_allclose(logits_B1V[:, 0], whole_BTV[:, t], atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])

@@ -165,8 +165,8 @@ def test_compressed_caches_hold_what_the_reference_holds(name):
         for window in model.windows
     ]
 
-    def attend(model, layer, x_TD, weights, positions, segments):
-        q_TKGH, k_TKH, v_TKH = reference.projected(model, layer, x_TD, weights, positions)
+    def attend(model, layer, x_TD, weights, positions, segments, keys):
+        q_TKGH, k_TKH, v_TKH = reference.projected(model, layer, x_TD, weights, positions, keys)
         q_TKGH = q_TKGH * np.sqrt(model.head_size)  # the caches divide by it
         out_TKGH = np.zeros_like(q_TKGH)
         for head, held in enumerate(heads[layer]):

@@ -17,6 +17,16 @@ from .builder import build, config, places, texts
 # Largest difference over the largest logit. Measured over 150 random configurations: at most 2.2e-6.
 TOLERANCE = 5e-6
 
+SHARED = {
+    "windows": (4, None, 4, None, None, 4),
+    "kv_shared_layers": 3,
+    "global_head_size": 6,
+    "global_kv_heads": 4,
+    "v_norm": True,
+    "norm_placement": "both",
+    "rope_scaling": RopeScaling("proportional", 1.0, share=0.5),
+    "rope_local_theta": 50.0,
+}
 GRID = {
     "plain": {},
     "mha": {"kv_heads": 4},
@@ -71,6 +81,11 @@ GRID = {
         ),
         "windows": (None, None, None),
     },
+    "experts and a shared layer with norms of their own": SHARED
+    | {
+        "experts": ExpertsConfig(5, 2, shared_dim=10, branch_norms=True, dense_layers=(0,), dense_dim=24),
+        "double_wide_mlp": True,
+    },
     "biases": {
         "qkv_bias": True,
         "out_bias": True,
@@ -119,6 +134,19 @@ GRID = {
         "query_scaling_beta": 0.7,
         "rope_scaling": RopeScaling("yarn", 4.0, 3, beta_fast=8.0),
     },
+    "proportional": {"rope_scaling": RopeScaling("proportional", 2.0, share=0.4), "head_size": 12},
+    "layers with other heads, keys as values": {
+        "windows": (4, None, 4, None),
+        "global_head_size": 6,
+        "global_kv_heads": 1,
+        "k_eq_v": True,
+        "v_norm": True,
+        "qk_norm": True,
+        "rope_local_theta": 50.0,
+        "partial_rotary_factor": 0.67,
+        "query_pre_attn_scalar": 1.0,
+    },
+    "shared keys, per-layer inputs": SHARED | {"per_layer_dim": 3, "layer_scalar": True, "double_wide_mlp": True},
     "everything": {
         "position": "sinusoidal",
         "qk_norm": True,
@@ -150,7 +178,7 @@ def test_logits(changes):
     assert difference(config(**changes)) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}])
+@pytest.mark.parametrize("changes", [{}, {"position": "learned", "windows": (3, None)}, SHARED])
 def test_segments(changes):
     segments_BT = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 7, 7]], np.int32)
     assert difference(config(**changes), segments_BT=segments_BT) < TOLERANCE

@@ -192,10 +192,14 @@ def test_a_tied_table_is_one_parameter_with_both_gradients():
 # Recomputation
 
 
-def test_remat_changes_neither_loss_nor_gradients():
+SHARED = {"windows": (4, 4), "kv_shared_layers": 1, "per_layer_dim": 3}
+
+
+@pytest.mark.parametrize("changes", [{"windows": (4,), "no_sink": True}, SHARED], ids=["plain", "shared keys"])
+def test_remat_changes_neither_loss_nor_gradients(changes):
     results, products = {}, {}
     for remat in ("none", "full", "dots"):
-        built = build(config(remat=remat, dropout_rate=0.2, windows=(4,), no_sink=True))
+        built = build(config(remat=remat, dropout_rate=0.2, **changes))
         step = jax.value_and_grad(loss_of(built, dropout_seed=7))
         results[remat] = quick(step)(built.state)
         products[remat] = str(jax.make_jaxpr(step)(built.state)).count("dot_general")

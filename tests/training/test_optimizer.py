@@ -171,6 +171,9 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_hidden_matrix():
     state = jax.eval_shape(optimizer(config.training, 24).init, kernel)
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state))
     assert sizes[-2:] == [128, 8 * 3 * 16] and sum(sizes[:-2]) < 8
+    table = {"per_layer/embed": jax.ShapeDtypeStruct((150, 2, 70), jnp.float32)}  # a row is of one token
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(optimizer(config.training, 24).init, table)))
+    assert sizes[-2:] == [2 * 70, 150] and sum(sizes[:-2]) < 8
 
 
 def test_the_moving_average_follows_the_weights_and_changes_no_update():

@@ -49,6 +49,15 @@ def trained(scan_layers, optimizer="adamw", **changes):
         ("adamw", {"model__gradient_checkpointing": True}),
         ("muon", {}),
         ("adafactor", {}),
+        (
+            "adafactor",
+            {
+                "model__per_layer_dim": 4,
+                "model__layer_scalar": True,
+                "attention__global_head_size": 8,
+                "attention__k_eq_v": True,
+            },
+        ),
     ],
 )
 def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):

@@ -1,0 +1,51 @@
+"""Per-layer input embeddings (Gemma 3n and 4): a small vector for each token and layer, which the layer reads.
+
+Shapes: B batch, T time, D model, L layers, P size of the vector.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from dantinox.config import ModelConfig
+from dantinox.model.layers import GATED, PLAIN, Linear, normalisation, rms_norm
+from dantinox.model.parallelism import Parallelism
+
+
+class PerLayerEmbedding(nnx.Module):
+    """The inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) / √2, where x is the token's embedding.
+
+    `embed` is `[V, L, P]`, `projection/kernel` `[D, L, P]`; the norm is over P (transformers, `project_per_layer_inputs`).
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        V, D, L, P = config.vocab_size, config.dim, config.num_blocks, config.per_layer_dim
+        self.dtype, self.dim, self.size = dtype, D, P
+        self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, L, P), jnp.float32))
+        self.projection = Linear((D,), (L, P), dtype=dtype, rngs=rngs)
+        self.norm = rms_norm(config, P)
+
+    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
+        """The inputs `[L, B, T, P]` of the layers; `x_BTD`: the embeddings that the first layer gets."""
+        own_BTLP = parallelism.all_gather(self.embed[...][tokens_BT].astype(self.dtype)) * jnp.asarray(
+            math.sqrt(self.size), self.dtype
+        )
+        projected_BTLP = self.norm((self.projection(x_BTD) * self.dim**-0.5).astype(self.dtype))
+        return jnp.moveaxis(((projected_BTLP + own_BTLP) * 2**-0.5).astype(self.dtype), 2, 0)
+
+
+class PerLayerInput(nnx.Module):
+    """x + norm(out(f(gate(x)) · input)): how a layer reads its input `[B, T, P]`, with `gate [D, P]` and `out [P, D]`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+        D, P = config.dim, config.per_layer_dim
+        self.function = (GATED | PLAIN)[config.activation]
+        self.gate = Linear((D,), (P,), dtype=dtype, rngs=rngs)
+        self.out = Linear((P,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
+        self.norm = normalisation(config)
+
+    def __call__(self, x_BTD: jax.Array, input_BTP: jax.Array) -> jax.Array:
+        return x_BTD + self.norm(self.out(self.function(self.gate(x_BTD)) * input_BTP))
