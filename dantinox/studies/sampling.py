@@ -109,7 +109,7 @@ class Effort:
 
 
 QUICK = Effort(prompts=40, seeds=3, tokens=128, trials=3)
-LEAST_PROMPTS = 24  # of a large model: see `usual_count`
+LEAST_PROMPTS = 16  # of a large model: see `usual_count`
 
 
 def chosen_methods(names: Sequence[str] | None) -> list[str]:

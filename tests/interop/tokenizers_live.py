@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,12 @@ class LlamaCpp:
             raise UserError(f"llama.cpp does not load {path}")
         self._vocab, self._prefix, self._form = llama_cpp.llama_model_get_vocab(self._model), prefix, form
         self._ids, self._bytes = (llama_cpp.llama_token * 8192)(), ctypes.create_string_buffer(8192)
+
+    def overridden(self, types: Sequence[int]) -> set[int]:
+        """The tokens that llama.cpp takes for control tokens by their names, whatever the file says of them."""
+        control = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+        taken = {i for i in range(len(types)) if llama_cpp.llama_vocab_get_attr(self._vocab, i) & control}
+        return {i for i in taken if types[i] != CONTROL}
 
     def _encode(self, text: str, specials: bool) -> list[int]:
         data = (unicodedata.normalize(self._form, text) if self._form else text).encode()
@@ -126,16 +132,14 @@ class Counts(NamedTuple):
     beyond: int
 
 
-def compare(
-    tokenizer: Tokenizer, peer: Any, lines: Sequence[str], explained: Callable[[str], bool], torn: bool, show: int = 0
-) -> Counts:
+def compare(tokenizer: Tokenizer, peer: Any, lines: Sequence[str], explained: "Explained", torn: bool, show: int = 0) -> Counts:
     """How many lines differ; `torn`: whether the peer decodes bytes that are not UTF-8 as Python does."""
     wrong = dict.fromkeys(Counts._fields, 0)
 
-    def differs(column: str, line: str, found: Any, expected: Any) -> None:
+    def differs(column: str, line: str, found: Any, expected: Any, ids: Sequence[int] = ()) -> None:
         if found == expected:
             return
-        if explained(line) if column in ("encode", "specials") else "[UNK_BYTE_0x" in expected:
+        if explained(line, ids) if column in ("encode", "specials") else "[UNK_BYTE_0x" in expected or explained("", ids):
             wrong["beyond"] += 1
             return
         wrong[column] += 1
@@ -150,14 +154,14 @@ def compare(
             differs("specials", line, tokenizer.encode_specials(line)[0].tolist(), peer.encode_specials(line))
         text = tokenizer.decode(ids)
         if hasattr(peer, "decode"):
-            differs("decode", line, text, peer.decode(ids))
+            differs("decode", line, text, peer.decode(ids), ids)
         differs("stream", line, streamed(tokenizer, ids), text)
         # Ids that no text becomes: torn characters, special tokens in the middle.
         mixed = rng.choices(ids or [0], k=8) + [rng.randrange(tokenizer.vocab_size) for _ in range(4)]
         rng.shuffle(mixed)
         text = tokenizer.decode(mixed)
         if torn:
-            differs("decode", str(mixed), text, peer.decode(mixed))
+            differs("decode", str(mixed), text, peer.decode(mixed), mixed)
         differs("stream", str(mixed), streamed(tokenizer, mixed), text)
     return Counts(**wrong)
 
@@ -195,17 +199,33 @@ NEW = (
 )
 
 
-def explanation(metadata: dict[str, Any], tokenizer: Tokenizer) -> Callable[[str], bool]:
+# White space that HF's library removes after a token with `rstrip`, and llama.cpp leaves.
+WIDE_SPACE = "[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+Explained = Callable[[str, Sequence[int]], bool]
+
+
+def explanation(metadata: dict[str, Any], tokenizer: Tokenizer, overridden: Iterable[int] = ()) -> Explained:
+    """Whether the publisher's definition explains a difference in a line or its tokens; `overridden`: see `LlamaCpp`."""
     pre = str(metadata.get(KEY + "pre"))
     characters = NOT_IN_LLAMA_CPP.get(ALIASES.get(pre, pre))
     pattern = regex.compile(NEW + (f"|[{characters}]" if characters else ""), regex.V1)
-    added = [token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"] if len(token["content"]) > 1]
+    tokens = json.loads(tokenizer.to_json())["added_tokens"]
+    added = [token["content"] for token in tokens if len(token["content"]) > 1]
+    stripping = "|".join(regex.escape(token["content"]) for token in tokens if token["rstrip"])
+    strips = regex.compile(rf"(?:{stripping})\s*{WIDE_SPACE}" if stripping else "(?!)")
+    placeholders = {i for i, kind in enumerate(metadata[KEY + "token_type"]) if kind == UNKNOWN}
+    taken = set(overridden)
+    names = [metadata[KEY + "tokens"][i] for i in taken]
     spans = regex.compile("|".join(map(regex.escape, sorted(added, key=len, reverse=True))) or "(?!)")
     # A byte without a token vanishes: in the library before its neighbours are merged, in llama.cpp after.
     letters = byte_letters() if metadata[KEY + "model"] == "gpt2" else []
     missing = bytes(byte for byte, letter in enumerate(letters) if letter not in set(metadata[KEY + "tokens"]))
 
-    def explained(line: str) -> bool:
+    def explained(line: str, ids: Sequence[int]) -> bool:
+        if taken & set(ids) or any(name in line for name in names) or strips.search(line):
+            return True
+        if ids and not line and ids[0] in placeholders:  # whether what follows begins a text
+            return True
         if LONG_S in line or pattern.search(line) or set(missing) & set(line.encode()):
             return True
         # Of special tokens that overlap, llama.cpp takes the longest and the library the first.
@@ -252,10 +272,10 @@ def main() -> int:
     return int(total > 0)
 
 
-Made = tuple[Any, Any, Callable[[str], bool], bool]
+Made = tuple[Any, Any, Explained, bool]
 
 
-def never(line: str) -> bool:
+def never(line: str, ids: Sequence[int]) -> bool:
     return False
 
 
@@ -305,7 +325,9 @@ def beside_llama_cpp(path: Path) -> Made:
     tokenizer = of_metadata(metadata, path.name)
     prefix = metadata[KEY + "model"] == "llama" and metadata.get(KEY + "add_space_prefix", True)
     normalized = json.loads(tokenizer.to_json())["normalizer"] == {"type": "NFC"}
-    return tokenizer, LlamaCpp(path, prefix, "NFC" if normalized else None), explanation(metadata, tokenizer), True
+    peer = LlamaCpp(path, prefix, "NFC" if normalized else None)
+    overridden = peer.overridden(metadata[KEY + "token_type"])
+    return tokenizer, peer, explanation(metadata, tokenizer, overridden), True
 
 
 def rewritten(given: dict[str, Any]) -> Made:
