@@ -52,8 +52,8 @@ class Full:
         """`row`: the row of the cache that the only text is written to and read from."""
         after = self.append(k_BTKH, v_BTKH, positions_BT, row)
         store, held_11S = after.store if row is None else after.store.of_row(row), jnp.arange(self.store.slots)[None, None]
-        out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_11S, window, probe, softmax=softmax)
-        return out_BTKGH, after, told
+        out_BTKGH, _, measured = attend(q_BTKGH, store, positions_BT, held_11S, window, probe, softmax=softmax)
+        return out_BTKGH, after, measured
 
     def held(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
         """All slots in one store, and the position in each `[B, 1, S]` once `last_B` is the newest written, negative: none."""
@@ -83,8 +83,8 @@ class Ring:
         else:
             store = self.store.join(type(self.store).of(k_BTKH, v_BTKH, self.store.dtype))
             held_B1S = jnp.concatenate([self._held(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
-        out_BTKGH, _, told = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
-        return out_BTKGH, after, told
+        out_BTKGH, _, measured = attend(q_BTKGH, store, positions_BT, held_B1S, window, probe, softmax=softmax)
+        return out_BTKGH, after, measured
 
     def held(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
         """As of `Full`."""
@@ -168,12 +168,12 @@ class ReadTwice:
         (q, q_again), (k, k_again), (v, v_again), (once_BT, again_BT) = (
             jnp.split(x, 2, axis=1) for x in (q_BTKGH, k_BTKH, v_BTKH, positions_BT)
         )
-        out_BTKGH, after, told = self.layer.attend(q, k, v, once_BT, window, probe, softmax)
+        out_BTKGH, after, measured = self.layer.attend(q, k, v, once_BT, window, probe, softmax)
         store, held_B1S = after.held(jnp.max(once_BT, axis=1))
         store = store.join(type(store).of(k_again, v_again, store.dtype))
         held_B1S = jnp.concatenate([held_B1S, again_BT[:, None]], axis=2)
         repeated, _, _ = attend(q_again, store, again_BT, held_B1S, window, None, softmax=softmax)
-        return jnp.concatenate([out_BTKGH, repeated], axis=1), after, told
+        return jnp.concatenate([out_BTKGH, repeated], axis=1), after, measured
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer", "slot"], meta_fields=[])
@@ -188,12 +188,12 @@ class OneSlot:
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         seen = q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax
         if isinstance(self.layer, Full):  # large: only what is new is written, only what is in use is copied
-            out_BTKGH, layer, told = self.layer.attend(*seen, row=self.slot)
-            return out_BTKGH, replace(self, layer=layer), told
+            out_BTKGH, layer, measured = self.layer.attend(*seen, row=self.slot)
+            return out_BTKGH, replace(self, layer=layer), measured
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, self.slot, 1), self.layer)
-        out_BTKGH, row, told = row.attend(*seen)
+        out_BTKGH, row, measured = row.attend(*seen)
         layer = jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, self.slot, 0), self.layer, row)
-        return out_BTKGH, replace(self, layer=layer), told
+        return out_BTKGH, replace(self, layer=layer), measured
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
@@ -211,8 +211,8 @@ class RecordKeys:
         return bool(self.layer.is_prefill)
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
-        out_BTKGH, after, told = self.layer.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
-        return out_BTKGH, (after, SharedKeys(self.layer, k_BTKH, v_BTKH)), told
+        out_BTKGH, after, measured = self.layer.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
+        return out_BTKGH, (after, SharedKeys(self.layer, k_BTKH, v_BTKH)), measured
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer", "k_BTKH", "v_BTKH"], meta_fields=[])
@@ -238,8 +238,8 @@ class SharedKeys:
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
         """`k_BTKH` and `v_BTKH` are None."""
-        out_BTKGH, _, told = self.layer.attend(q_BTKGH, self.k_BTKH, self.v_BTKH, positions_BT, window, probe, softmax)
-        return out_BTKGH, None, told
+        out_BTKGH, _, measured = self.layer.attend(q_BTKGH, self.k_BTKH, self.v_BTKH, positions_BT, window, probe, softmax)
+        return out_BTKGH, None, measured
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["spans", "requested"])

@@ -1,4 +1,4 @@
-"""Writes tests/interop/multimodal: small random vision–language models, and what transformers makes of text with them.
+"""Writes tests/interop/multimodal: small random vision–language models, and the logits that transformers computes for text.
 
 python tests/interop/make_multimodal.py [MODEL …]     (needs torch and transformers; the tests do not)
 """
