@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
                 memory = shared[source]
             elif layer in sources:
                 memory = RecordKeys(memory)
-            run: Callable = partial(self._through, block, probe)
+            run: Callable = partial(self._through, block, probe, share_trace=cache is not None)
             if self._recomputes:
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
             x_BTD, memory, (seen, routing) = run(x_BTD, positions_BT, angles[layer], memory, keys[layer], inputs[layer])
@@ -240,9 +240,18 @@ class Transformer(nnx.Module):
     def _recomputes(self) -> bool:
         return self.config.remat != "none" or self.parallelism.gathers
 
-    def _through(self, block: Block, probe: Probe | None, *args: Any) -> tuple[jax.Array, Any, tuple[Any, Any]]:
-        """A layer's output, computed with its full weights."""
-        return _apply(self.parallelism.gather_weights(block), *args, probe=probe, parallelism=self.parallelism)
+    def _through(
+        self, block: Block, probe: Probe | None, *args: Any, share_trace: bool = False
+    ) -> tuple[jax.Array, Any, tuple[Any, Any]]:
+        """A layer's output, computed with its full weights.
+
+        With `share_trace` equal layers are traced once. The backward pass would then lose the source lines of its operations.
+        """
+        whole = self.parallelism.gather_weights(block)
+        if share_trace:
+            return _apply(whole, *args, probe=probe, parallelism=self.parallelism)
+        output: tuple[jax.Array, Any, tuple[Any, Any]] = whole(*args, probe, self.parallelism)
+        return output
 
     def _through_rolled(self, x_BTD: jax.Array, seen: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
         """The residual stream behind all layers, a period of them in a turn of the loop, and their routing.

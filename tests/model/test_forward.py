@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from dantinox.model import make_cache
 from dantinox.model.parameters import blueprint
 from dantinox.model.transformer import Block
 
@@ -249,10 +250,12 @@ def test_logits_of_any_configuration(model_config, seed):
     ("changes", "traces"),
     [({"windows": (None,) * 5}, 1), ({"windows": (4, None, 4, None)}, 2), ({"windows": (3, 4, 3), "activation": "geglu"}, 2)],
 )
-def test_equal_layers_are_traced_once(changes, traces, monkeypatch):
+def test_equal_layers_of_a_cached_model_are_traced_once(changes, traces, monkeypatch):
     jax.clear_caches()
     calls, call = [], Block.__call__
     monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(self) or call(self, *args))
-    build_model, shapes = blueprint(config(**changes))
-    jax.eval_shape(lambda parameters, x_BT: build_model(parameters).hidden(x_BT, x_BT)[0], shapes, jnp.zeros((1, 7), jnp.int32))
+    model_config, x_BT = config(**changes), jnp.zeros((1, 7), jnp.int32)
+    build_model, shapes = blueprint(model_config)
+    cache = make_cache(model_config, 1, 8, "float32")
+    jax.eval_shape(lambda parameters, cache: build_model(parameters).hidden(x_BT, x_BT, cache=cache)[0], shapes, cache)
     assert len(calls) == traces

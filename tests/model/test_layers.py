@@ -49,8 +49,8 @@ def streams(built: Built, with_dropout: bool):
         seen: list[jax.Array] = []
         through = Transformer._through
 
-        def record(model, block, probe, x_BTD, *args):
-            after_BTD, *rest = through(model, block, probe, x_BTD, *args)
+        def record(model, block, probe, x_BTD, *args, **options):
+            after_BTD, *rest = through(model, block, probe, x_BTD, *args, **options)
             seen.extend([after_BTD] if seen else [x_BTD, after_BTD])
             return after_BTD, *rest
 
