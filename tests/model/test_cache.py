@@ -74,8 +74,8 @@ def call(tokens_BT: np.ndarray, read: np.ndarray, counts) -> tuple[np.ndarray, n
 def follow(built: Built, schedule, cache: KVCache, tolerance: float | None = None) -> KVCache:
     """Reads the text in the schedule's calls and compares the logits of every token with `whole`.
 
-    With shared keys, five layers whose outputs are normalised amplify the rounding of single tokens: over six schedules and four
-    epsilons the median difference is 3e-7 of the largest logit, the largest one 1.6e-5.
+    With shared keys, five layers whose outputs are normalised amplify the rounding of single tokens: over six schedules and
+    four epsilons the median difference is 3e-7 of the largest logit, the largest one 1.6e-5.
     """
     tolerance = tolerance or (5e-5 if built.config.kv_shared_layers else 1e-5)
     tokens_BT, expected = texts((ROWS, LENGTH)), whole(built)
