@@ -59,10 +59,10 @@ class LlamaCpp:
         self._ids, self._bytes = (llama_cpp.llama_token * 8192)(), ctypes.create_string_buffer(8192)
 
     def overridden(self, types: Sequence[int]) -> set[int]:
-        """The tokens that llama.cpp takes for control tokens by their names, whatever the file says of them."""
-        control = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
-        taken = {i for i in range(len(types)) if llama_cpp.llama_vocab_get_attr(self._vocab, i) & control}
-        return {i for i in taken if types[i] != CONTROL}
+        """The tokens that llama.cpp, by their names, takes for control tokens or for ordinary ones, unlike the file."""
+        attributes = [llama_cpp.llama_vocab_get_attr(self._vocab, i) for i in range(len(types))]
+        control = [bool(attribute & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL) for attribute in attributes]
+        return {i for i, kind in enumerate(types) if control[i] != (kind == CONTROL)}
 
     def _encode(self, text: str, specials: bool) -> list[int]:
         data = (unicodedata.normalize(self._form, text) if self._form else text).encode()
