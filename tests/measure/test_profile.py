@@ -116,7 +116,7 @@ def test_a_training_is_traced_beside_its_run(run, capsys):
     assert (found["count"], found["folder"]) == (3, str(run.path / "profile"))
     shares = [operation["share"] for operation in operations]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
-    assert "matmul" in [operation["kind"] for operation in operations[:10]]
+    assert "matmul" in [operation["kind"] for operation in operations]  # their rank depends on the machine
     # The trace itself, by its JSON for Perfetto: what is no loop is counted, and nothing else.
     (trace,) = (run.path / "profile").rglob("*.trace.json.gz")
     events = [
