@@ -51,9 +51,10 @@ def measure(name: str) -> dict[str, object]:
     import numpy as np
 
     from dantinox.config import build_config
+    from dantinox.platform import release_free_memory
     from dantinox.programs import bytes_of, compiled
     from dantinox.text import Batch
-    from dantinox.training.memory import give_back_freed_memory, keep_freed_memory
+    from dantinox.training.memory import keep_freed_memory
     from dantinox.training.step import TrainStep
 
     vocabulary, sections = SHAPES[name]
@@ -68,14 +69,14 @@ def measure(name: str) -> dict[str, object]:
     planned = bytes_of(step)
     random = np.random.default_rng(0)
     time.sleep(1)  # threads of the compiler end
-    give_back_freed_memory()
+    release_free_memory()
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # the peak begins anew
     state = training.initial_state()
     jax.block_until_ready(state)
     start = resident("VmHWM") - before
-    give_back_freed_memory()  # as the loop does
+    release_free_memory()  # as the loop does
     for _ in range(STEPS):
         ids = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
         batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones((rows, length), np.float32))

@@ -267,6 +267,15 @@ GEMMA4_JOINED = {
 }
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared",
+    "granitemoe",
+    GRANITE_SHARED,
+    SILU | NO_BIAS,
+    interleaved=True,
+    keys=GRANITE_SHARED_KEYS,
+    joined=GRANITE_JOINED | {LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES},
+)
 # Of several families with one architecture, the first is what a file is read as, unless `_family_of` says otherwise.
 FAMILIES = (
     Family("llama", "llama", DENSE, SILU, interleaved=True),
@@ -445,24 +454,8 @@ FAMILIES = (
         keys=GRANITE_KEYS,
         joined=GRANITE_JOINED,
     ),
-    Family(
-        "granitemoeshared",
-        "granitemoe",
-        GRANITE_SHARED,
-        SILU | NO_BIAS,
-        interleaved=True,
-        keys=GRANITE_SHARED_KEYS,
-        joined=GRANITE_JOINED | {LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES},
-    ),
-    Family(
-        "granitemoehybrid",
-        "granitemoe",
-        GRANITE_SHARED,
-        SILU | NO_BIAS,
-        interleaved=True,
-        keys=GRANITE_SHARED_KEYS,
-        joined=GRANITE_JOINED | {LAYER + "shared_mlp.input_linear.weight": SHARED_HALVES},
-    ),
+    GRANITE_MOE_SHARED,
+    GRANITE_MOE_SHARED._replace(model_type="granitemoehybrid"),
     Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
 )
 # Metadata, without the name of the architecture before it → `config.json`.

@@ -31,14 +31,14 @@ from dantinox.config import Config
 from dantinox.distributed import StopSync, all_reduce_max, barrier, broadcast_from_rank0, is_rank0, make_layout, on_host
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
-from dantinox.platform import platform_of
+from dantinox.platform import platform_of, release_free_memory
 from dantinox.programs import exit_now
 from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, put, weights_digest
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, Progress
 from dantinox.training.dpo_reference import reference_of, saved_or_computed
-from dantinox.training.memory import check_memory, give_back_freed_memory, keep_freed_memory, out_of_memory
+from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory
 from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.signals import StopRequest, stop_request
@@ -156,7 +156,7 @@ class Trainer:
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
             self.store.reference = saved_or_computed(self.run, self.store, base, compute, self.console.note)
         if platform_of().name == "cpu":
-            give_back_freed_memory()
+            release_free_memory()
         self.log.files.cut(self.step)
         self.console.start(self.steps, self.step)
         self.stop.can_save = True

@@ -10,6 +10,7 @@ import jax
 
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
+from dantinox.platform import release_free_memory
 from dantinox.programs import available_bytes, bytes_of, size
 from dantinox.report import human_bytes, human_count
 
@@ -52,7 +53,7 @@ def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int =
         available //= jax.local_device_count()  # they are simulated and share it
     resident = 0
     if device.platform == "cpu":
-        give_back_freed_memory()
+        release_free_memory()
         resident = int((used_gb() or 0) * 1e9)
     return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available, size(frozen), frozen_count, resident)
 
@@ -94,12 +95,6 @@ def keep_freed_memory() -> None:
         malloc_option = ctypes.CDLL(None).mallopt
         malloc_option(M_MMAP_THRESHOLD, 1 << 30)
         malloc_option(M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def give_back_freed_memory() -> None:
-    """Returns to the system what compiling and making the state have freed; the steps have no use for such small pieces."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def used_gb() -> float | None:
