@@ -163,17 +163,21 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
 
 def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:
     """Whether the router has left traces in the chain's program, and whether the program is what it was before."""
-    lowered = program(o, model, batch, "chain")
-    file = "sampling/entropy_router.py"  # instructions name the source line they come from
-    told = {
-        "router_in_chain": file in lowered.compile().as_text(),
-        "router_in_router": file in program(o, model, batch, "router").compile().as_text(),
-        "chain": digest(lowered.as_text()),
-    }
+    import jax
+
+    from dantinox.programs import separate_traces
+
+    file = "sampling/entropy_router.py"
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    with separate_traces():  # instructions name the source line they come from
+        found: dict[str, Any] = {
+            f"router_in_{case}": file in program(o, model, batch, case).compile().as_text() for case in ("chain", "router")
+        }
+    found["chain"] = digest(program(o, model, batch, "chain").as_text())
     if o.before:
-        told["chain_before"] = before(o)[str(batch)]
-        told["identical"] = told["chain"] == told["chain_before"]
-    return told
+        found["chain_before"] = before(o)[str(batch)]
+        found["identical"] = found["chain"] == found["chain_before"]
+    return found
 
 
 def before(o: argparse.Namespace) -> dict[str, str]:

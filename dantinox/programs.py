@@ -1,12 +1,53 @@
-"""Compiled programs: target chips and memory analysis; and `exit_now`, the one way to end the process at once."""
+"""Compiled programs: shared traces, target chips, memory analysis; and `exit_now`, the one way to end the process at once."""
 
+import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+
+_shares_traces = True
+
+
+def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
+    """A decorator: the function is traced once for equal arguments and inlined at every call.
+
+    The program is the same as without it. Its operations carry the source line of the call, not their own: see
+    `separate_traces`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        shared = jax.jit(function, static_argnames=static_argnames, inline=True)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (shared if _shares_traces else function)(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@contextmanager
+def separate_traces() -> Iterator[None]:
+    """Programs traced inside name the source line of every operation, also within functions of `shared_trace`.
+
+    Tracing takes longer. Earlier programs of the process are dropped, and so are those traced inside when the block ends.
+    Programs in the persistent compilation cache name the lines of the process that compiled them, unless its keys include the
+    metadata (`jax_compilation_cache_include_metadata_in_key`).
+    """
+    global _shares_traces
+    jax.clear_caches()
+    _shares_traces = False
+    try:
+        yield
+    finally:
+        _shares_traces = True
+        jax.clear_caches()
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ EVALUATE: Flags = {
         "less of everything: prompts, sequences, seeds, trials"}),
     "out": ("sampling kv ruler", {"type": Path, "metavar": "DIR", "help":
         "where CSV, Markdown and plot go (default: RUN/evaluation)"}),
-    "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help": "some of them (default: all)"}),
+    "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help":
+        "some of them (default: all; kv: fewer above 10 M parameters)"}),
     "tokens": ("sampling kv ppl", COUNT | {"help":
         "sampling: of each continuation; kv: of each sequence (default: the context, or 512); ppl: of a text (all)"}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "the run that judges (default: the same)"}),
@@ -55,7 +56,7 @@ EVALUATE: Flags = {
     "seeds": ("sampling", COUNT | {"help": "continuations of each prompt"}),
     "trials": ("sampling", COUNT | {"help": "settings tried for each method"}),
     "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help":
-        "shares of the slots that are kept (default: .5 .3 .2 .1, ruler: .5 .2)"}),
+        "shares of the slots that are kept (default: .5 .3 .2 .1; .5 .2 of ruler, and above 10 M parameters)"}),
     "sequences": ("kv", COUNT | {"help": "sequences of text to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
         "the heads' measured signals (default: RUN/kv_entropy.json)"}),

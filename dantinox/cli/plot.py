@@ -70,9 +70,11 @@ def profile(options: argparse.Namespace) -> int:
     # A program that was kept by an older version would name that version's lines.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     from dantinox.measure.profile import profile, profile_lines
+    from dantinox.programs import separate_traces
 
-    work, count = (_generation if options.generate else _training)(options.run_dir, options.steps)
-    found = profile(work, count, out)
+    with separate_traces():
+        work, count = (_generation if options.generate else _training)(options.run_dir, options.steps)
+        found = profile(work, count, out)
     unit = "token" if options.generate else "step"
     return print_result(options, found, lambda width: profile_lines(found, unit, width), 120)
 

@@ -18,6 +18,7 @@ from dantinox.generation.quantized_weights import NARROW_ROWS, Split, widen
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs
+from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine, layer_attention
 
@@ -249,7 +250,7 @@ def forward_step(
     return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_of(params, aux)), cache
 
 
-@partial(jax.jit, static_argnames=("report",), inline=True)  # one trace serves prefill and decoding
+@shared_trace("report")  # one trace serves prefill and decoding
 def sample_step(
     seen: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
 ) -> tuple[DecodeState, Emitted]:

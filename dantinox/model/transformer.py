@@ -22,6 +22,7 @@ from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.per_layer import PerLayerEmbedding, PerLayerInput
 from dantinox.model.positions import rotary_angles, sinusoidal
 from dantinox.platform import platform_of
+from dantinox.programs import shared_trace
 
 
 def _but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -107,7 +108,7 @@ class Block(nnx.Module):
         return x_BTD if self.multiplier == 1 else (x_BTD * self.multiplier).astype(x_BTD.dtype)
 
 
-@partial(jax.jit, static_argnames=("probe", "parallelism"), inline=True)
+@shared_trace("probe", "parallelism")
 def _apply(block: Block, *args: Any, probe: Probe | None, parallelism: Parallelism) -> tuple[jax.Array, Any, tuple[Any, Any]]:
     """Calls a block. Blocks whose attributes and shapes are equal are traced once, and inlined for each of them."""
     return block(*args, probe, parallelism)  # type: ignore[call-arg]

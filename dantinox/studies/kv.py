@@ -149,8 +149,9 @@ def evaluate_kv(
 
     Args:
       quick: read `QUICK` instead of `FULL`.
-      ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows.
-      methods: names of `METHODS`; None: all for which something was measured.
+      ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows, or `LARGE_RATIOS` of a model
+        with more than 10 M parameters.
+      methods: names of `METHODS`; None: all for which something was measured, or `LARGE_METHODS` of such a model.
       kv_calibration: the file of the measured signals; None: the run's own.
       kv_dtype: of the compressed caches, a value of `kv.dtype`; the full one is in the compute dtype.
       progress: called with a line before every stretch of work.
@@ -175,7 +176,7 @@ def evaluate_kv(
         if not 0 < ratio < 1:
             raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
-    names, left_out = chosen_caches(methods, measured, directory.path)
+    names, left_out = chosen_caches(methods, measured, directory.path, run.parameters)
     caches, too_small = contenders(run, measured, names, ratios, length, kv_dtype)
     text = draw_sequences(run.tokenizer, store, sequences, length)
     tasks = draw_tasks(run.tokenizer, text, of_each_kind) if spells_words(run.tokenizer) else None

@@ -25,7 +25,7 @@ from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 from dantinox.studies.continuations import NEUTRAL
 from dantinox.studies.kv_tasks import Sequences, Tasks, shares
-from dantinox.studies.statistics import chosen
+from dantinox.studies.statistics import LARGE, chosen
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "distance", "loss")
@@ -38,6 +38,8 @@ METHODS: dict[str, dict[str, Any]] = {
     ORACLE: {"signal": "uniform"},
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
+# Compared by default when the model has more than `LARGE` parameters: compiling its caches takes most of the time.
+LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
 NEAR = 64  # keys a token is left with, to see what those before them are worth
 FREE_TOKENS, FREE_ROWS = 64, 8
 TIMED = 3  # batches at least, the fastest of which counts
@@ -131,22 +133,27 @@ def _best(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
     return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
 
 
-def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, path: Path) -> tuple[list[str], list[str]]:
-    """The methods of these names (None: all that can be had) in their usual order, and a line for each that is left out.
+def chosen_caches(
+    names: Sequence[str] | None, measured: KVCalibration | None, path: Path, parameters: int = 0
+) -> tuple[list[str], list[str]]:
+    """The methods of these names in their usual order, and a line for each that is left out.
 
     Args:
+      names: None: all for which something was measured, of a model with more than `LARGE` parameters those of `LARGE_METHODS`.
       measured: the signals of the heads, None where there are none.
       path: of the run, for messages.
 
     Raises:
       UserError: an unknown name, or one that needs what was not measured.
     """
-    found = [name for name in chosen(names, (*METHODS, REFERENCE), "method of eval kv") if name != REFERENCE]
+    usual = LARGE_METHODS if names is None and parameters > LARGE else METHODS
+    found = [name for name in chosen(names, (*METHODS, REFERENCE), "method of eval kv") if name in usual]
+    skipped = [f"{', '.join(sorted(METHODS.keys() - usual))}: name them in --methods"] if usual is LARGE_METHODS else []
     if not found:
         raise UserError(f"{REFERENCE} is what the others are compared with: name at least one of {', '.join(METHODS)}")
     signals = [name for name in found if name in SIGNALS]
     if not signals:
-        return found, []
+        return found, skipped
     if measured is None:
         raise UserError(
             f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
@@ -155,7 +162,10 @@ def chosen_caches(names: Sequence[str] | None, measured: KVCalibration | None, p
     lacking = {name: measured.lacks(name) for name in signals if measured.lacks(name)}
     if lacking and names is not None:
         raise UserError(next(iter(lacking.values())))
-    return [name for name in found if name not in lacking], [f"{name}: {reason}" for name, reason in lacking.items()]
+    return [name for name in found if name not in lacking], [
+        *skipped,
+        *(f"{name}: {reason}" for name, reason in lacking.items()),
+    ]
 
 
 def contenders(
@@ -166,11 +176,15 @@ def contenders(
     length: int,
     dtype: str = "auto",
 ) -> tuple[list[Contender], list[str]]:
-    """The full cache and the methods at every ratio (None: `RATIOS`), and a line for each ratio that is left out.
+    """The full cache and the methods at every ratio, and a line for each ratio that is left out.
+
+    Args:
+      ratios: None: `RATIOS`, or `LARGE_RATIOS` of a model with more than `LARGE` parameters.
 
     Raises:
-      UserError: a ratio that was asked for, or the largest of `RATIOS`, leaves a head less than it must have.
+      UserError: a ratio that was asked for, or the largest of the default ones, leaves a head less than it must have.
     """
+    usual = LARGE_RATIOS if run.parameters > LARGE else RATIOS
 
     def contender(name: str, ratio: float, kv: KVSection) -> Contender:
         plan = plan_cache(run.model.config, kv, length, measured)
@@ -180,12 +194,12 @@ def contenders(
         )
 
     caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
-    for ratio in sorted(set(ratios or RATIOS), reverse=True):
+    for ratio in sorted(set(ratios or usual), reverse=True):
         settings = {name: {"budget": ratio, "dtype": dtype, **METHODS[name]} for name in names}
         try:
             caches += [contender(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
         except UserError as error:
-            if ratios is not None or ratio == max(RATIOS):
+            if ratios is not None or ratio == max(usual):
                 raise
             left_out.append(f"ratio {ratio:g}: {error}")
     return caches, left_out
@@ -293,7 +307,7 @@ class Bench:
 
     def _in_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
         """What `read` makes of all texts, in batches as large as memory allows; it counts a batch for each of the caches."""
-        most = rows_at_once(self.caches[0].model.config, self.caches[0].plan.slots)
+        most = rows_at_once(self.caches[0].model.config, -(-self.caches[0].plan.slots // 2))  # the other half is the prompt
         done = self._started(task, -(-count // most) * caches)
         return in_batches(count, most, lambda rows: read(rows, done))
 

@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
 LEAST_LENGTH = 256
-ROW_TOKENS = 2048  # of prompts that are read together, so that progress is seen every few seconds
+ROW_TOKENS = 8192  # of prompts that are read together
 TEXT_CHARACTERS = 1 << 21  # read of a given text at most
 SEEN = ("agnostic", "aware")  # the question comes after the cache has chosen, or before
 

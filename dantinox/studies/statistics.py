@@ -18,6 +18,7 @@ from dantinox.config import UserError
 
 RESAMPLINGS = 2000
 CONFIDENCE = 0.95
+LARGE = 10e6  # parameters above which studies do less by default
 SMOOTHING = 0.1  # what counts as matched where nothing of an order did
 
 Tokens = Sequence[int]
@@ -36,11 +37,11 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list
 
 
 def usual_count(count: int, least: int, parameters: int) -> int:
-    """The samples that a study takes by default: `count`, fewer in proportion above 10 M parameters, but at least `least`.
+    """The samples that a study takes by default: `count`, fewer in proportion above `LARGE` parameters, but at least `least`.
 
     A study of a model of 100 M parameters then takes minutes on a CPU. Its intervals say what the smaller sample costs.
     """
-    return max(min(count, least), round(count * min(1.0, 10e6 / max(parameters, 1))))
+    return max(min(count, least), round(count * min(1.0, LARGE / max(parameters, 1))))
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import dantinox
 from dantinox import cli
 from dantinox.config import build_config
 from dantinox.measure.hlo import Frame, instructions
@@ -130,6 +131,20 @@ def test_a_training_is_traced_beside_its_run(run, capsys):
     assert known["_token_losses"]["source"].startswith("training/objective.py:")
     # Two layers of two projections, in each of three steps; and there is one set of weights that both passes multiply.
     assert known["GatedFeedForward › Linear"]["calls"] % 6 == 0
+
+
+@pytest.mark.slow
+def test_operations_of_a_generation_come_from_the_parts_of_the_model(run_dir, tmp_path, capsys):
+    """Also where an earlier program of the process traced equal layers once."""
+    dantinox.load(run_dir).generate("a", max_new_tokens=2)
+    flags = ["--generate", "--steps", "2", "--out", str(tmp_path), "--json"]
+    assert cli.main(["profile", str(run_dir), *flags]) == 0
+    known = {one["place"]: one for one in json.loads(capsys.readouterr().out)["operations"]}
+    assert {"Attention › Linear", "GatedFeedForward › Linear"} <= known.keys()
+    assert known["Attention › Linear"]["source"].startswith("model/layers.py:")
+    sources = {one["source"].partition(":")[0] for one in known.values()}
+    assert "model/transformer.py" not in {known[place]["source"].partition(":")[0] for place in known if "Linear" in place}
+    assert any(source.startswith("sampling/") for source in sources)
 
 
 def test_what_cannot_be_traced_is_a_sentence(run, tmp_path, capsys):

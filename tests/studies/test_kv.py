@@ -301,6 +301,9 @@ def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
     whole = calibration(coverage_LN=np.ones((2, 4)), distance_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
     assert chosen_caches(None, whole, tmp_path) == (list(METHODS), [])
     assert chosen_caches(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
+    large = ["streaming", "uniform", "distance", "loss", "oracle"], ["coverage, entropy, random: name them in --methods"]
+    assert chosen_caches(None, whole, tmp_path, 10**8) == large
+    assert chosen_caches(["random", "uniform"], whole, tmp_path, 10**8) == (["uniform", "random"], [])
     names, left_out = chosen_caches(None, calibration(), tmp_path)
     assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
     assert [line.split(":")[0] for line in left_out] == ["coverage", "distance", "loss"] and "--what kv` again" in left_out[0]
@@ -331,10 +334,20 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
         contenders(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
 
 
+def test_fewer_ratios_are_compared_of_a_large_model():
+    small = builder.config(windows=(None, None), max_context=512)
+    ratios = {}
+    for parameters in (10**7, 10**8):
+        model = SimpleNamespace(config=small)
+        run = SimpleNamespace(model=model, parameters=parameters, prepared=lambda generation, order: None)
+        ratios[parameters] = [cache.ratio for cache in contenders(run, None, ["uniform"], None, 512)[0]]
+    assert ratios == {10**7: [1.0, 0.5, 0.3, 0.2, 0.1], 10**8: [1.0, 0.5, 0.2]}
+
+
 def test_a_windowed_layer_that_is_left_whole_is_no_unfairness():
     """With these entropies one method keeps all of a window's slots, which are then stored without positions."""
     small = builder.config(windows=(95, 95, None), max_context=512)
-    run = SimpleNamespace(model=SimpleNamespace(config=small), prepared=lambda generation, order: None)
+    run = SimpleNamespace(model=SimpleNamespace(config=small), parameters=0, prepared=lambda generation, order: None)
     found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
     (_, uniform, entropy), _ = contenders(run, found, ["uniform", "entropy"], [0.5], 512)
     kinds = [[len(layer) for layer in cache.report["slots"]] for cache in (uniform, entropy)]
@@ -403,6 +416,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
     lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
     tokens = np.where(np.arange(60) < lengths[:, None], random.integers(0, builder.V, (2, 60)), 0)
     run = SimpleNamespace(
+        parameters=0,
         model=model,
         prepared=lambda generation, order: prepare(with_head_order(model, order) if order else model, generation.weights),
     )
@@ -424,7 +438,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
 def test_the_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
-    run = SimpleNamespace(model=model, prepared=lambda generation, order: prepare(model, generation.weights))
+    run = SimpleNamespace(model=model, parameters=0, prepared=lambda generation, order: prepare(model, generation.weights))
     (_, oracle), _ = contenders(run, None, ["oracle"], [0.5], 64)
     read = oracle.read(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
     assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
