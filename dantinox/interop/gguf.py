@@ -16,13 +16,10 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import on_one_line, shown
-from dantinox.interop.gguf_families import (
-    FAMILIES,
+from dantinox.interop.gguf_config import (
     LLAMA3,
     LONG,
     SHORT,
-    Family,
-    Joined,
     Metadata,
     config_of,
     frequency_tensors,
@@ -31,6 +28,7 @@ from dantinox.interop.gguf_families import (
     unsaid,
     written_as,
 )
+from dantinox.interop.gguf_families import FAMILIES, Family, Joined
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
 from dantinox.interop.hf_config import settings_of

@@ -20,7 +20,7 @@ TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # What is fetched of a repository.
 WANTED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "*.safetensors", "model.safetensors.index.json",
+    "chat_template.jinja", "chat_template.json", "*.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def open_folder(folder: str | Path) -> Source:
         raise UserError(f"{folder} has no tokenizer.json{f', only {slow}' if slow else ''}: {remedy}")
     tokenizer_config = settings("tokenizer_config.json")
     template = text("chat_template.jinja") or tokenizer_config.get("chat_template")
+    template = template or settings("chat_template.json").get("chat_template")  # of a processor for images and text
     if isinstance(template, list):  # several by their names
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

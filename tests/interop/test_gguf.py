@@ -12,7 +12,8 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop import hf_families as families
 from dantinox.interop.gguf import TYPES, export_gguf, source_of
-from dantinox.interop.gguf_families import FAMILIES, llama3_factors
+from dantinox.interop.gguf_config import llama3_factors
+from dantinox.interop.gguf_families import FAMILIES
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_weights import _shapes, from_hf, to_hf

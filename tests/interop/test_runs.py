@@ -353,6 +353,19 @@ def test_special_tokens_come_from_the_checkpoints_files(folder_of, tmp_path):
     assert run.chat_template.read_text() == "{{ bos_token }}"
 
 
+def test_a_chat_template_stands_in_one_of_three_files(folder_of):
+    """The first of them counts; the last is written by processors of vision-language models."""
+    folder = folder_of()
+    for name, content in (
+        ("chat_template.json", json.dumps({"chat_template": "of a processor"})),
+        ("tokenizer_config.json", json.dumps({"chat_template": "of a tokenizer"})),
+        ("chat_template.jinja", "of its own"),
+    ):
+        (folder / name).write_text(content)
+        expected = content if name.endswith("jinja") else json.loads(content)["chat_template"]
+        assert open_folder(folder).chat_template == expected
+
+
 def test_sampling_defaults_are_those_of_the_checkpoint_or_of_its_kind(folder_of, tmp_path, capsys):
     """A base model keeps the defaults; one with a chat template gets `INSTRUCT`, unless its files give others."""
     folder = folder_of()
