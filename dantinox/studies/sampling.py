@@ -298,7 +298,9 @@ class Bench:
     def measure(self, windows: Windows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> Measured:
         """Every measure per prompt, the mean over its samples (texts, tokens `[P, T]`). Self-BLEU takes several."""
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
-        found: dict[str, Any] = {"bits_per_byte": [self.judge.bits_per_byte(windows.prompts, texts) for texts, _ in samples]}
+        different = {id(texts): texts for texts, _ in samples}  # samples that are one object are judged once
+        judged = {key: self.judge.bits_per_byte(windows.prompts, texts) for key, texts in different.items()}
+        found: dict[str, Any] = {"bits_per_byte": [judged[id(texts)] for texts, _ in samples]}
         found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in OF_TEXT.items()}
         means = {name: np.mean(values, axis=0) for name, values in found.items()}
         if len(samples) > 1:
@@ -369,6 +371,9 @@ def _test_all(bench: Bench, tuned: Mapping[str, Tuned], test: Windows) -> dict[s
     names, written = list(every), {name: list[Written]() for name in every}
     for seed in range(1, bench.effort.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:
+            if written[name] and every[name].settings.get("greedy"):
+                written[name].append(written[name][0])  # the seed changes nothing
+                continue
             bench.progress(f"round {seed} of {bench.effort.seeds}: {name}")
             written[name].append(bench.write(test, every[name], seed))
     return written
