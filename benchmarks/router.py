@@ -163,12 +163,9 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
 
 def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:
     """Whether the router has left traces in the chain's program, and whether the program is what it was before."""
-    import jax
-
     from dantinox.programs import separate_traces
 
     file = "sampling/entropy_router.py"
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     with separate_traces():  # instructions name the source line they come from
         found: dict[str, Any] = {
             f"router_in_{case}": file in program(o, model, batch, case).compile().as_text() for case in ("chain", "router")

@@ -37,16 +37,20 @@ def separate_traces() -> Iterator[None]:
     """Programs traced inside name the source line of every operation, also within functions of `shared_trace`.
 
     Tracing takes longer. Earlier programs of the process are dropped, and so are those traced inside when the block ends.
-    Programs in the persistent compilation cache name the lines of the process that compiled them, unless its keys include the
-    metadata (`jax_compilation_cache_include_metadata_in_key`).
+    Programs in the persistent compilation cache may name the lines of another version; inside, only those with the same lines
+    are used.
     """
     global _shares_traces
+    key_has_lines = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[key_has_lines]
     jax.clear_caches()
+    jax.config.update(key_has_lines, True)
     _shares_traces = False
     try:
         yield
     finally:
         _shares_traces = True
+        jax.config.update(key_has_lines, before)
         jax.clear_caches()
 
 

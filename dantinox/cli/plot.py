@@ -65,10 +65,6 @@ def profile(options: argparse.Namespace) -> int:
     check_folder(out, "--out")
     if options.steps == 0:
         raise UserError("--steps must be at least 1, got 0")
-    import jax
-
-    # A program that was kept by an older version would name that version's lines.
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     from dantinox.measure.profile import profile, profile_lines
     from dantinox.programs import separate_traces
 

@@ -298,9 +298,9 @@ class Bench:
     def measure(self, windows: Windows, samples: Sequence[tuple[Sequence[str], np.ndarray]]) -> Measured:
         """Every measure per prompt, the mean over its samples (texts, tokens `[P, T]`). Self-BLEU takes several."""
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
-        different = {id(texts): texts for texts, _ in samples}  # samples that are one object are judged once
-        judged = {key: self.judge.bits_per_byte(windows.prompts, texts) for key, texts in different.items()}
-        found: dict[str, Any] = {"bits_per_byte": [judged[id(texts)] for texts, _ in samples]}
+        texts_S = [tuple(texts) for texts, _ in samples]
+        judged = {texts: self.judge.bits_per_byte(windows.prompts, texts) for texts in set(texts_S)}  # equal ones once
+        found: dict[str, Any] = {"bits_per_byte": [judged[texts] for texts in texts_S]}
         found |= {name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP] for name, measure in OF_TEXT.items()}
         means = {name: np.mean(values, axis=0) for name, values in found.items()}
         if len(samples) > 1:
