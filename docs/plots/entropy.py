@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/entropy.md: what H and V tell apart, where a model's positions lie, and the best of n candidates.
+"""Draws the pictures of docs/entropy.md and docs/entropy_results.md: entropy and varentropy, positions of a model, candidates.
 
 A calibration and a distribution are stored beside this file: no model is needed. Any calibrated run can take their place:
 
