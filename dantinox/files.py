@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-LONGEST = 60  # characters of a value in a sentence
+MAX_QUOTED = 60  # characters of a value in a sentence
 
 
 class UserError(Exception):
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def os_errors(what: str) -> Iterator[None]:
+def wrap_os_errors(what: str) -> Iterator[None]:
     """Turns an `OSError` inside into one sentence: `cannot read x.txt: No such file or directory`, `what` before the colon."""
     try:
         yield
@@ -33,7 +33,7 @@ def os_errors(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def requires(extra: str, what: str) -> Iterator[None]:
+def require_extra(extra: str, what: str) -> Iterator[None]:
     """Turns an `ImportError` inside into a sentence, `what` and the command that installs an extra of this package."""
     try:
         yield
@@ -41,14 +41,14 @@ def requires(extra: str, what: str) -> Iterator[None]:
         raise UserError(f"{what}: pip install 'dantinox[{extra}]'") from None
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """A value as an error shows it: on one line, not too long, `null`, `true` and `false` as YAML and JSON spell them."""
-    return _cut("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
+    return _truncate("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
 
 
-def on_one_line(name: str) -> str:
+def escape_name(name: str) -> str:
     """A name from outside, without quotes, line breaks or control characters, not too long."""
-    return _cut(repr(name)[1:-1])
+    return _truncate(repr(name)[1:-1])
 
 
 def first_line(error: BaseException) -> str:
@@ -57,8 +57,8 @@ def first_line(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
 
 
 def read_text(path: str | Path, limit: int, what: str = "") -> str:
@@ -100,7 +100,7 @@ def read_json(path: str | Path, limit: int, what: str = "") -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{name} must hold a JSON object, got {shown(found)}")
+        raise UserError(f"{name} must hold a JSON object, got {quote(found)}")
     return found
 
 
@@ -110,12 +110,12 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     Raises:
       UserError: the disk is full, read-only or gone, and the old file intact; or `path` is a device, a pipe or a directory.
     """
-    with staged(path, [data.encode() if isinstance(data, str) else data]):
+    with staged_write(path, [data.encode() if isinstance(data, str) else data]):
         pass
 
 
 @contextlib.contextmanager
-def staged(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+def staged_write(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
     """`atomic_write` of a file in pieces: within it they lie on the disk beside `path`, which is replaced at its end.
 
     Nothing is replaced where a piece cannot be made, or what is within raises.
@@ -124,7 +124,7 @@ def staged(path: str | Path, pieces: Iterable[bytes | memoryview]) -> Iterator[N
     if path.exists() and not path.is_file():
         raise UserError(f"cannot write {path}: what is there is no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with os_errors(f"cannot write {path}"):
+    with wrap_os_errors(f"cannot write {path}"):
         try:
             with open(temporary, "wb") as file:
                 for piece in pieces:
@@ -157,7 +157,7 @@ def check_writable(path: str | Path, flag: str = "") -> None:
         raise UserError(f"{cannot}: the directory {path.parent} is read-only")
 
 
-def check_folder(path: str | Path, flag: str = "") -> None:
+def check_writable_folder(path: str | Path, flag: str = "") -> None:
     """Checks that files can be put into a folder, which may have to be made: what `check_writable` is for a file.
 
     Raises:

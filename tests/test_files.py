@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from dantinox.files import UserError, atomic_write, on_one_line, os_errors, read_json, read_text, requires, shown
+from dantinox.files import UserError, atomic_write, escape_name, quote, read_json, read_text, require_extra, wrap_os_errors
 
 
 def sentence(call, *args) -> str:
@@ -26,11 +26,11 @@ def sentence(call, *args) -> str:
     ],
 )
 def test_a_value_in_a_sentence_is_short_and_on_one_line(value, text):
-    assert shown(value) == text
+    assert quote(value) == text
 
 
 def test_a_name_from_outside_has_no_quotes_and_no_control_characters():
-    assert on_one_line("a\x1b[31m\n") == r"a\x1b[31m\n" and on_one_line("y" * 61) == "y" * 59 + "…"
+    assert escape_name("a\x1b[31m\n") == r"a\x1b[31m\n" and escape_name("y" * 61) == "y" * 59 + "…"
 
 
 def test_atomic_write_replaces_text_and_bytes_and_leaves_nothing_behind(tmp_path):
@@ -100,15 +100,15 @@ def test_json_is_an_object(tmp_path, content, problem):
 
 
 def test_an_error_of_the_operating_system_becomes_one_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"^cannot read it: No such file or directory$"), os_errors("cannot read it"):
+    with pytest.raises(UserError, match=r"^cannot read it: No such file or directory$"), wrap_os_errors("cannot read it"):
         (tmp_path / "absent").read_bytes()
-    with pytest.raises(KeyError), os_errors("cannot read it"):
+    with pytest.raises(KeyError), wrap_os_errors("cannot read it"):
         raise KeyError
 
 
 def test_a_library_of_an_extra_that_is_absent_is_named_with_the_command_that_installs_it():
     with (
         pytest.raises(UserError, match=r"^it: pip install 'dantinox\[plot\]'$"),
-        requires("plot", "it"),
+        require_extra("plot", "it"),
     ):
         import dantinox.no_such_module  # noqa: F401

@@ -16,7 +16,7 @@ from dantinox.config import UserError, overlay, settings_of
 from dantinox.config.flags import Parser, add_config_flags, value_of
 from dantinox.config.overlay import KEYS
 from dantinox.config.sections import FIELDS
-from dantinox.files import on_one_line, shown
+from dantinox.files import escape_name, quote
 
 if TYPE_CHECKING:
     from dantinox.generation.chat_session import Chat
@@ -87,7 +87,7 @@ def _settings(talk: "Chat", rest: str) -> str:
 
 
 def _undo(talk: "Chat", rest: str) -> str:
-    return f"taken back: {on_one_line(talk.undo())}"
+    return f"taken back: {escape_name(talk.undo())}"
 
 
 def _clear(talk: "Chat", rest: str) -> str:
@@ -116,7 +116,7 @@ def _entropy(talk: "Chat", rest: str) -> str:
     from dantinox.report.entropy_view import terminal_colours
 
     if rest not in ("", "on", "off"):
-        raise UserError(f"/entropy is on or off, got {shown(rest)}")
+        raise UserError(f"/entropy is on or off, got {quote(rest)}")
     talk.entropy = rest == "on" if rest else not talk.entropy
     return "entropy is off" if not talk.entropy else SHADED if terminal_colours(sys.stdout) != "none" else BELOW
 
@@ -150,7 +150,7 @@ def command(line: str) -> tuple[str, str] | None:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean /{near[0]}?" if near else "/help lists them; // begins a text with a slash"
-        raise UserError(f"there is no command /{on_one_line(name)}: {hint}")
+        raise UserError(f"there is no command /{escape_name(name)}: {hint}")
     return name, rest.strip()
 
 
@@ -173,7 +173,7 @@ def _words(rest: str) -> list[str]:
     try:
         return shlex.split(rest)
     except ValueError as error:
-        raise UserError(f"/set {on_one_line(rest)}: {str(error).lower()}") from None
+        raise UserError(f"/set {escape_name(rest)}: {str(error).lower()}") from None
 
 
 def _path(rest: str, name: str) -> Path:
@@ -183,7 +183,7 @@ def _path(rest: str, name: str) -> Path:
 
 
 def _spelt(value: Any) -> str:
-    return value if isinstance(value, str) and value.isprintable() and value else shown(value)
+    return value if isinstance(value, str) and value.isprintable() and value else quote(value)
 
 
 # --- where it is held

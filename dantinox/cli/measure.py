@@ -23,7 +23,7 @@ from dantinox.config.files import load_training
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
 from dantinox.config.starting_config import DEFAULT
-from dantinox.files import atomic_write, check_folder
+from dantinox.files import atomic_write, check_writable_folder
 from dantinox.report.console import steady_progress
 
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
@@ -189,7 +189,7 @@ def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.run import open_run
 
     name, out = options.what, flags.pop("out", open_run(options.run_dir).path / "evaluation")
-    check_folder(out, "--out")
+    check_writable_folder(out, "--out")
     use_compilation_cache()
     from dantinox.report.plots import save_files
 

@@ -9,7 +9,7 @@ from dantinox.cli.common import add_run, print_result, whole_number
 from dantinox.config import UserError
 from dantinox.config.files import load_training
 from dantinox.config.flags import Parser
-from dantinox.files import check_folder, check_writable
+from dantinox.files import check_writable, check_writable_folder
 from dantinox.report.console import show_progress
 from dantinox.report.plots import BY, plot_runs
 
@@ -62,7 +62,7 @@ def profile(options: argparse.Namespace) -> int:
     if options.generate and not is_run:
         raise UserError(f"--generate needs a run directory, got {options.run_dir}")
     out = options.out or (options.run_dir / "profile" if is_run else Path("profile"))
-    check_folder(out, "--out")
+    check_writable_folder(out, "--out")
     if options.steps == 0:
         raise UserError("--steps must be at least 1, got 0")
     from dantinox.measure.profile import profile, profile_lines

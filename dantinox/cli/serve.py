@@ -13,7 +13,7 @@ from typing import Any
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
 from dantinox.config import UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.files import os_errors, shown
+from dantinox.files import quote, wrap_os_errors
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 KEY = "DANTINOX_API_KEY"
@@ -79,7 +79,7 @@ def serve(options: argparse.Namespace) -> int:
 def _number(least: int, most: int) -> Any:
     def read(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be an integer in [{least}, {most}], got {shown(text)}")
+            raise argparse.ArgumentTypeError(f"must be an integer in [{least}, {most}], got {quote(text)}")
         return int(text)
 
     return read
@@ -93,7 +93,7 @@ def _key(options: argparse.Namespace) -> str | None:
     key, where = given, KEY
     if options.api_key_file is not None:
         where = str(options.api_key_file)
-        with os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
+        with wrap_os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
             key = file.read(LONGEST_KEY + 2).decode("ascii", "replace").strip()
     if key is not None and not re.fullmatch(rf"[!-~]{{8,{LONGEST_KEY}}}", key):
         raise UserError(f"the API key of {where} must be 8 to {LONGEST_KEY} letters, digits and signs of ASCII without spaces")
@@ -121,20 +121,20 @@ def _hosts(options: argparse.Namespace) -> frozenset[str]:
         own = {"ip", socket.gethostname().lower()}
     for name in options.allow_host:
         if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name.lower()):
-            raise UserError(f"--allow_host must be a name or an address without port, or *, got {shown(name)}")
+            raise UserError(f"--allow_host must be a name or an address without port, or *, got {quote(name)}")
     return LOCAL | own | {name.lower() for name in options.allow_host}
 
 
 def _origin(origin: str) -> str:
     if origin not in ("*", "null") and not re.fullmatch(r"https?://[a-z0-9_.:\[\]-]+", origin.lower()):
-        raise UserError(f"--cors must be an origin as https://a.example, or *, got {shown(origin)}")
+        raise UserError(f"--cors must be an origin as https://a.example, or *, got {quote(origin)}")
     return origin.lower()
 
 
 def _name(options: argparse.Namespace) -> str:
     name: str = options.run_dir.resolve().name if options.name is None else options.name
     if not name.strip() or not name.isprintable() or len(name) > 200:
-        raise UserError(f"--name must be a printable name of at most 200 characters, got {shown(name)}")
+        raise UserError(f"--name must be a printable name of at most 200 characters, got {quote(name)}")
     return name
 
 

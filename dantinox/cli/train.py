@@ -11,7 +11,7 @@ from dantinox.config.files import build_training, load_training
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.starting_config import DEFAULT, starting_config
 from dantinox.config.sweep_file import load_sweep
-from dantinox.files import atomic_write, shown
+from dantinox.files import atomic_write, quote
 
 
 def train_flags(command: Parser) -> None:
@@ -99,7 +99,7 @@ def sweep(options: argparse.Namespace) -> int:
     found = load_sweep(options.file)
     if options.dry_run:
         for trial in found.trials:
-            print(trial.name, ", ".join(f"{key} {shown(value)}" for key, value in trial.chosen.items()))
+            print(trial.name, ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items()))
         return 0
     from dantinox.report.console import show_progress
     from dantinox.report.plots import save_files

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model import OF_WEIGHTS
 from dantinox.config.sections import FIELDS, SECTIONS, UNCHECKED, Config, flat, idle, without
-from dantinox.files import UserError, on_one_line, read_text, shown
+from dantinox.files import UserError, escape_name, quote, read_text
 
 INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
 REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
@@ -73,9 +73,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key, mark = self.construct_object(key_node), key_node.start_mark
             if not isinstance(key, str):
-                raise _Refused(problem=f"a key must be a name, got {shown(key)}", problem_mark=mark)
+                raise _Refused(problem=f"a key must be a name, got {quote(key)}", problem_mark=mark)
             if key in seen:
-                problem = f"the key {shown(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
+                problem = f"the key {quote(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
                 raise _Refused(problem=problem, problem_mark=mark)
             seen[key] = mark.line + 1
         return super().construct_mapping(node, deep)
@@ -87,11 +87,11 @@ class _Loader(yaml.SafeLoader):
             raise
         except Exception:  # 2024-13-45, !!int "", an integer of 5,000 digits: PyYAML lets through whatever comes
             kind = node.tag.rpartition(":")[2]
-            value = f"{shown(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
-            raise _Refused(problem=f"{value}cannot be read as {on_one_line(kind)}", problem_mark=node.start_mark) from None
+            value = f"{quote(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
+            raise _Refused(problem=f"{value}cannot be read as {escape_name(kind)}", problem_mark=node.start_mark) from None
 
     def construct_undefined(self, node: yaml.Node) -> Any:
-        tag = on_one_line(node.tag.replace("tag:yaml.org,2002:", "!!"))
+        tag = escape_name(node.tag.replace("tag:yaml.org,2002:", "!!"))
         problem = f"the tag {tag} is not allowed: a config holds plain values only"
         raise _Refused(problem=problem, problem_mark=node.start_mark)
 
@@ -132,7 +132,7 @@ def find_config(name: str | Path) -> Path:
     if not path.is_file() and str(path) in own:
         return own[str(path)]
     if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
-        raise UserError(f"no config file at {on_one_line(str(path))}: give a file, or one of the package's ({', '.join(own)})")
+        raise UserError(f"no config file at {escape_name(str(path))}: give a file, or one of the package's ({', '.join(own)})")
     return path
 
 
@@ -218,9 +218,9 @@ def _check_start(base: Config, config: Config, given: Iterable[str], where: Mapp
         changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
         other = config.tokenizer.tokenizer_type != "file" if section == "tokenizer" else _fixed(changed) != _fixed(base)
         if other:
-            what = f"{key} is {shown(before[key])} in {init_from}, whose weights the training starts from"
+            what = f"{key} is {quote(before[key])} in {init_from}, whose weights the training starts from"
             place = f" ({where[key]})" if key in where else ""
-            raise UserError(f"{what}, got {shown(after[key])}: leave it out{place}", key=key, value=after[key])
+            raise UserError(f"{what}, got {quote(after[key])}: leave it out{place}", key=key, value=after[key])
 
 
 def _fixed(config: Config) -> list[Any]:
@@ -244,11 +244,11 @@ def merge(
             )
     for section, content in tree.items():
         if section not in SECTIONS:
-            raise UserError(f"no section {on_one_line(section)}{_nearest_section(section)}{_place(section, where, source)}")
+            raise UserError(f"no section {escape_name(section)}{_nearest_section(section)}{_place(section, where, source)}")
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise UserError(f"{section} must be a section of keys, got {shown(content)}{_place(section, where, source)}")
+            raise UserError(f"{section} must be a section of keys, got {quote(content)}{_place(section, where, source)}")
         written |= {f"{section}.{key}": value for key, value in content.items()}
     written = _resolve_aliases(written, where, source)
     changes = _resolve_aliases(overrides, {}, origin)
@@ -296,7 +296,7 @@ def check_text(key: str, value: object, where: dict[str, str], source: str) -> N
         surrogate = any("\ud800" <= character <= "\udfff" for character in text)
         if surrogate or (is_path and (not text or "\0" in text)):
             what = "valid Unicode text" if surrogate else "a path"
-            sentence = f"{on_one_line(key)} must be {what}, got {shown(text)}{_place(key, where, source)}"
+            sentence = f"{escape_name(key)} must be {what}, got {quote(text)}{_place(key, where, source)}"
             raise UserError(sentence, key=key, value=text)
 
 
@@ -413,9 +413,9 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
     if first["type"] == "extra_forbidden":
-        sentence = f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}{place}"
+        sentence = f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}{place}"
     else:
-        sentence = f"{key} must be {allowed(key)}, got {shown(first['input'])}{place}"
+        sentence = f"{key} must be {allowed(key)}, got {quote(first['input'])}{place}"
     return UserError(sentence, key=key, value=first["input"])
 
 
@@ -441,7 +441,7 @@ def read_yaml(path: Path, needs: Sequence[str] = tuple(SECTIONS)) -> tuple[dict[
     if tree is None:
         raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(needs)})")
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold sections ({', '.join(needs)}), got {shown(tree)}")
+        raise UserError(f"{path} must hold sections ({', '.join(needs)}), got {quote(tree)}")
     return tree, lines
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dantinox.config.files import ALIASES, REQUEST, check_text, did_you_mean, flat_name, merge, nearest_key, report
 from dantinox.config.generation import ROUTED
 from dantinox.config.sections import FIELDS, Config, flat, idle, without
-from dantinox.files import UserError, on_one_line
+from dantinox.files import UserError, escape_name
 
 # Name alone → dotted path.
 KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] in REQUEST}
@@ -84,4 +84,4 @@ def _check_name(name: str, origin: str) -> None:
     nearest = "" if name in KEYS else nearest_key(name)
     if nearest.startswith("kv."):  # suggested as it is to be written here
         place = f" ({origin})" if origin else ""
-        raise UserError(f"unknown key {on_one_line(name)}{did_you_mean(flat_name(nearest))}{place}", key=f"generation.{name}")
+        raise UserError(f"unknown key {escape_name(name)}{did_you_mean(flat_name(nearest))}{place}", key=f"generation.{name}")

@@ -5,7 +5,7 @@ The marks stand on the types of the settings. An inactive flag or argument is re
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dantinox.files import shown
+from dantinox.files import quote
 
 Wanted = object  # a value, or a test of one
 
@@ -56,4 +56,4 @@ def inactive_settings(
 
 
 def worded(value: object) -> str:
-    return value if isinstance(value, str) and value else shown(value)
+    return value if isinstance(value, str) and value else quote(value)

@@ -5,7 +5,7 @@ from typing import Any
 
 from dantinox.config.files import build_config
 from dantinox.config.sections import FIELDS
-from dantinox.files import shown
+from dantinox.files import quote
 
 DEFAULT = "quickstart"
 ESSENTIAL = {
@@ -43,6 +43,6 @@ def starting_config(path: str | Path, cpus: int | None = None) -> str:
         lines += ["", f"{section}:"]
         for name in names:
             value = config[section][name]
-            setting = f"{name}: {value if isinstance(value, str) else shown(value)}"
+            setting = f"{name}: {value if isinstance(value, str) else quote(value)}"
             lines.append(f"  {setting:<28}# {FIELDS[f'{section}.{name}'].description}")
     return "\n".join(lines) + "\n"

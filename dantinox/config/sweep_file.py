@@ -11,7 +11,7 @@ from typing import Any
 from dantinox.config.files import REQUEST, allowed, build_training, did_you_mean, find_config, nearest_key, read_yaml
 from dantinox.config.sections import FIELDS, Config
 from dantinox.config.starting_config import DEFAULT
-from dantinox.files import UserError, on_one_line, shown
+from dantinox.files import UserError, escape_name, quote
 
 KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")
 MOST_TRIALS = 10_000
@@ -47,10 +47,10 @@ def load_sweep(path: str | Path) -> Sweep:
     tree: dict[str, Any] = read
     where = {key: f"{path}, line {line}" for key, line in lines.items()}
     for key in tree:
-        _must(key in KEYS, f"unknown key {on_one_line(key)}: a sweep has {', '.join(KEYS)}", where, key)
+        _must(key in KEYS, f"unknown key {escape_name(key)}: a sweep has {', '.join(KEYS)}", where, key)
     _must(("grid" in tree) != ("random" in tree), "a sweep has either grid or random", where, "random", "grid")
     kind = "grid" if "grid" in tree else "random"
-    _must(isinstance(tree[kind], dict) and tree[kind], f"{kind} must hold settings, got {shown(tree[kind])}", where, kind)
+    _must(isinstance(tree[kind], dict) and tree[kind], f"{kind} must hold settings, got {quote(tree[kind])}", where, kind)
     for key, values in tree[kind].items():
         _check_key(key, values, kind, where)
     choices = list(_grid(tree, where) if kind == "grid" else _random(tree, where))
@@ -73,15 +73,15 @@ def _must(holds: Any, sentence: str, where: dict[str, str], *keys: str) -> None:
 
 def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
     at = f"{kind}.{key}"
-    _must(key in FIELDS, f"unknown key {on_one_line(key)}{did_you_mean(nearest_key(key))}", where, at)
+    _must(key in FIELDS, f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}", where, at)
     _must(key.partition(".")[0] not in (*REQUEST, "logging"), f"{key} has no part in a training: nothing to compare", where, at)
     if isinstance(values, dict) and kind == "random":
         _check_range(key, values, where)
         return
     what = "a list of values" if kind == "grid" else "a list of values, or min and max"
-    _must(isinstance(values, list) and values, f"{key} must have {what}, got {shown(values)}", where, at)
+    _must(isinstance(values, list) and values, f"{key} must have {what}, got {quote(values)}", where, at)
     twice = next((value for number, value in enumerate(values) if value in values[:number]), None)
-    _must(twice is None, f"{key} has {shown(twice)} twice", where, at)
+    _must(twice is None, f"{key} has {quote(twice)} twice", where, at)
 
 
 def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None:
@@ -91,10 +91,10 @@ def _check_range(key: str, given: dict[str, Any], where: dict[str, str]) -> None
     low, high, log = given.get("min"), given.get("max"), given.get("log", False)
     numbers = [x for x in (low, high) if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     _must(
-        len(numbers) == 2 and numbers[0] < numbers[1], f"{key} must have min < max, got {shown(low)}, {shown(high)}", where, at
+        len(numbers) == 2 and numbers[0] < numbers[1], f"{key} must have min < max, got {quote(low)}, {quote(high)}", where, at
     )
-    _must(isinstance(log, bool), f"log of {key} must be true or false, got {shown(log)}", where, at)
-    _must(not log or numbers[0] > 0, f"min of {key} must be > 0 with log: true, got {shown(low)}", where, at)
+    _must(isinstance(log, bool), f"log of {key} must be true or false, got {quote(log)}", where, at)
+    _must(not log or numbers[0] > 0, f"min of {key} must be > 0 with log: true, got {quote(low)}", where, at)
 
 
 def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -111,9 +111,9 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
     """Draws, none twice; a higher `trials` goes on behind those of a lower one."""
     trials, seed = tree.get("trials", 0), tree.get("seed", 0)
     is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MOST_TRIALS
-    sentence = f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {shown(tree.get('trials'))}"
+    sentence = f"trials must be an integer in [1, {MOST_TRIALS}] with random, got {quote(tree.get('trials'))}"
     _must(is_count, sentence, where, "trials", "random")
-    _must(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {shown(seed)}", where, "seed")
+    _must(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {quote(seed)}", where, "seed")
     source, drawn = random.Random(seed), list[dict[str, Any]]()
     while len(drawn) < trials:
         tries = (
@@ -141,7 +141,7 @@ def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
     """What makes the settings of a trial from its choices and the place they are from."""
     if isinstance(base, dict):
         return lambda chosen, origin: build_training(base, chosen, {}, f"base of {path}", origin)
-    _must(isinstance(base, str), f"base must be a YAML file, a packaged config or sections, got {shown(base)}", where, "base")
+    _must(isinstance(base, str), f"base must be a YAML file, a packaged config or sections, got {quote(base)}", where, "base")
     file = find_config(base)
     tree, lines = read_yaml(file)
     places = {key: f"{file}, line {line}" for key, line in lines.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dantinox.config import Config, UserError, overlay, settings_of, with_generation
-from dantinox.files import atomic_write, check_writable, first_line, shown
+from dantinox.files import atomic_write, check_writable, first_line, quote
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.sample_text import TextPart
@@ -227,7 +227,7 @@ class Chat:
         roles = [message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise UserError(
-                f"{path} must hold turns of user and assistant, perhaps behind a system message, got {shown(roles)}"
+                f"{path} must hold turns of user and assistant, perhaps behind a system message, got {quote(roles)}"
             )
         self.set_system(before)
         self.messages, self._file = turns, path.absolute()
@@ -248,5 +248,5 @@ def _read_messages(path: Path) -> list[Message]:
     for number, message in enumerate(messages):
         fields = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else []
         if len(fields) != 2 or not all(isinstance(field, str) for field in fields):
-            raise UserError(f"message {number} of {path} must have the texts role and content, got {shown(message)}")
+            raise UserError(f"message {number} of {path} must have the texts role and content, got {quote(message)}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.files import first_line, requires, shown
+from dantinox.files import first_line, quote, require_extra
 from dantinox.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class _Spelling:
 
 
 def _library() -> Any:
-    with requires("serve", "constraints need a library that is not installed"):
+    with require_extra("serve", "constraints need a library that is not installed"):
         import llguidance
     return llguidance
 
@@ -226,7 +226,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     """The grammar as the library reads it."""
     kind, source = constraint.kind, constraint.source
     if kind not in KINDS:
-        raise UserError(f"a constraint must be one of {', '.join(KINDS)}, got {shown(kind)}")
+        raise UserError(f"a constraint must be one of {', '.join(KINDS)}, got {quote(kind)}")
     try:
         size = len(source.encode())
     except UnicodeEncodeError:
@@ -262,7 +262,7 @@ def _schema(source: str) -> dict[str, Any]:
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise UserError(f"the JSON schema must be an object that describes what is allowed, got {shown(schema)}")
+        raise UserError(f"the JSON schema must be an object that describes what is allowed, got {quote(schema)}")
     return schema
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
 from dantinox.config.request_settings import SamplingSettings
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.quantized_weights import HeadOrder, with_head_order
@@ -214,7 +214,7 @@ def _integers(name: str, given: Any) -> np.ndarray:
     except ValueError:
         array = np.empty(0)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
-        raise UserError(f"{name} must be a list of integers, at least one, got {shown(given)}")
+        raise UserError(f"{name} must be a list of integers, at least one, got {quote(given)}")
     return array
 
 
@@ -231,5 +231,5 @@ def _prompts(input_ids: Any, prompt_lengths: Any) -> tuple[list[tuple[int, ...]]
     sizes = [len(row) for row in rows]
     lengths = sizes if prompt_lengths is None else _integers("prompt_lengths", prompt_lengths).tolist()
     if len(lengths) != len(rows) or not all(1 <= length <= size for length, size in zip(lengths, sizes, strict=True)):
-        raise UserError(f"prompt_lengths must be {len(rows)} integers in [1, {max(sizes)}], got {shown(lengths)}")
+        raise UserError(f"prompt_lengths must be {len(rows)} integers in [1, {max(sizes)}], got {quote(lengths)}")
     return [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)], max(sizes)

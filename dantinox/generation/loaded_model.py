@@ -13,7 +13,7 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_places
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
@@ -111,7 +111,7 @@ class LoadedModel(ModelBundle):
             settings["n"] = n
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
-            raise UserError(f"prompt must be a string or a list of strings, got {shown(prompt)}")
+            raise UserError(f"prompt must be a string or a list of strings, got {quote(prompt)}")
         config = self.settings(settings)
         report: dict[str, Any] = {"logprobs": logprobs, "echo": echo, "show_candidates": show_candidates}
         results = self.complete(

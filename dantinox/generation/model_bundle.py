@@ -9,7 +9,7 @@ from flax import nnx
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shared_over, tensor_mesh
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.constraints import Constraint, Grammars, Matcher
 from dantinox.generation.quantized_weights import HeadOrder, prepare, with_head_order
@@ -130,4 +130,4 @@ class ModelBundle:
         """
         V = self.model.config.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= V):
-            raise UserError(f"tokens of the prompt must be in [0, {V}), got {shown(next(i for i in ids if not 0 <= i < V))}")
+            raise UserError(f"tokens of the prompt must be in [0, {V}), got {quote(next(i for i in ids if not 0 <= i < V))}")

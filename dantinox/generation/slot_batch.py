@@ -20,7 +20,7 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.config.generation import order_of
 from dantinox.config.sampling_steps import EDITS
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import PART, DecodeState, Emitted, _generate_toks, read_prompt
 from dantinox.generation.model_bundle import ModelBundle
@@ -165,7 +165,7 @@ class SlotBatch(RunningBatch):
                 asked, own = (getattr(getattr(c, section), name) for c in (config, self._config))
                 if asked != own:
                     key = f"{section}.{name}"
-                    raise UserError(f"{key} is {shown(own)} in this server, got {shown(asked)}", key=key, value=asked)
+                    raise UserError(f"{key} is {quote(own)} in this server, got {quote(asked)}", key=key, value=asked)
         g = config.generation
         if g.strategy == "chain":
             return ProgramKey("chain")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dantinox.config import Config, UserError, build_config
 from dantinox.config.model import ARCHITECTURE
-from dantinox.files import os_errors, read_json, read_text, shown
+from dantinox.files import quote, read_json, read_text, wrap_os_errors
 from dantinox.interop.gguf import export_gguf, source_of
 from dantinox.interop.gguf_file import open_gguf
 from dantinox.interop.hf_config import settings_of
@@ -96,7 +96,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
     where = "config.json" if source.format == "hf" else str(source.path)
     rows = source.config.get("vocab_size")
     if type(rows) is not int or rows < 1:
-        raise UserError(f"{where} has vocab_size: {shown(rows)}, expected a number of at least 1")
+        raise UserError(f"{where} has vocab_size: {quote(rows)}, expected a number of at least 1")
     origin, template = json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n", source.chat_template or ""
     try:
         size = len(template.encode())
@@ -162,7 +162,7 @@ def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: 
 
 def check_new(path: Path) -> None:
     """Raises a `UserError` where `path` is a file or a folder that is not empty."""
-    with os_errors(f"cannot make {path}"):
+    with wrap_os_errors(f"cannot make {path}"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is there already and not empty: choose another place")
 
@@ -171,7 +171,7 @@ def check_new(path: Path) -> None:
 def _staged_directory(path: Path) -> Iterator[Path]:
     """A folder to fill, which is at `path` at the end, and nowhere after an error."""
     check_new(path)
-    with os_errors(f"cannot make {path}"):
+    with wrap_os_errors(f"cannot make {path}"):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
     try:

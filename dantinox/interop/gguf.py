@@ -15,7 +15,7 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
-from dantinox.files import on_one_line, shown
+from dantinox.files import escape_name, quote
 from dantinox.interop.gguf_config import (
     LLAMA3,
     LONG,
@@ -59,7 +59,7 @@ def source_of(file: GGUFFile) -> Source:
             "import the file of the language model from the same repository"
         )
     if file.metadata.get("general.type", "model") != "model":
-        raise UserError(f"{path} is no model but {shown(file.metadata['general.type'])}")
+        raise UserError(f"{path} is no model but {quote(file.metadata['general.type'])}")
     file = _with_separate_heads(_with_one_axis(file))
     family, config = config_of(file)
     parts = _parts(file, family)
@@ -108,7 +108,7 @@ def _with_one_axis(file: GGUFFile) -> GGUFFile:
     sections = file.metadata.get(f"{arch}.rope.dimension_sections")
     if not isinstance(sections, list) or len(sections) not in (3, 4) or any(sections[3:]):
         raise UserError(
-            f"{file.path} says {arch}.rope.dimension_sections: {shown(sections)}, expected three numbers and a zero"
+            f"{file.path} says {arch}.rope.dimension_sections: {quote(sections)}, expected three numbers and a zero"
         )
     unused = {f"{arch}.rope.dimension_sections", f"{arch}.n_deepstack_layers"}
     metadata: dict[str, Any] = {"general.architecture": THREE_AXES[arch]}
@@ -141,7 +141,7 @@ def _with_separate_heads(file: GGUFFile) -> GGUFFile:
             rows = count * (stored.shape[0] // total)
             new = name.replace(".attn_qkv.", f".attn_{part}.")
             if new in file.tensors:
-                raise UserError(f"{file.path} has both {on_one_line(name)} and {on_one_line(new)}")
+                raise UserError(f"{file.path} has both {escape_name(name)} and {escape_name(new)}")
             tensors[new] = Stored((rows, *stored.shape[1:]), stored.kind, start, rows * row)
             start += rows * row
     return file._replace(tensors=tensors)
@@ -184,12 +184,12 @@ def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], i
         module, _, suffix = name.rpartition(".")
         theirs = family.names.get(re.sub(r"^blk\.\d+\.", "blk.{}.", module))
         if theirs is None or suffix not in ("weight", "bias"):
-            raise UserError(f"{file.path} has the tensor {on_one_line(name)}, which {family.arch} is not known to have")
+            raise UserError(f"{file.path} has the tensor {escape_name(name)}, which {family.arch} is not known to have")
         layer = re.match(r"blk\.(\d+)\.", module)
         theirs = f"{theirs}.{suffix}".replace("{}", layer[1] if layer else "")
         if "{e}" in theirs:
             if stored.shape[0] != file.metadata.get(f"{family.arch}.expert_count"):
-                raise UserError(f"{file.path} has {stored.shape[0]} experts in {on_one_line(name)}, and says otherwise")
+                raise UserError(f"{file.path} has {stored.shape[0]} experts in {escape_name(name)}, and says otherwise")
             parts |= {theirs.replace("{e}", str(e)): ((name,), e) for e in range(stored.shape[0])}
         else:
             parts[theirs] = (name,), None
@@ -350,7 +350,7 @@ def _check_said(
         ours, theirs = getattr(model, name), getattr(back, name)
         if not _close(ours, theirs):
             raise UserError(
-                f"GGUF's {family.arch} cannot say {SETTING_OF[name]}: of {name} {shown(ours)} it makes {shown(theirs)}"
+                f"GGUF's {family.arch} cannot say {SETTING_OF[name]}: of {name} {quote(ours)} it makes {quote(theirs)}"
             )
 
 

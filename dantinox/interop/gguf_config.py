@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.files import on_one_line, shown
+from dantinox.files import escape_name, quote
 from dantinox.interop.gguf_families import FAMILIES, LATENT, Family
 from dantinox.interop.gguf_file import GGUFFile, Stored, read_tensor
 
@@ -86,7 +86,7 @@ class Metadata:
         if absent and default is not None:
             return default
         if type(value) is not kind or (kind in (int, float) and not 0 < value < LARGEST):
-            given = "nothing" if value is None else shown(value)
+            given = "nothing" if value is None else quote(value)
             raise UserError(f"{self.name} must give {self.arch}.{key} as a {WORDS[kind]}, and gives {given}")
         # A float32 of the file is meant as the shortest number that rounds to it.
         return float(str(np.float32(value))) if kind is float else value
@@ -101,14 +101,14 @@ class Metadata:
             values = self.all.get(f"{self.arch}.{key}")
             for value in values if isinstance(values, list) else [values]:
                 if isinstance(value, int) and value > most:
-                    raise UserError(f"{self.name} says {self.arch}.{key}: {shown(value)}, more than its tensors have")
+                    raise UserError(f"{self.name} says {self.arch}.{key}: {quote(value)}, more than its tensors have")
 
     def refuse_rest(self) -> None:
         """Raises on the first entry of the architecture that nobody asked for."""
         for key, value in self.all.items():
             arch, _, rest = key.partition(".")
             if arch == self.arch and rest not in self.asked | IDLE | IDLE_OF.get(arch, set()):
-                raise UserError(f"{self.name} says {on_one_line(key)} of the model, which is not known here: {shown(value)}")
+                raise UserError(f"{self.name} says {escape_name(key)} of the model, which is not known here: {quote(value)}")
 
 
 WORDS = {int: "positive integer", float: "positive number", str: "word", bool: "truth value"}
@@ -185,7 +185,7 @@ def _family_of(meta: Metadata, file: GGUFFile) -> Family:
     known = {family.model_type: family for family in FAMILIES if family.arch == meta.arch}
     if not known:
         names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
-        raise UserError(f"{file.path} holds a model of the architecture {shown(meta.arch)}; those known are {names}")
+        raise UserError(f"{file.path} holds a model of the architecture {quote(meta.arch)}; those known are {names}")
     meta.check_sizes(file.tensors)
     family = next(iter(known.values()))
     if meta.arch == "llama" and meta("expert_count", 0):
@@ -244,7 +244,7 @@ def _gemma4(meta: Metadata, family: Family, file: GGUFFile) -> dict[str, Any]:
     if {heads[i] for i in sliding} != {heads[sliding[0]]} or {heads[i] for i in full} != {heads[full[0]]}:
         raise UserError(f"{meta.name} gives layers of one kind different numbers of key heads, which is not known here")
     if wider and (wider != [*range(layers - shared, layers)] or {widths[i] for i in wider} != {2 * widths[0]}):
-        raise UserError(f"{meta.name} gives layers feed-forward widths {shown(widths)}, which are not known here")
+        raise UserError(f"{meta.name} gives layers feed-forward widths {quote(widths)}, which are not known here")
     sizes = {kind: {meta(f"attention.{part}_length{kind}") for part in ("key", "value")} for kind in ("", "_swa")}
     size, local = sizes[""].pop(), sizes["_swa"].pop()
     rotated = meta("rope.dimension_count", size), meta("rope.dimension_count_swa", local)
@@ -292,7 +292,7 @@ def _by_layer(meta: Metadata, key: str, layers: int) -> list[int]:
     value = meta.all.get(f"{meta.arch}.{key}")
     values: list[Any] = value if isinstance(value, list) else [value] * layers
     if len(values) != layers or not all(type(number) is int and number > 0 for number in values):
-        raise UserError(f"{meta.name} must give {meta.arch}.{key} for each of its {layers} layers, and gives {shown(value)}")
+        raise UserError(f"{meta.name} must give {meta.arch}.{key} for each of its {layers} layers, and gives {quote(value)}")
     return values
 
 
@@ -398,7 +398,7 @@ def _windows(meta: Metadata, family: Family, layers: int) -> dict[str, Any]:
     pattern = meta.all.get(f"{meta.arch}.attention.sliding_window_pattern", family.windows)
     window = meta("attention.sliding_window", 4096 if family.arch == "gemma2" else 0)
     if not isinstance(pattern, (int, list)) or (isinstance(pattern, list) and len(pattern) != layers):
-        raise UserError(f"{meta.name} must say for each layer whether it slides, and gives {shown(pattern)}")
+        raise UserError(f"{meta.name} must say for each layer whether it slides, and gives {quote(pattern)}")
     if isinstance(pattern, int):
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
     kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern]
@@ -447,7 +447,7 @@ def _rotary(meta: Metadata, family: Family, file: GGUFFile, config: dict[str, An
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
-        raise UserError(f"{file.path} scales rotary positions in the way {shown(kind)}, which is not known here")
+        raise UserError(f"{file.path} scales rotary positions in the way {quote(kind)}, which is not known here")
     if family.model_type in ("gemma3_text", "olmo3"):
         local = {"rope_type": "default", "rope_theta": theta}  # of olmo3, whose sliding layers llama.cpp gives the same base
         if family.model_type == "gemma3_text":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dantinox.files import UserError, check_writable, on_one_line, os_errors, staged
+from dantinox.files import UserError, check_writable, escape_name, staged_write, wrap_os_errors
 from dantinox.interop.ggml_types import TYPES, UNREADABLE, dequantize, quantize_q8_0
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
@@ -55,7 +55,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
       UserError: the file cannot be read, is damaged, or is a part of a model only.
     """
     path = Path(path)
-    with os_errors(f"cannot read {path}"), open(path, "rb") as file:
+    with wrap_os_errors(f"cannot read {path}"), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24 or file.read(4) != MAGIC:
             raise UserError(f"{path} is not a GGUF file")
@@ -98,7 +98,7 @@ def write_gguf(
       UserError: the file cannot be written.
     """
     check_writable(path)
-    with staged(path, _pieces(metadata, shapes, arrays)):
+    with staged_write(path, _pieces(metadata, shapes, arrays)):
         pass
 
 
@@ -259,5 +259,5 @@ def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     code, offset = reader.number(4, name), reader.number(10, name)
     if code not in NAMES:
         known = f"type {UNREADABLE[code]}" if code in UNREADABLE else f"unknown type {code}"
-        raise UserError(f"{reader.path}: the tensor {on_one_line(name)} has the {known}; those read are {', '.join(TYPES)}")
+        raise UserError(f"{reader.path}: the tensor {escape_name(name)} has the {known}; those read are {', '.join(TYPES)}")
     return name, shape, NAMES[code], offset

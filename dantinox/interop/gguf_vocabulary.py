@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Core
 
-from dantinox.files import UserError, first_line, on_one_line, shown
+from dantinox.files import UserError, escape_name, first_line, quote
 from dantinox.interop.pre_tokenizers import ALIASES, BEGIN_BY_NAME, BYTES, RULES, UNSPLIT, WORDS, Rule
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
@@ -110,7 +110,7 @@ def _byte_level(tree: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any
         rules = ["gpt-2"]  # without merges no rule changes anything
     if not rules:
         shape = json.dumps(tree["pre_tokenizer"], ensure_ascii=False)
-        raise UserError(f"GGUF has no name for the way this tokenizer splits text: {shown(shape)}")
+        raise UserError(f"GGUF has no name for the way this tokenizer splits text: {quote(shape)}")
     merges = [" ".join(pair) for pair in model["merges"]]
     return {"model": "gpt2", "pre": rules[0], "merges": merges or [_idle_merge(names)]}
 
@@ -231,7 +231,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     given = {key.removeprefix(KEY): value for key, value in metadata.items() if key.startswith(KEY)}
     for key, value in given.items():
         if key not in KNOWN or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
-            raise UserError(f"{name} says {KEY}{on_one_line(key)} of its tokenizer, which is not known here: {shown(value)}")
+            raise UserError(f"{name} says {KEY}{escape_name(key)} of its tokenizer, which is not known here: {quote(value)}")
     tokens, kind = given.get("tokens"), given.get("model")
     if not tokens or not _list_of(str, tokens):
         raise UserError(f"{name} holds no vocabulary: {KEY}tokens is missing")
@@ -249,7 +249,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
         tree = _sentencepiece_tree(given, tokens, types, name)
         add_bos = True
     else:
-        raise UserError(f"{name} has a tokenizer of the kind {shown(kind)}; gpt2, llama and gemma4 are supported")
+        raise UserError(f"{name} has a tokenizer of the kind {quote(kind)}; gpt2, llama and gemma4 are supported")
     ids = {
         key: index
         for key, index in given.items()
@@ -258,7 +258,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     for key in IDS.values():
         index = given.get(key)
         if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in NO_TOKEN)):
-            raise UserError(f"{name} says {KEY}{key}: {shown(index)}, which is no token of its {len(tokens)}")
+            raise UserError(f"{name} says {KEY}{key}: {quote(index)}, which is no token of its {len(tokens)}")
     # Begin and end are special even in files that do not say so.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
@@ -276,7 +276,7 @@ def from_metadata(metadata: Mapping[str, Any], name: str) -> Vocabulary:
     stops += [index for index in added if tokens[index] in ends]
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise UserError(f"{name} says tokenizer.chat_template: {shown(template)}, expected a text")
+        raise UserError(f"{name} says tokenizer.chat_template: {quote(template)}, expected a text")
     return Vocabulary(
         core.to_str(pretty=True),
         config | {"add_bos_token": bool(given.get("add_bos_token", add_bos))},
@@ -306,7 +306,7 @@ def _built(tree: dict[str, Any], tokens: list[str], types: list[int], name: str)
         token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
     ]
     if wrong:
-        raise UserError(f"{name} has a tokenizer that contradicts itself: {on_one_line(wrong[0])} stands for several tokens")
+        raise UserError(f"{name} has a tokenizer that contradicts itself: {escape_name(wrong[0])} stands for several tokens")
     return core
 
 
@@ -332,7 +332,7 @@ def _byte_level_tree(given: dict[str, Any], tokens: list[str], types: list[int],
         near = difflib.get_close_matches(str(given.get("pre")), known, 1)
         hint = f"; the nearest is {near[0]}" if near else ""
         raise UserError(
-            f"{name} has tokenizer.ggml.pre: {shown(given.get('pre'))}, which is none of the {len(known)} ways to split text "
+            f"{name} has tokenizer.ggml.pre: {quote(given.get('pre'))}, which is none of the {len(known)} ways to split text "
             f"into words that are known here{hint}"
         )
     vocab = {token: index for index, token in enumerate(tokens) if types[index] == NORMAL}

@@ -8,7 +8,7 @@ from typing import Any
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flat
-from dantinox.files import on_one_line, shown
+from dantinox.files import escape_name, quote
 from dantinox.interop.hf_families import CONVERTED, FAMILIES, NEAREST, ONLY, UNUSED, Family
 
 # How transformers names the scaling of rotary frequencies, how we do, and the keys that each has.
@@ -42,10 +42,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if isinstance(name, str) and name in NEAREST:
             nearest, missing = NEAREST[name]
             raise UserError(f"config.json has model_type: {name}, which is not known here: it is {nearest} with {missing}")
-        raise UserError(f"config.json has model_type: {shown(name)}, which is none of {', '.join(FAMILIES)}")
+        raise UserError(f"config.json has model_type: {quote(name)}, which is none of {', '.join(FAMILIES)}")
     family, classes = FAMILIES[name], config.get("architectures") or [FAMILIES[name].architecture]
     if classes != [family.architecture]:
-        raise UserError(f"config.json has architectures: {shown(classes)}, of {name} only {family.architecture} writes text")
+        raise UserError(f"config.json has architectures: {quote(classes)}, of {name} only {family.architecture} writes text")
     return family
 
 
@@ -68,8 +68,8 @@ class _Keys:
             allowed = only.get(key, ())
             if value is None or key in unused or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
                 continue
-            what = f"where only {shown(only[key])} is the same model here" if key in only else "of which nothing is known here"
-            raise UserError(f"config.json has {on_one_line(key)}: {shown(value)}, {what}")
+            what = f"where only {quote(only[key])} is the same model here" if key in only else "of which nothing is known here"
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)}, {what}")
 
 
 def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
@@ -96,7 +96,7 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     key, activations = family.activation
     name = keys.take(key)
     if not isinstance(name, str) or name not in activations:
-        raise UserError(f"config.json has {key}: {shown(name)}, which is none of {', '.join(activations)}")
+        raise UserError(f"config.json has {key}: {quote(name)}, which is none of {', '.join(activations)}")
     settings["model.activation"] = activations[name]
     settings |= _rope_settings(keys, settings)
     settings |= _window_settings(keys, settings)
@@ -135,20 +135,20 @@ def _given(value: Any, key: str) -> Any:
 
 def _whole(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise UserError(f"config.json has {key}: {shown(value)}, expected a number from {least} to {most}")
+        raise UserError(f"config.json has {key}: {quote(value)}, expected a number from {least} to {most}")
     return value
 
 
 def _positive(value: Any, key: str) -> float:
     if type(value) not in (int, float) or not 1e-9 < value < 1e9:
-        raise UserError(f"config.json has {key}: {shown(value)}, expected a positive number")
+        raise UserError(f"config.json has {key}: {quote(value)}, expected a positive number")
     return float(value)
 
 
 def _object(value: Any, key: str) -> dict[str, Any]:
     """A copy of what a key holds, which may be nothing."""
     if not isinstance(value or {}, dict):
-        raise UserError(f"config.json has {key}: {shown(value)}, expected an object")
+        raise UserError(f"config.json has {key}: {quote(value)}, expected an object")
     return dict(value or {})
 
 
@@ -159,7 +159,7 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     kind = keys.take("position_embedding_type") if family.rope == "switched" else "rope"
     if kind not in (None, "nope", "rope"):
-        raise UserError(f"config.json has position_embedding_type: {shown(kind)}, which is none of rope, nope and null")
+        raise UserError(f"config.json has position_embedding_type: {quote(kind)}, which is none of rope, nope and null")
     if kind != "rope":
         for key in ("rope_scaling", "rope_parameters", "rope_theta"):
             keys.take(key)
@@ -172,7 +172,7 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         local = dict(layers[SLIDING])
         found["attention.rope_local_theta"] = local.pop("rope_theta", keys.take("rope_local_base_freq"))
         if local.pop("rope_type", "default") != "default" or local or parameters:
-            raise UserError(f"config.json has rope_parameters: {shown(dict(layers[SLIDING]) or parameters)} for sliding layers")
+            raise UserError(f"config.json has rope_parameters: {quote(dict(layers[SLIDING]) or parameters)} for sliding layers")
         scaling = dict(layers[FULL]) | scaling
     else:
         scaling = dict(scaling or parameters)
@@ -186,7 +186,7 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     if "proportional" not in (scaling.get("rope_type"), scaling.get("type")):
         share = scaling.pop("partial_rotary_factor", share)
     if share != 1 and family.rope not in ("partial", "share"):
-        raise UserError(f"config.json has partial_rotary_factor: {shown(share)}, where only 1 is the same model here")
+        raise UserError(f"config.json has partial_rotary_factor: {quote(share)}, where only 1 is the same model here")
     found["attention.partial_rotary_factor"] = share
     if family.rope == "some layers":
         L: int = settings["model.num_blocks"]
@@ -207,7 +207,7 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
     if keys.family.query_scaling:
         scaling.pop("max_position_embeddings", None)  # which transformers never uses
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UserError(f"config.json has rope_type: {shown(kind)}, which is none of {', '.join(SCALINGS)}")
+        raise UserError(f"config.json has rope_type: {quote(kind)}, which is none of {', '.join(SCALINGS)}")
     found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
     if keys.family.query_scaling and kind in WITH_ORIGINAL:
         found["attention.query_scaling_beta"] = _positive(scaling.pop(BETA, None), BETA)
@@ -221,7 +221,7 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
         found["attention.rope_factor"] = context / found["attention.rope_original_context"]
     for key, value in scaling.items():
         if value is not None and (key, value) != ("truncate", True):
-            raise UserError(f"config.json has {on_one_line(key)}: {shown(value)} for rope_type {kind}, which it has not here")
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} for rope_type {kind}, which it has not here")
     if kind == "default" or (kind == "linear" and found["attention.rope_factor"] == 1):
         return {}
     return {"attention.rope_scaling": kind} | found
@@ -258,7 +258,7 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
     if family.heads == "by kind":
         kinds[-1] = FULL  # whatever `layer_types` says, as transformers has it
     if other := set(kinds) - {SLIDING, FULL}:
-        raise UserError(f"config.json has layer_types: {shown(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
+        raise UserError(f"config.json has layer_types: {quote(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
     found: dict[str, Any] = {}
     if family.rope == "sliding" or (family.rope == "hybrid" and window is not None):
         found["attention.rope_layers"] = _period([kind == SLIDING for kind in kinds])
@@ -288,7 +288,7 @@ def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     own = layers.get(str(full[0]), {})
     if layers != ({str(i): own for i in full} if own else {}) or own.keys() - names.keys():
         raise UserError(
-            f"config.json has per_layer_config: {shown(given)}, expected the same head_dim and num_key_value_heads for each of "
+            f"config.json has per_layer_config: {quote(given)}, expected the same head_dim and num_key_value_heads for each of "
             f"the layers {', '.join(map(str, full))}, which are those of {FULL}, and for no other"
         )
     return {path: own.get(key) for key, path in names.items()}
@@ -312,7 +312,7 @@ def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[
     found, expected = keys.take("vocab_size_per_layer_input"), config.get("vocab_size", 262144)
     if settings["model.per_layer_dim"] and found != expected:
         raise UserError(
-            f"config.json has vocab_size_per_layer_input: {shown(found)}, where only the vocab_size {shown(expected)} is the "
+            f"config.json has vocab_size_per_layer_input: {quote(found)}, where only the vocab_size {quote(expected)} is the "
             "same model here"
         )
 
@@ -328,7 +328,7 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         every = _whole(keys.take("decoder_sparse_step", 1), "decoder_sparse_step")
         named = keys.take("mlp_only_layers") or []
         if not isinstance(named, list) or not all(type(layer) is int for layer in named):
-            raise UserError(f"config.json has mlp_only_layers: {shown(named)}, expected a list of numbers")
+            raise UserError(f"config.json has mlp_only_layers: {quote(named)}, expected a list of numbers")
         dense = {i for i in range(L) if (i + 1) % every or i in named}
     elif family.dense == "range":
         start, end, every = (
@@ -339,12 +339,12 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
     elif family.dense == "types":
         kinds = keys.take("mlp_layer_types") or ["dense", *["sparse"] * (L - 1)]
         if other := [kind for kind in _per_layer(kinds, L, "mlp_layer_types") if kind not in ("dense", "sparse")]:
-            raise UserError(f"config.json has mlp_layer_types: {shown(other[0])}, which is neither dense nor sparse")
+            raise UserError(f"config.json has mlp_layer_types: {quote(other[0])}, which is neither dense nor sparse")
         dense = {i for i, kind in enumerate(kinds) if kind == "dense"}
     elif family.dense == "all":
         for kind in _per_layer(_given(keys.take("layer_types"), "layer_types"), L, "layer_types"):
             if kind not in ("attention", FULL):
-                raise UserError(f"config.json has layer_types: {shown(kind)}, of which only attention is known here")
+                raise UserError(f"config.json has layer_types: {quote(kind)}, of which only attention is known here")
         found |= _optional_experts(keys)
     elif family.dense == "beside":
         found |= _branched_experts(keys)
@@ -354,7 +354,7 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         groups, best = keys.take("n_group"), keys.take("topk_group")
         method = keys.take("topk_method", "group_limited_greedy") if family.groups == "max" else "group_limited_greedy"
         if method not in ("greedy", "group_limited_greedy"):
-            raise UserError(f"config.json has topk_method: {shown(method)}, which is none of greedy, group_limited_greedy")
+            raise UserError(f"config.json has topk_method: {quote(method)}, which is none of greedy, group_limited_greedy")
         if method != "greedy" and groups != 1:
             found["moe.n_groups"] = _whole(_given(groups, "n_group"), "n_group")
             best = _whole(_given(best, "topk_group"), "topk_group")
@@ -429,7 +429,7 @@ def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _per_layer(values: Any, count: int, key: str) -> list[Any]:
     if not isinstance(values, list) or len(values) != count:
-        raise UserError(f"config.json has {key}: {shown(values)}, expected a list of {count}, one for each layer")
+        raise UserError(f"config.json has {key}: {quote(values)}, expected a list of {count}, one for each layer")
     return values
 
 
@@ -467,7 +467,7 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
     nearest, values = nearest or unlike, flat(config)
-    what = " and ".join(f"{path}: {shown(values[path])}" for path in nearest[:3])
+    what = " and ".join(f"{path}: {quote(values[path])}" for path in nearest[:3])
     which = "no family of transformers" if family is None else family
     raise UserError(f"{which} can say this model: the nearest differs in {what}")
 

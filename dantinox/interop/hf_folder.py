@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, atomic_write, first_line, on_one_line, read_json, read_text, requires, shown, staged
+from dantinox.files import (
+    UserError,
+    atomic_write,
+    escape_name,
+    first_line,
+    quote,
+    read_json,
+    read_text,
+    require_extra,
+    staged_write,
+)
 from dantinox.interop.hf_multimodal import text_model
 from dantinox.interop.hf_quantized import dequantized
 from dantinox.interop.source import Arrays, ExportBundle, Source
@@ -67,7 +77,7 @@ def fetch(name: str) -> Path:
     Raises:
       UserError: the library is not installed, there is no such repository, or the hub cannot be reached.
     """
-    with requires("hf", f"there is no folder {name}; a repository of the hub needs the extra `hf`"):
+    with require_extra("hf", f"there is no folder {name}; a repository of the hub needs the extra `hf`"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     try:
@@ -117,9 +127,9 @@ def open_tensors(folder: Path) -> Arrays:
     for name, expected in _files(folder).items():
         file = SafetensorsFile(folder / name)
         if missing := expected - file.tensors.keys():
-            raise UserError(f"{folder / name} lacks {on_one_line(min(missing))}, which {INDEX} says it holds")
+            raise UserError(f"{folder / name} lacks {escape_name(min(missing))}, which {INDEX} says it holds")
         if twice := holders.keys() & file.tensors.keys():
-            raise UserError(f"{on_one_line(min(twice))} stands in two files of {folder}")
+            raise UserError(f"{escape_name(min(twice))} stands in two files of {folder}")
         holders |= dict.fromkeys(file.tensors, file)
     return Arrays({name: file.tensors[name] for name, file in holders.items()}, lambda name: holders[name].read(name))
 
@@ -139,11 +149,11 @@ def _files(folder: Path) -> dict[str, set[str]]:
         raise UserError(f"{folder} has no {ONE_FILE} and no {INDEX}")
     places = read_json(index, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise UserError(f"{index} must have an object under weight_map, got {shown(places)}")
+        raise UserError(f"{index} must have an object under weight_map, got {quote(places)}")
     files: dict[str, set[str]] = {}
     for name, file in places.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
-            raise UserError(f"{index} places {on_one_line(name)} in {shown(file)}, which is no safetensors file beside it")
+            raise UserError(f"{index} places {escape_name(name)} in {quote(file)}, which is no safetensors file beside it")
         files.setdefault(file, set()).add(name)
     return files
 
@@ -169,7 +179,7 @@ def write_tensors(folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mappi
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else ONE_FILE
-        with staged(folder / file, safetensors_pieces(arrays, shard)):
+        with staged_write(folder / file, safetensors_pieces(arrays, shard)):
             places |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index: dict[str, Any] = {"metadata": {"total_size": sum(tensors[name].nbytes for name in arrays)}, "weight_map": places}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dantinox.files import UserError, on_one_line, shown
+from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.hf_families import FAMILIES
 from dantinox.interop.source import Arrays
 
@@ -112,7 +112,7 @@ def text_model(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, An
     whole = MULTIMODAL[name]
     classes = config.get("architectures") or [whole.architecture]
     if classes != [whole.architecture]:
-        raise UserError(f"config.json has architectures: {shown(classes)}, of {name} only {whole.architecture} writes text")
+        raise UserError(f"config.json has architectures: {quote(classes)}, of {name} only {whole.architecture} writes text")
     names, left_out = _text_names(tensors, whole)
     text = _text_config(config, whole, HEAD in names)
     kinds = {plain: tensors.tensors[stored] for plain, stored in names.items()}
@@ -133,11 +133,11 @@ def _text_names(tensors: Arrays, whole: Multimodal) -> tuple[dict[str, str], Cou
         prefix = next((prefix for prefix in PREFIXES if stored.startswith(prefix)), None)
         if prefix is None and not (whole.flat and stored.startswith("model.")):
             known = ", ".join(whole.others)
-            raise UserError(f"the checkpoint has {on_one_line(stored)}, which is neither of its text model nor of {known}")
+            raise UserError(f"the checkpoint has {escape_name(stored)}, which is neither of its text model nor of {known}")
         plain = stored if prefix is None else PREFIXES[prefix] + stored.removeprefix(prefix)
         if plain in names:
             raise UserError(
-                f"the checkpoint has {on_one_line(stored)} and {on_one_line(names[plain])}, which are the same tensor"
+                f"the checkpoint has {escape_name(stored)} and {escape_name(names[plain])}, which are the same tensor"
             )
         names[plain] = stored
     return names, left_out
@@ -149,15 +149,15 @@ def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -
     if given is None and whole.flat:
         given = {key: value for key, value in config.items() if key not in (*whole.flat, "model_type", "architectures")}
     if not isinstance(given, dict):
-        raise UserError(f"config.json has text_config: {shown(given)}, expected an object")
+        raise UserError(f"config.json has text_config: {quote(given)}, expected an object")
     kind = given.get("model_type", whole.text)
     family = THREE_AXES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted({whole.text} | FAMILIES.keys()))
-        raise UserError(f"config.json has a text_config of model_type: {shown(kind)}, which is none of {known}")
+        raise UserError(f"config.json has a text_config of model_type: {quote(kind)}, which is none of {known}")
     for key, value in ONLY.items():
         if given.get(key, value) != value:
-            raise UserError(f"config.json has {key}: {shown(given[key])} in text_config, where only {shown(value)} is known")
+            raise UserError(f"config.json has {key}: {quote(given[key])} in text_config, where only {quote(value)} is known")
     text = DEFAULTS.get(kind, {}) | {key: value for key, value in given.items() if key not in (*UNUSED, *ONLY)}
     for key in SHARED:
         if config.get(key) is not None and text.get(key) is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from dantinox.files import UserError, on_one_line, shown
+from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.source import Arrays, Tensor
 
 CHUNK = 1 << 20  # values dequantized at once
@@ -63,10 +63,10 @@ def dequantized(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, A
     if options is None:
         return plain, tensors
     if not isinstance(options, dict):
-        raise UserError(f"config.json has quantization_config: {shown(options)}, expected an object")
+        raise UserError(f"config.json has quantization_config: {quote(options)}, expected an object")
     name = options.get("quant_method")
     if not isinstance(name, str) or name not in METHODS:
-        given = f"quantization_config.quant_method: {shown(name)}"
+        given = f"quantization_config.quant_method: {quote(name)}"
         raise UserError(f"config.json has {given}; those read are {', '.join(METHODS)}")
     method = METHODS[name]
     _check_options(options, method.only, method.unused, f"quantization_config of {name}")
@@ -76,7 +76,7 @@ def dequantized(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, A
     taken = {stored for entry in found.values() for stored in entry.stored}
     rest = {key: tensor for key, tensor in tensors.tensors.items() if key not in taken and not key.endswith(ACTIVATIONS)}
     if twice := found.keys() & rest.keys():
-        raise UserError(f"the checkpoint has {on_one_line(min(twice))} both quantized and not")
+        raise UserError(f"the checkpoint has {escape_name(min(twice))} both quantized and not")
     kinds = rest | {key: entry.tensor for key, entry in found.items()}
     if any(entry.tensor.dtype == "float32" for entry in found.values()):
         plain |= {key: "float32" for key in ("dtype", "torch_dtype") if plain.get(key) is not None}
@@ -95,33 +95,33 @@ def _check_options(options: Mapping[str, Any], only: Mapping[str, tuple[Any, ...
             continue
         if key not in only:
             known = ", ".join((*only, *unused))
-            raise UserError(f"config.json has {on_one_line(key)}: {shown(value)} in {where}; the options known are {known}")
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} in {where}; the options known are {known}")
         if only[key] and (type(value), value) not in [(type(allowed), allowed) for allowed in only[key]]:
-            known = ", ".join(map(shown, only[key]))
-            raise UserError(f"config.json has {on_one_line(key)}: {shown(value)} in {where}; those known are {known}")
+            known = ", ".join(map(quote, only[key]))
+            raise UserError(f"config.json has {escape_name(key)}: {quote(value)} in {where}; those known are {known}")
 
 
 def _number(options: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     value = options.get(key)
     value = default if value is None else value
     if type(value) is not int or not (least <= value <= 1 << 20):
-        raise UserError(f"config.json has {key}: {shown(value)} in quantization_config, expected a number of at least {least}")
+        raise UserError(f"config.json has {key}: {quote(value)} in quantization_config, expected a number of at least {least}")
     return value
 
 
 def _part(tensors: Arrays, name: str, beside: str, dtypes: tuple[str, ...]) -> Tensor:
     """The description of a stored tensor, which must be there and have one of these dtypes."""
     if name not in tensors.tensors:
-        raise UserError(f"the checkpoint has {on_one_line(beside)} without {on_one_line(name)}")
+        raise UserError(f"the checkpoint has {escape_name(beside)} without {escape_name(name)}")
     tensor = tensors.tensors[name]
     if tensor.dtype not in dtypes:
-        raise UserError(f"the checkpoint has {on_one_line(name)} as {tensor.dtype}, expected {' or '.join(dtypes)}")
+        raise UserError(f"the checkpoint has {escape_name(name)} as {tensor.dtype}, expected {' or '.join(dtypes)}")
     return tensor
 
 
 def _expect(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise UserError(f"the checkpoint has {on_one_line(name)} of shape {list(found)}, expected {list(expected)}")
+        raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(found)}, expected {list(expected)}")
 
 
 def _modules(tensors: Arrays, suffix: str) -> list[str]:
@@ -156,7 +156,7 @@ def _blocks(name: str, shape: tuple[int, ...], grid: tuple[int, ...], block: tup
         return block
     if len(grid) != 2 or 0 in (*grid, *shape) or grid[0] not in (1, shape[0]) or shape[1] % grid[1]:
         raise UserError(
-            f"the checkpoint has {on_one_line(name)} of shape {list(shape)} with scales of shape {list(grid)}, which are not "
+            f"the checkpoint has {escape_name(name)} of shape {list(shape)} with scales of shape {list(grid)}, which are not "
             "those of a tensor, nor of rows, groups or blocks"
         )
     return shape[0] // grid[0], shape[1] // grid[1]
@@ -205,7 +205,7 @@ def _block_size(block: Any, key: str) -> tuple[int, int] | None:
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
-        raise UserError(f"config.json has {key}: {shown(block)} in quantization_config, expected two numbers of at least 1")
+        raise UserError(f"config.json has {key}: {quote(block)} in quantization_config, expected two numbers of at least 1")
     return block[0], block[1]
 
 
@@ -216,7 +216,7 @@ def _scaled_matrix(
     weight = _part(tensors, name, scale, dtypes)
     scales = _part(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
     if len(weight.shape) not in (2, 3):
-        raise UserError(f"the checkpoint has {on_one_line(name)} of shape {list(weight.shape)}, expected two or three axes")
+        raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)}, expected two or three axes")
     grid = scales.shape or (1,)
     if len(grid) == 1:
         grid = (1, 1) if grid == (1,) else (*grid, 1)
@@ -257,15 +257,15 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
     """The widths in bits, and the block, that the groups of a compressed-tensors config name."""
     groups = options.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise UserError(f"config.json has config_groups: {shown(groups)} in quantization_config, expected an object of schemes")
+        raise UserError(f"config.json has config_groups: {quote(groups)} in quantization_config, expected an object of schemes")
     widths: set[int] = set()
     blocks: set[tuple[int, int] | None] = set()
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(group.get("weights") or {}, dict):
-            raise UserError(f"config.json has the scheme {on_one_line(name)}: {shown(group)}, expected an object with weights")
-        _check_options({"format": group.get("format")}, {"format": CT_FORMATS}, (), f"the scheme {on_one_line(name)}")
+            raise UserError(f"config.json has the scheme {escape_name(name)}: {quote(group)}, expected an object with weights")
+        _check_options({"format": group.get("format")}, {"format": CT_FORMATS}, (), f"the scheme {escape_name(name)}")
         weights = group.get("weights") or {}
-        where = f"the weights of the scheme {on_one_line(name)}"
+        where = f"the weights of the scheme {escape_name(name)}"
         _check_options(weights, {"num_bits": (), "type": ("int", "float"), "strategy": CT_STRATEGIES}, CT_UNUSED, where)
         if weights:
             widths.add(_number(weights, "num_bits"))
@@ -288,7 +288,7 @@ def _packed_integers(tensors: Arrays, module: str, widths: set[int]) -> Dequanti
     fits = [bits for bits in sorted(widths) if bits <= 8 and words == (shape[0], -(-shape[1] * bits // 32))]
     if min(shape) < 1 or len(fits) != 1:
         raise UserError(
-            f"the checkpoint has {on_one_line(packed)} of shape {list(words)} for a matrix of shape {list(shape)} and "
+            f"the checkpoint has {escape_name(packed)} of shape {list(words)} for a matrix of shape {list(shape)} and "
             f"{' or '.join(map(str, sorted(widths)))} bits"
         )
     bits, grid = fits[0], (1, 1) if grid in ((), (1,)) else grid
@@ -313,7 +313,7 @@ def _packed_integers(tensors: Arrays, module: str, widths: set[int]) -> Dequanti
 def _group_numbers(tensors: Arrays, name: str, groups: int) -> np.ndarray:
     numbers = tensors[name]
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < groups:
-        raise UserError(f"the checkpoint has {on_one_line(name)} with numbers outside of its {groups} groups")
+        raise UserError(f"the checkpoint has {escape_name(name)} with numbers outside of its {groups} groups")
     return numbers
 
 
@@ -323,7 +323,7 @@ def _packed_fp4(tensors: Arrays, module: str) -> Dequantized:
     codes = _part(tensors, packed, scale, ("uint8",)).shape
     scales = _part(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
     if len(codes) != 2:
-        raise UserError(f"the checkpoint has {on_one_line(packed)} of shape {list(codes)}, expected two axes")
+        raise UserError(f"the checkpoint has {escape_name(packed)} of shape {list(codes)}, expected two axes")
     shape = (codes[0], 2 * codes[1])
     blocks = _blocks(packed, shape, scales.shape)
     has_whole = scales.dtype == "float8_e4m3fn"
@@ -349,7 +349,7 @@ def _mxfp4(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized
         codes = _part(tensors, blocks, scales, ("uint8",)).shape
         if len(codes) != 4 or codes[3] != 16:
             raise UserError(
-                f"the checkpoint has {on_one_line(blocks)} of shape {list(codes)}, expected four axes, the last of 16"
+                f"the checkpoint has {escape_name(blocks)} of shape {list(codes)}, expected four axes, the last of 16"
             )
         _expect(scales, _part(tensors, scales, blocks, ("uint8",)).shape, codes[:3])
         experts, rows, columns = codes[0], codes[1], codes[2] * codes[3] * 2
@@ -385,7 +385,7 @@ def _columns(tensors: Arrays, module: str, options: Mapping[str, Any], bits: int
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     words = _part(tensors, qweight, scales, ("int32",)).shape
     if len(words) != 2 or min(words) < 1:
-        raise UserError(f"the checkpoint has {on_one_line(qweight)} of shape {list(words)}, expected two axes")
+        raise UserError(f"the checkpoint has {escape_name(qweight)} of shape {list(words)}, expected two axes")
     inputs = words[0] * 32 // bits if along_inputs else words[0]
     outputs = words[1] if along_inputs else words[1] * 32 // bits
     group = _number(options, "group_size", options.get("q_group_size", 128), least=-1)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.files import on_one_line
+from dantinox.files import escape_name
 from dantinox.interop.hf_config import MOST_LAYERS, config_of, family_of, settings_of
 from dantinox.interop.hf_families import FAMILIES, MTP, Family, Form
 from dantinox.interop.source import Arrays, Tensor, kept_as
@@ -83,7 +83,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
         for name in sources[parameter]:
             tensor = tensors[given[name]]
             if not _is_finite(tensor):
-                raise UserError(f"the checkpoint has {on_one_line(given[name])} with numbers that are NaN or infinite")
+                raise UserError(f"the checkpoint has {escape_name(given[name])} with numbers that are NaN or infinite")
             order = paired_rows(family, config, model, name, len(tensor))
             _fill(places[name].views(array), tensor if order is None else tensor[order])
         return array
@@ -158,7 +158,7 @@ def predicting_layers(config: Mapping[str, Any]) -> int:
     """How many layers that predict further tokens stand behind the others; they are left out."""
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
     if type(count) is not int or not 0 <= count < MOST_LAYERS:
-        raise UserError(f"config.json has num_nextn_predict_layers: {on_one_line(str(count))}, expected a number")
+        raise UserError(f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a number")
     return count
 
 
@@ -215,7 +215,7 @@ def _account(
             raise UserError(f"the checkpoint has {given[name]} as {dtype}, which is none of {', '.join(FLOATS)}")
     tied = {"lm_head.weight"} if HEAD not in shapes else set()
     if left := given.keys() - places.keys() - tied:
-        what = on_one_line(given[min(left)])
+        what = escape_name(given[min(left)])
         raise UserError(f"the checkpoint has {what}, for which the model of its config has no place")
 
 

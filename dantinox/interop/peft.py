@@ -9,7 +9,7 @@ from typing import Any
 
 from dantinox.config import ModelConfig
 from dantinox.config.sections import FIELDS, without
-from dantinox.files import UserError, on_one_line, read_json, shown
+from dantinox.files import UserError, escape_name, quote, read_json
 from dantinox.model.parameters import blueprint
 from dantinox.run import RunDirectory, create_run, load_run_config, save_config, save_tokenizer, save_weights, take_along
 from dantinox.run.adapters import SETTINGS, Changes, read_changes, run_weights, with_changes
@@ -62,9 +62,9 @@ def _settings(path: Path) -> dict[str, Any]:
     for key, value in settings.items():
         if key in FIXED:
             if not any(value is allowed or value == allowed for allowed in FIXED[key]):
-                raise UserError(f"{path} has {key} {shown(value)}: only {', '.join(map(shown, FIXED[key]))} can be read")
+                raise UserError(f"{path} has {key} {quote(value)}: only {', '.join(map(quote, FIXED[key]))} can be read")
         elif key not in NO_MATTER | READ and value not in (None, False, [], {}):
-            raise UserError(f"{path} has {on_one_line(key)} {shown(value)}, which is not read here")
+            raise UserError(f"{path} has {escape_name(key)} {quote(value)}, which is not read here")
     if "peft_type" not in settings:
         raise UserError(f"{path} has no peft_type: not the settings of an adapter of PEFT's")
     read = {"r": 8, "lora_alpha": 8, "use_rslora": False} | {key: settings[key] for key in READ if key in settings}
@@ -72,24 +72,24 @@ def _settings(path: Path) -> dict[str, Any]:
     read["alpha_pattern"] = _patterns(path, "alpha_pattern", read.get("alpha_pattern"))
     for value in (read["r"], *read["rank_pattern"].values()):
         if type(value) is not int or not 1 <= value < 2**31:
-            raise UserError(f"{path} must have a rank that is an integer ≥ 1, got {shown(value)}")
+            raise UserError(f"{path} must have a rank that is an integer ≥ 1, got {quote(value)}")
     for value in (read["lora_alpha"], *read["alpha_pattern"].values()):
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise UserError(f"{path} must have a lora_alpha that is a number, got {shown(value)}")
+            raise UserError(f"{path} must have a lora_alpha that is a number, got {quote(value)}")
     if type(read["use_rslora"]) is not bool:
-        raise UserError(f"{path} must have use_rslora true or false, got {shown(read['use_rslora'])}")
+        raise UserError(f"{path} must have use_rslora true or false, got {quote(read['use_rslora'])}")
     return read
 
 
 def _patterns(path: Path, key: str, given: Any) -> dict[str, Any]:
     """Names of modules from their ends; PEFT allows any regular expression and writes names, perhaps with ^, $ and escapes."""
     if given is not None and not isinstance(given, dict):
-        raise UserError(f"{path} must have a mapping as {key}, got {shown(given)}")
+        raise UserError(f"{path} must have a mapping as {key}, got {quote(given)}")
     plain = {}
     for pattern, value in (given or {}).items():
         name = re.sub(r"\\([.\-])", r"\1", pattern.removeprefix("^").removesuffix("$"))
         if not re.fullmatch(r"[\w.\-]+", name):
-            raise UserError(f"{path} has the pattern {shown(pattern)} in {key}: names of modules alone are read")
+            raise UserError(f"{path} has the pattern {quote(pattern)} in {key}: names of modules alone are read")
         plain[name] = value
     return plain
 

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.files import first_line, read_json, read_text, shown
+from dantinox.files import first_line, quote, read_json, read_text
 from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
 from dantinox.run.weights import Leaf, read_leaves
@@ -168,7 +168,7 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
     """What the settings say, and the arrays where they say it better."""
     for name, allowed in PLAIN.items():
         if name in said and said[name] not in allowed:
-            raise UserError(f"{path}: a model with {name}: {shown(said[name])} cannot be read, only {shown(allowed[-1])}")
+            raise UserError(f"{path}: a model with {name}: {quote(said[name])} cannot be read, only {quote(allowed[-1])}")
     embed = _find(weights, arrays, *EMBED)
     down = _find(weights, arrays, "blocks/0/ffn/down_proj/kernel", "blocks/0/mlp/down_proj/kernel")
     up = _find(weights, arrays, "blocks/0/ffn/up_proj/kernel", "blocks/0/mlp/up_proj/kernel")
@@ -223,7 +223,7 @@ def _find(weights: Path, arrays: dict[str, Leaf], *names: str) -> Leaf:
 def _count(path: Path, said: dict[str, Any], key: str) -> int:
     value = said.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < (key != "context_window"):
-        raise UserError(f"{path}: {key} must be a whole number, got {shown(value)}")
+        raise UserError(f"{path}: {key} must be a whole number, got {quote(value)}")
     return value
 
 
@@ -231,7 +231,7 @@ def _position(path: Path, said: dict[str, Any]) -> str | None:
     """The setting of ours that says how positions are told, None for not at all."""
     if "pos_encoding" in said:
         if said["pos_encoding"] not in (*POSITIONS, "none"):
-            raise UserError(f"{path}: pos_encoding: {shown(said['pos_encoding'])} is none of {', '.join(POSITIONS)}, none")
+            raise UserError(f"{path}: pos_encoding: {quote(said['pos_encoding'])} is none of {', '.join(POSITIONS)}, none")
         return POSITIONS.get(said["pos_encoding"])
     if not any(key in said for key in POSITIONS.values()):
         raise UserError(f"{path} does not say how positions are told: it has none of {', '.join(POSITIONS.values())}")
@@ -267,7 +267,7 @@ def _tokenizer(path: Path) -> str:
         # It decoded with a table of seven letters; bytes are what its tokens spell.
         letters = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
         return json.dumps(inner | {"decoder": inner.get("decoder") or letters}, ensure_ascii=False)
-    raise UserError(f"{path}: a tokenizer of type {shown(tree.get('type'))} cannot be read, only char and bpe")
+    raise UserError(f"{path}: a tokenizer of type {quote(tree.get('type'))} cannot be read, only char and bpe")
 
 
 def _characters(path: Path, vocab: dict[str, Any]) -> str:

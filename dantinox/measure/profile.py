@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dantinox.files import UserError, os_errors
+from dantinox.files import UserError, wrap_os_errors
 from dantinox.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrapped
 
@@ -88,7 +88,7 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow down what is measured
     before = set(folder.rglob("*.xplane.pb"))
-    with os_errors(f"cannot write into {folder}"), jax.profiler.trace(folder, profiler_options=options):
+    with wrap_os_errors(f"cannot write into {folder}"), jax.profiler.trace(folder, profiler_options=options):
         begin = time.perf_counter()
         jax.block_until_ready(work())
         wall = time.perf_counter() - begin

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from dantinox.config import UserError
-from dantinox.files import first_line, on_one_line
+from dantinox.files import escape_name, first_line
 from dantinox.programs import CHIPS, Chip, available_bytes, chip_of, compiled
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
@@ -96,7 +96,7 @@ def find_topology(name: str | None = None) -> Topology:
     family, model, shape = found.groups() if found else ("", "", None)
     if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPUS):
         raise UserError(
-            f"no topology {on_one_line(name)}: they are {', '.join(NAMES)}, a GPU also with the number in its host, up to "
+            f"no topology {escape_name(name)}: they are {', '.join(NAMES)}, a GPU also with the number in its host, up to "
             f"{GPUS[-1]}, as gpu:h100:8, a TPU with its shape, as tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dantinox.files import UserError, atomic_write, os_errors
+from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.report.trackers import Tracker
 
 HEADER = "step,train_loss,val_loss,ms_per_step,lr,grad_norm,bits_per_byte,tokens,tokens_per_s,memory_gb,mfu,muon_lr"
@@ -109,7 +109,7 @@ def _step_of(line: bytes) -> int | None:
 
 def _read(path: Path) -> bytes:
     """The content of a file, nothing of a missing one."""
-    with os_errors(f"cannot read {path}"):
+    with wrap_os_errors(f"cannot read {path}"):
         return path.read_bytes() if path.exists() else b""
 
 
@@ -145,7 +145,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _append(path: Path, *texts: str) -> None:
     """Adds texts and waits for the disk. Opened each time: a directory that vanished is noticed at once."""
-    with os_errors(f"cannot write {path}"), open(path, "a", encoding="utf-8", newline="\n") as file:
+    with wrap_os_errors(f"cannot write {path}"), open(path, "a", encoding="utf-8", newline="\n") as file:
         file.writelines(texts)
         file.flush()
         os.fsync(file.fileno())

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dantinox.files import UserError, atomic_write, requires
+from dantinox.files import UserError, atomic_write, require_extra
 from dantinox.report.metrics import read_csv, read_jsonl
 from dantinox.report.tables import human_count
 
@@ -126,7 +126,7 @@ def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty figure of so many inches, or an error where matplotlib is not installed."""
-    with requires("plot", "plots need matplotlib"):
+    with require_extra("plot", "plots need matplotlib"):
         from matplotlib.figure import Figure
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from dantinox.config import Config, dump_config
 from dantinox.config.sections import flat
-from dantinox.files import UserError, atomic_write, first_line, os_errors, requires
+from dantinox.files import UserError, atomic_write, first_line, require_extra, wrap_os_errors
 
 Row = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ def trackers(config: Config, folder: Path) -> "tuple[Tracker, ...]":
 
 
 def _library(name: str, setting: str) -> Any:
-    with requires("logs", f"logging.{setting} needs {name.partition('.')[0]}"):
+    with require_extra("logs", f"logging.{setting} needs {name.partition('.')[0]}"):
         return importlib.import_module(name)
 
 
@@ -53,7 +53,7 @@ class _TensorBoard:
     def begin(self, step: int, told: int, rows: Iterable[Row]) -> None:
         self.end(False)
         new = not any(self.folder.glob("events.*"))
-        with os_errors(f"cannot write into {self.folder}"):
+        with wrap_os_errors(f"cannot write into {self.folder}"):
             self.folder.mkdir(exist_ok=True)
             # Files are read in the order of their names, which the library numbers by the second.
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
@@ -84,7 +84,7 @@ class _TensorBoard:
 
     def _write(self, step: int, **content: Any) -> None:
         assert self.writer is not None
-        with os_errors(f"cannot write into {self.folder}"):
+        with wrap_os_errors(f"cannot write into {self.folder}"):
             self.writer.write_event(self.events.Event(step=step, wall_time=time.time(), **content))
             self.writer.flush()
 

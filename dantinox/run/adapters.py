@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import Config, LoraConfig, ModelConfig
-from dantinox.files import UserError, on_one_line, os_errors
+from dantinox.files import UserError, escape_name, wrap_os_errors
 from dantinox.model.lora import Place, places_of, sizes
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
 from dantinox.run.manifest import put
@@ -68,7 +68,7 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
         arrays[f"base_model.model.model.layers.{layer}.{MODULES[module]}.{target}.lora_{letter}.weight"] = matrix
     tensors = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
     folder = run.adapter.parent
-    with os_errors(f"cannot write {folder}"):
+    with wrap_os_errors(f"cannot write {folder}"):
         folder.mkdir(exist_ok=True)
     put(run.path, f"{folder.name}/{SETTINGS}", json.dumps(peft_config(lora), indent=1) + "\n")
     content = safetensors_pieces(arrays, tensors, {BASE: facts["base_sha256"]})
@@ -112,7 +112,7 @@ def read_changes(path: Path, model: ModelConfig, scaling: Callable[[str], tuple[
         match = TENSOR.fullmatch(name)
         if match is None or int(match[1]) >= model.num_blocks or match[2] not in known[int(match[1])]:
             raise UserError(
-                f"{path} holds {on_one_line(name)}, which is for nothing in this model of {model.num_blocks} layers with "
+                f"{path} holds {escape_name(name)}, which is for nothing in this model of {model.num_blocks} layers with "
                 f"{', '.join(dict.fromkeys(name for layer in known for name in layer)) or 'no projections that have adapters'}"
             )
         found.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
@@ -159,7 +159,7 @@ def run_weights(
     wanted, digest = metadata.get(BASE, ""), weights_digest(base)
     if digest != wanted:
         raise UserError(
-            f"the adapters of {run.path} are for the weights {on_one_line(wanted[:12])}…, and its base {base.path} has "
+            f"the adapters of {run.path} are for the weights {escape_name(wanted[:12])}…, and its base {base.path} has "
             f"{digest[:12]}…: put those it was trained on back"
         )
     return run_weights(base, load_run_config(base), shapes, vocab_size, with_changes(changes, place))

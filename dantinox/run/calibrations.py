@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from dantinox.config import ModelConfig
 from dantinox.config.base import Count, NonNegative, Section
 from dantinox.config.router_settings import MEASURED, Scale
-from dantinox.files import UserError, atomic_write, on_one_line, read_text
+from dantinox.files import UserError, atomic_write, escape_name, read_text
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import MANIFEST, damage_if_named, put
 from dantinox.run.weights import weights_digest
@@ -65,7 +65,7 @@ def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
         raise UserError(f"{error}: {again}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = on_one_line(": ".join(map(str, first["loc"])))
+        where = escape_name(": ".join(map(str, first["loc"])))
         wrong = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
         raise UserError(f"the calibration {path} {wrong}: {again}") from None
     if problem := damage_if_named(path):
@@ -214,7 +214,7 @@ def read_kv_calibration(
             if missing := [name for name in names if name not in values]:
                 raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, which this model has: {again}")
             if surplus := values.keys() - set(names):
-                name = on_one_line(min(surplus))
+                name = escape_name(min(surplus))
                 raise UserError(f"the calibration {path} holds {name} in {key}, which this model has not: {again}")
             found[key] = {name: values[name] for name in names}
     for name, by in (("length_entropies", "lengths"), ("loss", "loss_slots")):

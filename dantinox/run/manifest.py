@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dantinox.files import UserError, atomic_write, os_errors, shown, staged
+from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os_errors
 
 MANIFEST = "manifest.txt"
 FORMAT = 1
@@ -107,7 +107,7 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
       Damage: it is missing, damaged, or belongs elsewhere.
       UserError: it cannot be read, or was written by another version.
     """
-    with os_errors(f"cannot read {path}"):
+    with wrap_os_errors(f"cannot read {path}"):
         if not path.is_file():  # a pipe would never end
             nowhere = f"{path} is missing: nothing says whether the files beside it are whole"
             raise Damage(f"{path} is no file" if os.path.lexists(path) else nowhere)
@@ -124,11 +124,11 @@ def _record_of(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
     except ValueError:
         record = None
     if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path} has format {shown(record['format'])}, this version reads {FORMAT}")
+        raise UserError(f"{path} has format {quote(record['format'])}, this version reads {FORMAT}")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         raise Damage(f"{path} is damaged: it names no files")
     if (found := record.get("step")) != step:
-        raise Damage(f"{path} is that of {'a run' if found is None else f'step {shown(found)}'}")
+        raise Damage(f"{path} is that of {'a run' if found is None else f'step {quote(found)}'}")
     return record
 
 
@@ -157,7 +157,7 @@ def put(
     with _held(folder):
         record = _record(folder)
         before = record["files"].get(name, [None])[0]
-        with staged(folder / name, read()):
+        with staged_write(folder / name, read()):
             new = Entry(digest.hexdigest(), size)
             # Two files cannot be replaced at once: in between the old one is as good as the new one.
             _replace(folder, record | {"files": record["files"] | {name: [new, before]}})
@@ -185,7 +185,7 @@ def record_files(folder: Path, names: Iterable[str], afresh: bool = False) -> No
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """Keeps other processes from the manifest: a run may be calibrated while it is trained."""
-    with os_errors(f"cannot write {folder / MANIFEST}"):
+    with wrap_os_errors(f"cannot write {folder / MANIFEST}"):
         directory = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)  # ends with the process, however that ends

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dantinox.files import UserError, first_line, on_one_line
+from dantinox.files import UserError, escape_name, first_line
 
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -67,7 +67,7 @@ class SafetensorsFile:
         self._content = np.memmap(path, np.uint8, mode="r")
         for name, array in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if (code := array["dtype"]) not in DTYPES:
-                raise UserError(f"{path} has {on_one_line(name)} as {code}, which is none of {', '.join(DTYPES)}")
+                raise UserError(f"{path} has {escape_name(name)} as {code}, which is none of {', '.join(DTYPES)}")
             self.tensors[name] = Tensor(tuple(array["shape"]), DTYPES[code].name)
             start, end = array["data_offsets"]
             self._places[name] = 8 + length + start, 8 + length + end

@@ -17,7 +17,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from dantinox.files import UserError, first_line, on_one_line, os_errors
+from dantinox.files import UserError, escape_name, first_line, wrap_os_errors
 from dantinox.run.directory import RunDirectory
 from dantinox.run.manifest import entry_while_unchanged, put
 
@@ -92,7 +92,7 @@ def read_leaves(path: Path) -> tuple[dict[str, "Leaf"], int]:
 
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights, or of the adapters, which name theirs; computed once for as long as the file stays."""
-    with os_errors(f"cannot read the weights {run.exported}"):
+    with wrap_os_errors(f"cannot read the weights {run.exported}"):
         return entry_while_unchanged(run.exported).sha256
 
 
@@ -201,7 +201,7 @@ def _compare(path: Path, found: Mapping[str, Leaf], shapes: dict[str, tuple[int,
             raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected float32 or bfloat16")
     for name, array in found.items():
         if name not in shapes:
-            raise UserError(f"the weights {path} hold {on_one_line(name)} of shape {array.shape}, which this model has not")
+            raise UserError(f"the weights {path} hold {escape_name(name)} of shape {array.shape}, which this model has not")
 
 
 class Reader:
@@ -263,7 +263,7 @@ class Reader:
             if name == CHUNKED and number == 0:
                 return {CHUNKED: self._chunked(depth)}
             if name in tree:
-                raise ValueError(f"{on_one_line(name)} twice")
+                raise ValueError(f"{escape_name(name)} twice")
             tree[name] = self._node(depth)
         return tree
 

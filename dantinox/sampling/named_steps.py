@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Sequences, Tokens, bounds
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.sampling.chain import run_step
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.state import init_state
@@ -109,7 +109,7 @@ def _checked_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, An
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
     name = given.get("name")
     if not isinstance(name, str) or name not in STEPS:
-        raise UserError(f"unknown sampling step {shown(name)}: the steps are {', '.join(STEPS)}")
+        raise UserError(f"unknown sampling step {quote(name)}: the steps are {', '.join(STEPS)}")
     parameters = {str(key): value for key, value in given.items() if key != "name" and value is not None}
     values = dict(_validated(name, _model(name, V), parameters))
     step = STEPS[name]
@@ -196,6 +196,6 @@ def _validated(where: str, kind: Any, value: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (where, *first["loc"])))
-        problem = f"{first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}"
+        problem = f"{first['msg'].replace('Input should', 'must')}, got {quote(first['input'])}"
         known = {"missing": "is a required parameter", "extra_forbidden": "is not a parameter of this step"}
         raise UserError(f"{place} {known.get(first['type'], problem)}") from None

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dantinox.files import on_one_line
+from dantinox.files import escape_name
 from dantinox.serve.errors import RequestError, refuse
 from dantinox.serve.limits import DRAINED
 from dantinox.serve.metrics import Metrics
@@ -94,7 +94,7 @@ class Guard:
         host = hosts[0].lower() if len(hosts) == 1 else ""
         found = HOST.fullmatch(host)
         if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
-            raise refuse("host", on_one_line(host))
+            raise refuse("host", escape_name(host))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             # A page of another server reaches this one by letting its own name point here (DNS rebinding), or by a request
             # whose effect is enough; browsers name the page in the header Origin.
@@ -112,7 +112,7 @@ class Guard:
             raise refuse("two_lengths")
         encoding = ", ".join(values(b"content-encoding"))
         if encoding.lower() not in ("", "identity"):
-            raise refuse("encoding", on_one_line(encoding))
+            raise refuse("encoding", escape_name(encoding))
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None where the connection was lost.

@@ -8,7 +8,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import UserError
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.report.page import SHARED, asset, empty_page, escaped, parts, vocabulary
 from dantinox.serve.service import Service
 
@@ -66,7 +66,7 @@ def lite_routes(service: Service) -> list[Route]:
         return []
     page = lite / "index.html" if lite.is_dir() else lite
     if not page.is_file():
-        raise UserError(f"--lite must be the file of Kobold Lite or a folder with its index.html, got {shown(str(lite))}")
+        raise UserError(f"--lite must be the file of Kobold Lite or a folder with its index.html, got {quote(str(lite))}")
 
     async def send(request: Request) -> Response:
         if "local" not in request.query_params:  # how the page learns that its server is the one it came from

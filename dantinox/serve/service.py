@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dantinox.config import Config
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, Busy, RequestError, refuse, to_request_error
 from dantinox.serve.limits import CHARACTERS, ENTRIES, ENTRIES_OF, LARGEST, SAMPLES, STOP_LENGTH, STOPS
@@ -250,7 +250,7 @@ def _check_size(name: str, value: object) -> None:
     while parts:
         part = parts.pop()
         if isinstance(part, int | float) and abs(part) > LARGEST:
-            raise RequestError(400, f"{name} must hold numbers between ±2^32, got {shown(part)}", param=name)
+            raise RequestError(400, f"{name} must hold numbers between ±2^32, got {quote(part)}", param=name)
         if isinstance(part, dict | list | tuple):
             if len(part) > most:
                 raise RequestError(400, f"{name} must have at most {most:,} entries, got {len(part):,}", param=name)

@@ -24,7 +24,7 @@ from typing import Any
 from dantinox.config import Config
 from dantinox.config.sections import DEFAULTS, flat
 from dantinox.config.sweep_file import Sweep, Trial
-from dantinox.files import UserError, atomic_write, os_errors, shown
+from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 
@@ -85,7 +85,7 @@ def run_sweep(
         for number, trial in enumerate(sweep.trials, 1):
             if trial.name in ended and not (retry and ended[trial.name]):
                 continue
-            said = ", ".join(f"{key} {shown(value)}" for key, value in trial.chosen.items())
+            said = ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items())
             progress(f"trial {number} of {len(sweep.trials)}: {said}")
             run = RunDirectory(folder.path / trial.name)
             problem = train(trial, run)
@@ -121,7 +121,7 @@ def finding(trial: Trial, run: RunDirectory, problem: str | None) -> TrialFindin
 
 def _folder(path: Path) -> RunDirectory:
     folder = RunDirectory(path)
-    with os_errors(f"cannot make the directory {path}"):
+    with wrap_os_errors(f"cannot make the directory {path}"):
         folder.path.mkdir(parents=True, exist_ok=True)
         strange = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
     if strange and not (folder.path / PLAN).is_file():
@@ -150,8 +150,8 @@ def _begin(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
             old, new = (values.get(key, DEFAULTS.get(key)) for values in (settings, now[name]))
             if old != new:
                 raise UserError(
-                    f"{sweep.source} is not the sweep that {folder.path} was begun with: {name} has {key} {shown(old)} there, "
-                    f"got {shown(new)} (give another runs_dir)"
+                    f"{sweep.source} is not the sweep that {folder.path} was begun with: {name} has {key} {quote(old)} there, "
+                    f"got {quote(new)} (give another runs_dir)"
                 )
     _write(sweep, folder, ended)
     return ended

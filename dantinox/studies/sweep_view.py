@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import Column, csv_table, markdown_table, text_table, wrapped
 from dantinox.studies.sweep import SweepStudy, TrialFinding
@@ -24,7 +24,7 @@ NAME, PROBLEM = Column("trial", "trial", lambda trial: trial.name), Column("prob
 
 
 def spelt(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else shown(value)
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else quote(value)
 
 
 def _short(keys: Sequence[str]) -> dict[str, str]:
@@ -51,7 +51,7 @@ def sweep_csv(study: SweepStudy) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else shown(value)
+    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else quote(value)
 
 
 def sweep_markdown(study: SweepStudy) -> str:

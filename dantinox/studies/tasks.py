@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import UserError, settings_of
-from dantinox.files import first_line, shown
+from dantinox.files import first_line, quote
 from dantinox.generation import LoadedModel, load
 from dantinox.measure.perplexity import Text, score
 from dantinox.measure.texts import batches, begin_ids
@@ -251,5 +251,5 @@ def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
         Column("samples", "samples", lambda one: one.samples, "d"),
     ]
     if not study.scores:
-        raise UserError(f"the tasks gave no number: {shown(study.versions)}")
+        raise UserError(f"the tasks gave no number: {quote(study.versions)}")
     yield from text_table(columns, study.scores, width)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.files import UserError, atomic_write, os_errors
+from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
 from dantinox.text.conversations import Conversations, Encoded, options_of
@@ -210,7 +210,7 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 def _build(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     """Encodes everything into a file named by its content, then writes the header that names it."""
-    with os_errors(f"cannot write the tokens in {directory}"):
+    with wrap_os_errors(f"cannot write the tokens in {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # dies with its process

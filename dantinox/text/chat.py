@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.files import UserError, read_text, shown
+from dantinox.files import UserError, quote, read_text
 from dantinox.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -77,7 +77,7 @@ class ChatTemplate:
         """
         if name not in BUILTIN:
             if not Path(name).exists():
-                raise UserError(f"no chat template {shown(name)}: give a file of Jinja, or one of {', '.join(BUILTIN)}")
+                raise UserError(f"no chat template {quote(name)}: give a file of Jinja, or one of {', '.join(BUILTIN)}")
             return cls.load(name, tokenizer)
         source, needed = BUILTIN[name]
         for special in needed:
@@ -150,12 +150,12 @@ class ChatTemplate:
     def _checked(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping):
-                raise UserError(f"message {number} must be an object with role and content, got {shown(message)}")
+                raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
             role, content = message.get("role"), message.get("content")
             if role not in ROLES:
-                raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {shown(role)}")
+                raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
             if not isinstance(content, str):
-                raise UserError(f"the content of message {number} must be text, got {shown(content)}")
+                raise UserError(f"the content of message {number} must be text, got {quote(content)}")
         return [self._guarded(dict(message)) for message in messages]
 
     def _guarded(self, value: Any) -> Any:

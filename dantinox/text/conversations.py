@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dantinox.config import DataSection
-from dantinox.files import UserError, shown
+from dantinox.files import UserError, quote
 from dantinox.text.chat import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
@@ -94,21 +94,21 @@ def asked_of(record: Mapping[str, Any], objective: Objective) -> list[Asked]:
     if "prompt" in record:
         prompt = _messages(record, "prompt", "user")
         return [([*prompt, *_messages(record, "completion", "assistant")], len(prompt))]
-    names = shown(", ".join(record)) if record else "no field"
+    names = quote(", ".join(record)) if record else "no field"
     raise UserError(f"a conversation is a record with messages, or with prompt and completion; this one has {names}")
 
 
 def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
     """The messages of a field; a text is one message of this role."""
     if key not in record:
-        raise UserError(f"a record without the field {key!r}; it has {shown(', '.join(record)) if record else 'no field'}")
+        raise UserError(f"a record without the field {key!r}; it has {quote(', '.join(record)) if record else 'no field'}")
     value = record[key]
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     if isinstance(value, list) and value:
         return value
     text = "a text or " if role else ""
-    raise UserError(f"the field {key!r} must be {text}a list of messages, got {shown(value)}")
+    raise UserError(f"the field {key!r} must be {text}a list of messages, got {quote(value)}")
 
 
 def _encoded(part: int, source: int, asked: Asked, template: ChatTemplate) -> Encoded:

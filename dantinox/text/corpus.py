@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dantinox.files import UserError, shown
+from dantinox.files import UserError, quote
 from dantinox.text.builtin_recall import FIELD
 from dantinox.text.compressed_files import opened
 from dantinox.text.sources import Source, find_sources
@@ -158,7 +158,7 @@ def _objects(source: Source, content: Any) -> Iterator[tuple[str, dict[str, Any]
             continue
         record = _parse(line, where)
         if not isinstance(record, dict):
-            raise UserError(f"a record must be a JSON object, got {shown(record)} ({where})")
+            raise UserError(f"a record must be a JSON object, got {quote(record)} ({where})")
         yield where, record
 
 
@@ -166,11 +166,11 @@ def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, s
     """The texts of a JSON Lines file."""
     for where, record in _objects(source, content):
         if field not in record:
-            names = shown(", ".join(record)) if record else "no field"
+            names = quote(", ".join(record)) if record else "no field"
             raise UserError(f"a record without the field {field!r} (data.text_field); it has {names} ({where})")
         text = record[field]
         if not isinstance(text, str):
-            raise UserError(f"the field {field!r} must hold text, got {shown(text)} ({where})")
+            raise UserError(f"the field {field!r} must hold text, got {quote(text)} ({where})")
         try:
             text.encode()
             bad = text.find("\0")

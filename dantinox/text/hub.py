@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import DataSection
-from dantinox.files import UserError, first_line, on_one_line, os_errors, requires
+from dantinox.files import UserError, escape_name, first_line, require_extra, wrap_os_errors
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def fetched(data: DataSection, directory: Path, whole: bool = False) -> Iterator
 
 
 def _write(data: DataSection, name: str, file: Path, whole: bool) -> None:
-    with os_errors(f"cannot write the texts of {on_one_line(name)} to {file}"):
+    with wrap_os_errors(f"cannot write the texts of {escape_name(name)} to {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as out:
             for record in _records(data, name, whole):
@@ -47,8 +47,8 @@ def _write(data: DataSection, name: str, file: Path, whole: bool) -> None:
 
 
 def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, Any]]:
-    shown = on_one_line(name)
-    with requires("hf", f"the data set {shown} needs Hugging Face's library"):
+    shown = escape_name(name)
+    with require_extra("hf", f"the data set {shown} needs Hugging Face's library"):
         from datasets import load_dataset
     try:
         rows: Iterator[dict[str, Any]] = iter(
@@ -60,7 +60,7 @@ def _records(data: DataSection, name: str, whole: bool) -> Iterator[dict[str, An
                 continue
             text = row.get(data.text_field)
             if not isinstance(text, str):
-                fields = on_one_line(", ".join(map(str, row)))
+                fields = escape_name(", ".join(map(str, row)))
                 raise UserError(f"the data set {shown} has no text in {data.text_field!r} (data.text_field); it has {fields}")
             yield {data.text_field: text}
     except (UserError, GeneratorExit):

@@ -12,7 +12,7 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
-from dantinox.files import UserError, shown
+from dantinox.files import UserError, quote
 from dantinox.model.lora import held
 from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
@@ -35,7 +35,7 @@ def resumed_config(saved: Config, given: Config) -> Config:
     for key, (old, new) in differences(saved, given).items():
         if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in FREE:
             raise UserError(
-                f"{key} cannot change when a run is resumed: the run has {shown(old)}, got {shown(new)} "
+                f"{key} cannot change when a run is resumed: the run has {quote(old)}, got {quote(new)} "
                 "(only steps, intervals, the sample prompt, nan_policy, distributed and logging may differ)"
             )
     return given

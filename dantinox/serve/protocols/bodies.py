@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from dantinox.files import on_one_line, shown
+from dantinox.files import escape_name, quote
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, refuse
 from dantinox.serve.limits import DEPTH, DIGITS
@@ -89,7 +89,7 @@ def validated(kind: type[Kind], data: JSON) -> Kind:
       RequestError: 400, which field is wrong and what is allowed.
     """
     if not isinstance(data, dict):
-        raise RequestError(400, f"the body must be a JSON object, got {shown(data)}")
+        raise RequestError(400, f"the body must be a JSON object, got {quote(data)}")
     for name, harmless in kind.unsupported.items():
         if data.get(name) is not None and data[name] not in harmless:
             raise RequestError(400, f"{name} is not supported by this server: leave it out", param=name, code="unsupported")
@@ -97,12 +97,12 @@ def validated(kind: type[Kind], data: JSON) -> Kind:
         return kind.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
-    param = ".".join(on_one_line(str(part)) for part in first["loc"][:4])
+    param = ".".join(escape_name(str(part)) for part in first["loc"][:4])
     if first["type"] == "missing":
         raise RequestError(400, f"{param} is missing", param=param)
     words = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     words = words if words.startswith("must") else f"is wrong: {words.lower()}"
-    raise RequestError(400, f"{param} {words}, got {shown(first['input'])}", param=param)
+    raise RequestError(400, f"{param} {words}, got {quote(first['input'])}", param=param)
 
 
 # --- JSON
@@ -139,13 +139,13 @@ def _constant(word: str) -> float:
 
 def _float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise RequestError(400, f"the body holds the number {on_one_line(digits)}, which is too large")
+        raise RequestError(400, f"the body holds the number {escape_name(digits)}, which is too large")
     return number
 
 
 def _int(digits: str) -> int:
     if len(digits) > DIGITS:
-        raise RequestError(400, f"the body holds the number {on_one_line(digits)}, which is too large")
+        raise RequestError(400, f"the body holds the number {escape_name(digits)}, which is too large")
     return int(digits)
 
 
@@ -153,7 +153,7 @@ def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     found: dict[str, JSON] = {}
     for name, value in pairs:
         if name in found:
-            raise RequestError(400, f"the body has {shown(name)} twice in one object")
+            raise RequestError(400, f"the body has {quote(name)} twice in one object")
         found[name] = value
     return found
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.overlay import KEYS
-from dantinox.files import on_one_line, shown
+from dantinox.files import escape_name, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import PROMPTS, SAMPLES
@@ -121,7 +121,7 @@ class Body(StrictBody):
             return Constraint("json_object", "")
         if kind != "json_schema":
             wanted = "must be text, json_object or json_schema"
-            raise RequestError(400, f"response_format.type {wanted}, got {shown(kind)}", param="response_format.type")
+            raise RequestError(400, f"response_format.type {wanted}, got {quote(kind)}", param="response_format.type")
         if schema is None or schema.source is None:
             raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
         return Constraint("json_schema", json.dumps(schema.source))
@@ -149,9 +149,9 @@ def check_combination(body: Body) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError(400, "stream_options goes with stream: true", param="stream_options")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"best_of must be as many as n, got {shown(body.best_of)}"
+        message = f"best_of must be as many as n, got {quote(body.best_of)}"
         raise RequestError(400, message, param="best_of", code="unsupported")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise RequestError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     for name in (body.model_extra or {}).keys() - NAMES.keys() - KNOWN - UNSUPPORTED.keys():
-        log.warning("a request has the field %s, which is not known and has no effect", on_one_line(name))
+        log.warning("a request has the field %s, which is not known and has no effect", escape_name(name))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dantinox.config import UserError
-from dantinox.files import shown
+from dantinox.files import quote
 from dantinox.generation import LoadedModel
 from dantinox.serve.background import run_sized
 from dantinox.serve.errors import RequestError
@@ -42,7 +42,7 @@ def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
     size = tokenizer.vocab_size
     if ids and not (min(ids) >= 0 and max(ids) < size):
         wrong = next(token for token in ids if not 0 <= token < size)
-        raise RequestError(400, f"{name} must hold token ids in [0, {size}), got {shown(wrong)}", param=name)
+        raise RequestError(400, f"{name} must hold token ids in [0, {size}), got {quote(wrong)}", param=name)
 
 
 async def prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
