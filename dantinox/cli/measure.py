@@ -276,11 +276,11 @@ def plan(options: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")  # a machine one does not have is not looked for
     from dantinox.measure.plan import make_plan, plan_lines
     from dantinox.measure.topology import find_topology
-    from dantinox.training.resume import vocabulary_size_of
+    from dantinox.training.resume import trained_vocab_size
     from dantinox.training.step import TrainStep
 
     topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
-    symbols = vocabulary_size_of(config)
+    symbols = trained_vocab_size(config)
     with steady_progress() as progress:
         found = make_plan(topology, config, symbols, TrainStep, meshes=options.mesh or (), progress=progress, **sizes)
     return print_result(options, found, lambda width: plan_lines(found, width))

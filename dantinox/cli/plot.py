@@ -80,7 +80,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer
     from dantinox.training.dry_run import benchmark_step
-    from dantinox.training.resume import vocabulary_size_of
+    from dantinox.training.resume import trained_vocab_size
 
     if subject.is_dir():
         run = RunDirectory(subject)
@@ -89,7 +89,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
         symbols = Tokenizer.load(run.tokenizer).vocab_size
     else:
         config = load_training(subject)
-        symbols = vocabulary_size_of(config)
+        symbols = trained_vocab_size(config)
     step = benchmark_step(config, symbols, show_progress)
     step()
     step().loss.block_until_ready()

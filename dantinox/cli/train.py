@@ -64,10 +64,10 @@ def find_lr(options: argparse.Namespace) -> int:
     config = load_training(options.config, overrides(options))
     use_compilation_cache()
     from dantinox.report.plots import draw_rates
-    from dantinox.training.find_lr import find_lr, rate_lines
+    from dantinox.training.find_lr import find_lr, rate_test_lines
 
     found = find_lr(config, options.tries, lambda line: print(line, file=sys.stderr, flush=True))
-    print_result(options, found, lambda _: rate_lines(found))
+    print_result(options, found, lambda _: rate_test_lines(found))
     if options.plot is not None:
         marks = {"suggested": found.suggested, "lowest": found.lowest}
         atomic_write(options.plot, draw_rates(found.key, found.rates, found.losses, found.smoothed, marks))

@@ -21,11 +21,11 @@ from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, wr
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
-REMOVED = ".removed"  # where a step is renamed to before it is deleted: it goes as a whole, whenever the process is killed
+TRASH = ".removed"  # where a step is renamed to before it is deleted: it goes as a whole, whenever the process is killed
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What the loop knows besides the state of the step.
 
     `evaluation_due`: the run was interrupted between a step and its evaluation; the part of the row that is known already.
@@ -38,19 +38,19 @@ class Progress:
     evaluation_due: dict[str, Any] | None = None
     skipped_batches: int = 0
 
-    def after(self, val_loss: float, step: int) -> "Progress":
+    def after(self, val_loss: float, step: int) -> "TrainingProgress":
         """The progress after an evaluation; equal losses are not better."""
         if self.best_loss is None or val_loss < self.best_loss:
-            return Progress(val_loss, step, skipped_batches=self.skipped_batches)
+            return TrainingProgress(val_loss, step, skipped_batches=self.skipped_batches)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """A checkpoint in memory. `notes` says what is damaged and why that step was taken."""
 
     step: int
     state: State
-    progress: Progress
+    progress: TrainingProgress
     facts: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -89,18 +89,18 @@ class Checkpoints:
             best_fn=_val_loss,
             best_mode="min",
             cleanup_tmp_directories=True,
-            todelete_subdir=REMOVED,
+            todelete_subdir=TRASH,
             enable_async_checkpointing=True,
         )
-        return self._guarded(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
+        return self._guard_disk(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
 
-    def save(self, step: int, state: State, progress: Progress, facts: dict[str, Any], val_loss: float | None) -> None:
+    def save(self, step: int, state: State, progress: TrainingProgress, facts: dict[str, Any], val_loss: float | None) -> None:
         """Copies the state and returns; the writing goes on in the background. `val_loss` is that of this very step."""
         import orbax.checkpoint as orbax
 
         self.wait()
         args, record = orbax.args, facts | {"progress": asdict(progress)}
-        arguments = args.Composite(state=args.StandardSave(_tree(state)), facts=args.JsonSave(record))
+        arguments = args.Composite(state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record))
         metrics = None if val_loss is None else {"val_loss": val_loss}
 
         def begin() -> None:
@@ -111,7 +111,7 @@ class Checkpoints:
             manager.save(step, args=arguments, metrics=metrics, force=True)
             self._manifest = self._writer.submit(self._finish, step, facts, logs)
 
-        self._guarded(begin)
+        self._guard_disk(begin)
 
     def _finish(self, step: int, facts: dict[str, Any], logs: dict[Path, int]) -> None:
         self._manager.wait_until_finished()
@@ -119,7 +119,7 @@ class Checkpoints:
             write_step_manifest(self.path / str(step), facts, logs)
             self._unfinished(step).unlink()
 
-    def restore(self, abstract: State) -> Restored | None:
+    def restore(self, abstract: State) -> RestoredCheckpoint | None:
         """The newest step that is what was written, placed as `abstract` is, or None where none was completed.
 
         Newer steps that are damaged are put aside, as `damaged-12`; nothing is removed but what a killed save left unfinished.
@@ -128,23 +128,23 @@ class Checkpoints:
         Raises:
           UserError: there are steps, but all are damaged; or a log is.
         """
-        chosen = broadcast_from_rank0(self._choose)
+        chosen = broadcast_from_rank0(self._choose_step)
         if chosen is None:
             return None
         step, damaged, notes = chosen
-        state, facts = self._read(step, abstract)
+        state, facts = self._load(step, abstract)
         progress = facts.pop("progress")
         if "passed_over" in progress:  # its name in checkpoints of version 1.0 and before
             progress["skipped_batches"] = progress.pop("passed_over")
-        notes += broadcast_from_rank0(lambda: self._tidy(step, dict(damaged)))
+        notes += broadcast_from_rank0(lambda: self._set_aside_damaged(step, dict(damaged)))
         if damaged and "_manager" in self.__dict__:
             self._manager.reload()
-        return Restored(step, state, Progress(**progress), facts, tuple(notes))
+        return RestoredCheckpoint(step, state, TrainingProgress(**progress), facts, tuple(notes))
 
-    def _choose(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
+    def _choose_step(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
         """The newest whole step, what is wrong with newer ones, and what is to be said of that; None: there is none."""
         damaged: dict[int, str] = {}
-        for step in self._finished():
+        for step in self._finished_steps():
             problem = next(step_damage(self.path / str(step)), None)
             if problem is None:
                 notes = [f"{found}: stepping back to step {step}" for found in damaged.values()]
@@ -159,33 +159,33 @@ class Checkpoints:
         self._remove_unfinished()
         return None
 
-    def _tidy(self, step: int, damaged: dict[int, str]) -> list[str]:
+    def _set_aside_damaged(self, step: int, damaged: dict[int, str]) -> list[str]:
         """Puts damaged steps aside, older ones than that which was restored too, and says so."""
         notes = []
-        for older in (number for number in self._finished() if number < step):
+        for older in (number for number in self._finished_steps() if number < step):
             # Orbax reads their small files when it starts.
             if problem := next(step_damage(self.path / str(older), quick=True), ""):
                 damaged[older] = problem
                 notes.append(problem)
-        notes += [f"what is damaged stays in {self._put_aside(number)}" for number in damaged]
+        notes += [f"what is damaged stays in {self._set_aside(number)}" for number in damaged]
         self._remove_unfinished()
         return notes
 
     def read(self, step: int | None, abstract: State) -> State | None:
         """The state of a step, or None where that step is not there or damaged."""
-        whole = broadcast_from_rank0(lambda: step in self._finished() and not any(step_damage(self.path / str(step))))
-        return self._read(step, abstract)[0] if whole and step is not None else None
+        whole = broadcast_from_rank0(lambda: step in self._finished_steps() and not any(step_damage(self.path / str(step))))
+        return self._load(step, abstract)[0] if whole and step is not None else None
 
     def newest(self) -> int | None:
         """The newest step that was written completely."""
-        return next(iter(self._finished()), None)
+        return next(iter(self._finished_steps()), None)
 
     def wait(self) -> None:
         """Returns when everything is on the disk."""
         manifest, self._manifest = self._manifest, None
         if manifest is None:
             return
-        self._guarded(manifest.result)
+        self._guard_disk(manifest.result)
         self._delete_removed()
 
     def close(self) -> None:
@@ -194,12 +194,12 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
             if "_manager" in self.__dict__:
-                self._guarded(self._manager.close)
+                self._guard_disk(self._manager.close)
 
     def _unfinished(self, step: int) -> Path:
         return self.path / f"{step}{SAVING}"
 
-    def _finished(self) -> list[int]:
+    def _finished_steps(self) -> list[int]:
         """The steps that were written to the end, newest first."""
         return [
             step
@@ -210,7 +210,7 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         """Removes what a save left that was killed; there is nothing in it that its run does not make again."""
         self._delete_removed()
-        finished = self._finished()
+        finished = self._finished_steps()
         for mark in self.path.glob(f"*{SAVING}"):
             step = mark.name.removesuffix(SAVING)
             if not step.isdecimal() or not mark.is_file():
@@ -221,25 +221,25 @@ class Checkpoints:
 
     def _delete_removed(self) -> None:
         if is_rank0():
-            shutil.rmtree(self.path / REMOVED, ignore_errors=True)
+            shutil.rmtree(self.path / TRASH, ignore_errors=True)
 
-    def _put_aside(self, step: int) -> Path:
+    def _set_aside(self, step: int) -> Path:
         """Renames a step: its number will come again."""
         names = (f"{ASIDE}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
-        return self._guarded(lambda: (self.path / str(step)).rename(aside))
+        return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
 
-    def _read(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
+    def _load(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
-        args, wanted = orbax.args, _tree(abstract)
-        self._compare(step, wanted)
-        arguments = args.Composite(state=args.StandardRestore(_placed(wanted)), facts=args.JsonRestore())
+        args, wanted = orbax.args, _state_dict(abstract)
+        self._check_shapes(step, wanted)
+        arguments = args.Composite(state=args.StandardRestore(_with_sharding(wanted)), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self.path / str(step), args=arguments)
         return State(*(restored.state[name] for name in wanted)), dict(restored.facts)
 
-    def _compare(self, step: int, wanted: dict[str, Any]) -> None:
+    def _check_shapes(self, step: int, wanted: dict[str, Any]) -> None:
         """Raises where a step has other arrays than these, in the entries of these."""
         import orbax.checkpoint as orbax
 
@@ -251,7 +251,7 @@ class Checkpoints:
                 has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, needed))
                 raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
+    def _guard_disk(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except UserError:
@@ -259,9 +259,9 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise  # memory, not the disk
-            raise UserError(f"cannot write checkpoints to {self.path}: {self._reason(error)}") from error
+            raise UserError(f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}") from error
 
-    def _reason(self, error: Exception) -> str:
+    def _disk_problem(self, error: Exception) -> str:
         """What is wrong with the disk, which Orbax may say deep in a long text, or in other words."""
         if not self.path.is_dir():
             return "there is no such directory any more"
@@ -269,13 +269,13 @@ class Checkpoints:
         return next((sentence for sentence in said if sentence in str(error)), first_line(error))
 
 
-def _tree(state: State) -> dict[str, Any]:
+def _state_dict(state: State) -> dict[str, Any]:
     """The state under the names of its fields on disk, which are older than those of `State`."""
     saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
     return {saved_as.get(name, name): value for name, value in state._asdict().items()}
 
 
-def _placed(tree: Any) -> Any:
+def _with_sharding(tree: Any) -> Any:
     """Shapes, on the first device at hand where they have no place."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), tree)

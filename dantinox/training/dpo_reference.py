@@ -12,23 +12,23 @@ from dantinox.files import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.run import RunDirectory, put
 from dantinox.text import ConversationStore
-from dantinox.training.step import chosen, make_reference_step
+from dantinox.training.step import make_reference_step, select_rows
 
-NAME = "reference.json"  # beside the tokens
+REFERENCE_FILE = "reference.json"  # beside the tokens
 
 
-def reference_of(
+def compute_reference_logprobs(
     store: ConversationStore, model: ModelConfig, layout: Layout, rows: int, parameters: Parameters, frozen: Parameters
 ) -> np.ndarray:
     """The log-probabilities of both answers of all pairs, float32 [pairs, 2], `rows` at a time; 0 where one is too long."""
     found, program = np.zeros_like(store.reference), make_reference_step(model, layout)
     for numbers, pairs in store.all_pairs(rows):
-        placed = layout.put_rows(partial(chosen, pairs), rows)
+        placed = layout.put_rows(partial(select_rows, pairs), rows)
         found[numbers] = on_host(program(parameters, placed, frozen))[: len(numbers)]
     return found
 
 
-def saved_or_computed(
+def load_or_compute_logprobs(
     run: RunDirectory,
     store: ConversationStore,
     weights: str | None,
@@ -44,7 +44,7 @@ def saved_or_computed(
     Raises:
       UserError: the file is damaged, or missing where it is needed.
     """
-    path = run.data / NAME
+    path = run.data / REFERENCE_FILE
     if path.is_file():
         run.check(path)
         try:
@@ -56,11 +56,11 @@ def saved_or_computed(
         if same and found.shape == store.reference.shape:
             return found
     if weights is None:
-        raise UserError(f"{run.data} has no log-probabilities of the starting weights for its tokens: put {NAME} back")
+        raise UserError(f"{run.data} has no log-probabilities of the starting weights for its tokens: restore {REFERENCE_FILE}")
     note("computing the log-probabilities of all answers by the starting weights")
     found = compute()
     if is_rank0():
         record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}
-        put(run.path, f"{run.data.name}/{NAME}", json.dumps(record) + "\n")
+        put(run.path, f"{run.data.name}/{REFERENCE_FILE}", json.dumps(record) + "\n")
     barrier()
     return found

@@ -19,9 +19,9 @@ from dantinox.training.memory import check_memory, keep_freed_memory
 from dantinox.training.resume import starting_tokenizer, total_steps
 from dantinox.training.step import Metrics, Programs, TrainStep
 from dantinox.training.text_samples import make_sampler
-from dantinox.training.training_log import duration
+from dantinox.training.training_log import duration_line
 
-STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read
+DEFAULT_STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read
 
 
 def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
@@ -44,7 +44,7 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
         step().loss.block_until_ready()
         begun = time.perf_counter()
         step().loss.block_until_ready()
-        note(duration(steps, time.perf_counter() - begun))
+        note(duration_line(steps, time.perf_counter() - begun))
 
 
 def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
@@ -55,7 +55,7 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
     """
     if platform_of().name == "cpu":
         keep_freed_memory()
-    steps = config.training.steps or max(STEPS, config.training.warmup_steps or 0)
+    steps = config.training.steps or max(DEFAULT_STEPS, config.training.warmup_steps or 0)
     model = config.trained_architecture(vocab_size)
     layout = make_layout(config, model)
     train_step = TrainStep(config, model, steps, layout)

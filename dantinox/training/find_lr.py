@@ -14,14 +14,14 @@ import numpy as np
 from dantinox.config import Config, UserError
 from dantinox.distributed import make_layout
 from dantinox.text import ConversationStore, prepare_data
-from dantinox.training.dpo_reference import reference_of
+from dantinox.training.dpo_reference import compute_reference_logprobs
 from dantinox.training.launch import base_template
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
 
 SMOOTHING = 0.9  # of the losses, in steps; the mean is corrected for its start
 DIVERGED = 1.5  # times the lowest smoothed loss
-MOST, LEAST = 1e2, 1e-3  # of the settings' own rates
+MAX_FACTOR, MIN_FACTOR = 1e2, 1e-3  # of the settings' own rates
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class RateTest:
 
 
 def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda line: None) -> RateTest:
-    """Trains from where the settings begin for at most `steps` steps, rates from `LEAST` to `MOST` times those of the settings.
+    """Runs a learning-rate range test of at most `steps` steps from the starting weights of `config`.
 
-    Nothing of it is kept. Warm-up and schedule have no part in it.
+    The rates rise from `MIN_FACTOR` to `MAX_FACTOR` times the configured ones. Warm-up and schedule are not applied, and
+    nothing is saved.
 
     Raises:
       UserError: no corpus, fewer than 10 steps, or a loss that diverged before it fell.
@@ -63,7 +64,9 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         progress(f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context} tokens")
 
         def factor(step: Any) -> jax.Array:
-            return jnp.exp(math.log(LEAST) + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MOST / LEAST))
+            return jnp.exp(
+                math.log(MIN_FACTOR) + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MAX_FACTOR / MIN_FACTOR)
+            )
 
         layout = make_layout(config, model)
         train = TrainStep(config, model, steps, layout, factor)
@@ -71,7 +74,7 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         state = train.initial_state(given)
         base = frozen_weights(config, model, tokenizer.fingerprint, layout)
         if isinstance(store, ConversationStore) and store.pairs:
-            store.reference = reference_of(store, model, layout, t.batch_size, state.parameters, base)
+            store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []
         for step in range(steps):
@@ -80,10 +83,10 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
             rates.append(float(metrics.rates[key]))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):
                 break
-    return read_off(f"training.{key}", rates, losses)
+    return analyze_losses(f"training.{key}", rates, losses)
 
 
-def read_off(key: str, rates: list[float], losses: list[float]) -> RateTest:
+def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTest:
     """What the losses say, cut where they diverged."""
     smoothed, mean = [], 0.0
     for number, loss in enumerate(losses, 1):
@@ -100,7 +103,7 @@ def read_off(key: str, rates: list[float], losses: list[float]) -> RateTest:
     return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
 
 
-def rate_lines(found: RateTest) -> list[str]:
+def rate_test_lines(found: RateTest) -> list[str]:
     """The suggested rate, how it was chosen, and what it was read off."""
     steepest = found.suggested == found.steepest
     why = "the loss fell fastest there" if steepest else f"a third of {found.lowest:.2g}, where the loss was lowest"

@@ -29,12 +29,12 @@ from dantinox.run import (
 )
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
-from dantinox.training.resume import resumed_config, starting_tokenizer, total_steps
+from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.text_samples import Sampler, make_sampler
 
-Start = tuple[Config, Tokenizer, TokenStore, Sampler | None]
-FEW_STEPS = 20  # of a training that counts in passes: fewer are warned of
-START_UP = ("distributed.coordinator", "distributed.processes", "distributed.process")
+PreparedRun = tuple[Config, Tokenizer, TokenStore, Sampler | None]
+MIN_STEPS = 20  # of a training that counts in passes: fewer are warned of
+LAUNCH_SETTINGS = ("distributed.coordinator", "distributed.processes", "distributed.process")
 
 
 def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = False) -> RunDirectory:
@@ -55,23 +55,23 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
     trackers(config, Path())  # a library that is missing is said before the corpus is read
     join(config)
     use_compilation_cache()
-    config = without(config, [*START_UP, *idle(config)])  # what is of this launch, and what has no effect, is not kept
-    with contextlib.ExitStack() as held:
-        console: Any = held.enter_context(open_console() if is_rank0() else Silent())
-        made: Start | None = None
+    config = without(config, [*LAUNCH_SETTINGS, *idle(config)])  # what is of this launch, and what has no effect, is not kept
+    with contextlib.ExitStack() as stack:
+        console: Any = stack.enter_context(open_console() if is_rank0() else Silent())
+        prepared: PreparedRun | None = None
 
         def prepare() -> str:
-            nonlocal made
+            nonlocal prepared
             make_layout(config, config.trained_architecture(vocab_size=1))  # first the error of a mesh that does not fit
             run = RunDirectory(run_dir or "") if resume else create_run(run_dir)
             if resume and not run.config.is_file():
                 raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
-            held.enter_context(run.lock())
-            made = (_go_on if resume else _begin)(config, run, console)
+            stack.enter_context(run.lock())
+            prepared = (_prepare_resumed_run if resume else _prepare_new_run)(config, run, console)
             return str(run.path)
 
         run = RunDirectory(broadcast_from_rank0(prepare))
-        config, tokenizer, store, sample = made or _join_in(run)
+        config, tokenizer, store, sample = prepared or _load_prepared(run)
         console.note(f"run directory {run.path}")
         for line in plan_lines(config, tokenizer, store):
             console.note(line)
@@ -79,7 +79,7 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
     return run
 
 
-def _join_in(run: RunDirectory) -> Start:
+def _load_prepared(run: RunDirectory) -> PreparedRun:
     """What the first process has prepared, for another."""
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
@@ -88,7 +88,7 @@ def _join_in(run: RunDirectory) -> Start:
     return config, tokenizer, store, make_sampler(config, tokenizer)
 
 
-def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
+def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
     """A fresh run; on an error the directory is left as it was found, so that the corrected command can be given again."""
     try:
         template = base_template(config)
@@ -97,7 +97,7 @@ def _begin(config: Config, run: RunDirectory, console: Console) -> Start:
         chat = None
         if config.training.objective != "next_token":
             chat = ChatTemplate.named(config.data.chat_template or template, tokenizer)
-            tokenizer = _ending(tokenizer, chat)
+            tokenizer = _add_stop_tokens(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
         record_files(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
@@ -123,7 +123,7 @@ def base_template(config: Config) -> str:
     return str(base) if base is not None and base.is_file() else "plain"
 
 
-def _ending(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
+def _add_stop_tokens(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
     """The same tokenizer, of which all that ends an answer ends a text."""
     more = sorted(chat.end_ids - set(tokenizer.stop_ids))
     if not more:
@@ -132,13 +132,13 @@ def _ending(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
     return Tokenizer(tokenizer.to_json(), roles=tokenizer.roles | {"stop_tokens": names})
 
 
-def _go_on(config: Config, run: RunDirectory, console: Console) -> Start:
+def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
     """A run with its own tokenizer and tokens."""
     run.check(run.tokenizer, *(path for path in (run.weights, run.adapter) if path.exists()))
     if run.data.exists():
         run.check(*(run.path / name for name in run.tokens(named=True)))
     saved = load_run_config(run)
-    config = resumed_config(saved, config)
+    config = resume_config(saved, config)
     tokenizer = Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:
@@ -193,7 +193,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         *adapters,
         ("optimizer", f"{t.optimizer}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip
-    if t.steps is None and steps < FEW_STEPS:
+    if t.steps is None and steps < MIN_STEPS:
         rows = f"{store.windows_per_epoch} rows, {t.batch_size} of them a step"
         yield (
             f"warning: training.epochs {t.epochs:g} of this corpus ({rows}) is a training of {steps} step{'s' * (steps > 1)}: "

@@ -1,18 +1,21 @@
 """The training loop of one run, resumable at any step.
 
-Exact resume rests on three facts: batches and dropout are functions of the step; everything else a step depends on is in
-`State`; a row of the logs is on the disk before the checkpoint of its step, and rows past a restored step are cut off.
+Exact resume relies on three facts:
 
-Threads, all of which end with `train`:
+* Batches and dropout are functions of the step.
+* `State` holds everything else that a step depends on.
+* A log row is on disk before the checkpoint of its step. Rows after a restored step are removed.
 
-* The main thread runs the loop. It alone calls compiled programs, writes logs and checkpoint decisions, and changes `Trainer`.
-  Signal handlers run on it too and only set `StopRequest.signal`.
-* `batches` (one, `batches_ahead`) reads up to `AHEAD` batches before they are needed and sends them to the devices. It shares
-  nothing but immutable token arrays and the store's dictionary of epochs, which is replaced and never changed.
-* `compile` (one, `Programs`) compiles the evaluation while the main thread compiles the step. At most these two compile.
-* `manifest` (one, `Checkpoints`) waits for Orbax's own writer threads, then writes the step's manifest.
+All threads end when `train` returns:
 
-They hand over results by `Future`s. The only lock is the lock file of the run directory, held for the whole training.
+* The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints, modifies `Trainer`.
+  Signal handlers also run on it and only set `StopRequest.signal`.
+* `batches` (one thread, `prefetch_batches`) reads up to `PREFETCH` batches ahead and sends them to the devices. It shares only
+  immutable token arrays and the store's dictionary of epochs, which is replaced and never mutated.
+* `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the step. No other thread compiles.
+* `manifest` (one thread, `Checkpoints`) waits for Orbax's writer threads, then writes the manifest of the step.
+
+Threads pass results through `Future`s. The only lock is the lock file of the run directory, held for the whole training.
 """
 
 import contextlib
@@ -36,28 +39,28 @@ from dantinox.programs import exit_now
 from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, put, weights_digest
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
-from dantinox.training.checkpoints import Checkpoints, Progress
-from dantinox.training.dpo_reference import reference_of, saved_or_computed
+from dantinox.training.checkpoints import Checkpoints, TrainingProgress
+from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory
 from dantinox.training.results import export_weights, write_summary
 from dantinox.training.resume import check_facts, frozen_weights, run_facts, starting_weights, total_steps
 from dantinox.training.signals import StopRequest, stop_request
-from dantinox.training.step import Programs, State, TrainStep, chosen
-from dantinox.training.text_samples import Sampler, sampled_model
-from dantinox.training.training_log import NotFinite, TrainingLog, named_rewards
+from dantinox.training.step import Programs, State, TrainStep, select_rows
+from dantinox.training.text_samples import Sampler, build_sampling_model
+from dantinox.training.training_log import NonFiniteLoss, TrainingLog, reward_metrics
 
-AHEAD = 4  # batches
+PREFETCH = 4  # batches
 MAX_REWINDS = 3  # to one checkpoint
 PEER_LOST = 3  # exit code of a process after another one of its training has ended
 
 
-def batches_ahead(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
+def prefetch_batches(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
     """The batches of steps `first` to `end`, exclusive, made and sent to the devices by a thread before they are asked for."""
     pool = ThreadPoolExecutor(1, "batches")
     try:
         made: deque[Future[Batch]] = deque()
         for step in range(first, end):
-            while len(made) < AHEAD and step + len(made) < end:
+            while len(made) < PREFETCH and step + len(made) < end:
                 made.append(pool.submit(batch, step + len(made)))
             yield made.popleft().result()  # what went wrong while it was made is raised here
     finally:
@@ -73,7 +76,7 @@ def train(
     *,
     resume: bool = False,
     sample: Sampler | None = None,
-) -> Progress:
+) -> TrainingProgress:
     """Trains until `training.steps`, patience, or a signal.
 
     Args:
@@ -131,16 +134,16 @@ class Trainer:
         self.log = TrainingLog(config, self.model, self.layout, run, console)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
-        self.step, self.progress = 0, Progress()
+        self.step, self.progress = 0, TrainingProgress()
         self.state: State
         self.frozen: Parameters = {}  # the weights beside adapters
         self.val_loss: float | None = None  # of this very step
         self.saved_step: int | None = None
         self.rewinds = 0  # since a checkpoint was written
 
-    def train(self, resume: bool) -> Progress:
+    def train(self, resume: bool) -> TrainingProgress:
         restored = self._restore() if resume else False
-        if restored and self._finished():
+        if restored and self._is_finished():
             self._export_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
@@ -149,12 +152,12 @@ class Trainer:
         check_memory(self.programs.memory, self.config)
         self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
         if not restored:
-            self._begin()
+            self._init_state()
         if isinstance(self.store, ConversationStore) and self.store.pairs:
             rows, parameters = self.programs.eval_rows, self.state.parameters
-            compute = partial(reference_of, self.store, self.model, self.layout, rows, parameters, self.frozen)
+            compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
-            self.store.reference = saved_or_computed(self.run, self.store, base, compute, self.console.note)
+            self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
         if platform_of().name == "cpu":
             release_free_memory()
         self.log.files.cut(self.step)
@@ -162,7 +165,7 @@ class Trainer:
         self.stop.can_save = True
         barrier()
         self.run_until_done()
-        self._conclude()
+        self._finish()
         return self.progress
 
     def run_until_done(self) -> None:
@@ -170,10 +173,10 @@ class Trainer:
         while True:
             self.log.restart(self.step)
             read = partial(self._batch, self.progress.skipped_batches)
-            with contextlib.closing(batches_ahead(read, self.step, self.steps)) as batches:
+            with contextlib.closing(prefetch_batches(read, self.step, self.steps)) as batches:
                 try:
                     return self._loop(batches)
-                except NotFinite as error:
+                except NonFiniteLoss as error:
                     bad = error
             if self.config.training.nan_policy != "rewind":
                 self.checkpoints.wait()
@@ -186,7 +189,7 @@ class Trainer:
         t = self.config.training
         return self.layout.put_rows(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
 
-    def _rewind(self, bad: NotFinite) -> None:
+    def _rewind(self, bad: NonFiniteLoss) -> None:
         """Takes the newest checkpoint, or the start, and goes on with the batch after the one of the bad step."""
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
@@ -197,20 +200,20 @@ class Trainer:
         if restored := self.checkpoints.restore(self.train_step.shapes):
             self.step, self.state, self.progress = restored.step, restored.state, restored.progress
         else:
-            self._begin()
+            self._init_state()
         self.progress = replace(self.progress, skipped_batches=ahead.skipped_batches + bad.step - self.step)
         self.log.files.cut(self.step)
         self.saved_step = self.step
         if ahead.best_step not in (None, self.progress.best_step):
-            self._export(self._best())  # those on the disk are of a step that is no more
+            self._export(self._best_state())  # those on the disk are of a step that is no more
         passed = f"the batches of steps {self.step + 1} to {bad.step} are passed over"
         self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {passed}")
         row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.skipped_batches}
         self.log.files.event("rewind", row)
 
-    def _begin(self) -> None:
+    def _init_state(self) -> None:
         given = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
-        self.step, self.progress = 0, Progress()
+        self.step, self.progress = 0, TrainingProgress()
         self.state = self.train_step.initial_state(given)
 
     def _restore(self) -> bool:
@@ -229,14 +232,14 @@ class Trainer:
     def _loop(self, batches: Iterator[Batch]) -> None:
         if self.progress.evaluation_due:
             self._evaluate()
-            self._stop_if_asked()
-        while not self._finished():
+            self._stop_if_requested()
+        while not self._is_finished():
             self.state, metrics = self.programs.train(self.state, next(batches), self.frozen)
             self.step += 1
             self.val_loss = None
             self.log.add(self.step, self.steps, metrics)
             self._after_step()
-            self._stop_if_asked()
+            self._stop_if_requested()
 
     def _after_step(self) -> None:
         """Whatever is due after this step: a line, an evaluation, a sample, a checkpoint."""
@@ -251,29 +254,29 @@ class Trainer:
         if self.sample and t.sample_every and (self.step % t.sample_every == 0 or last) and self.stop.signal is None:
             with self.log.paused():
                 self._write_sample(self.sample)
-        if last or self._finished():
+        if last or self._is_finished():
             return  # the last checkpoint comes after everything else
         if (self.step % t.checkpoint_every == 0) if t.checkpoint_every else evaluates:
             self._save()
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         patience = self.config.training.patience
         exhausted = patience is not None and self.progress.evaluations_since_best >= patience
         return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _evaluate(self) -> None:
         """Measures, writes the row, exports the weights if they are the best; when asked to stop, leaves all that for later."""
-        vitals = self.progress.evaluation_due or self.log.vitals(self.step)
+        row_metrics = self.progress.evaluation_due or self.log.row_metrics(self.step)
         with self.log.paused():
             loss, rewards = self._validation_loss()
-            self.progress = replace(self.progress, evaluation_due=vitals if loss is None else None)
+            self.progress = replace(self.progress, evaluation_due=row_metrics if loss is None else None)
             if loss is None:
                 return
             mean = _mean(self.state.loss_since_eval)
             self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
             bits = None if rewards else loss / math.log(2) / self.store.val_bytes_per_token  # preferences have no bytes
-            row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | vitals
+            row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             self.log.evaluation(row, rewards)
             self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
             if self.progress.best_step == self.step:
@@ -283,7 +286,7 @@ class Trainer:
         """Nats per token, or the loss and rewards of preferences, summed in float64 over batches; None once a signal came."""
         nats, count, rewards = 0.0, 0.0, None
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
-            rows = self.layout.put_rows(partial(chosen, batch), self.programs.eval_rows)
+            rows = self.layout.put_rows(partial(select_rows, batch), self.programs.eval_rows)
             part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
             nats, count = nats + float(part.nats), count + float(part.targets)
             if part.rewards is not None:
@@ -291,7 +294,7 @@ class Trainer:
             self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
             if self.stop.signal is not None:
                 return None, {}
-        return nats / count, named_rewards(None if rewards is None else rewards / count, "val_")
+        return nats / count, reward_metrics(None if rewards is None else rewards / count, "val_")
 
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
@@ -299,7 +302,7 @@ class Trainer:
         weights = weights if self.layout.mesh is None else on_host(weights)
         if is_rank0():
             try:
-                text = sample(sampled_model(self.model, weights))
+                text = sample(build_sampling_model(self.model, weights))
                 self.run.samples.mkdir(exist_ok=True)
                 put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
                 self.log.files.sample(self.step, text)
@@ -318,7 +321,7 @@ class Trainer:
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
         self.saved_step, self.rewinds = self.step, 0
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         self.stop.signal = self.stop_sync.poll(self.stop.signal)
         if self.stop.signal is None:
             return
@@ -327,7 +330,7 @@ class Trainer:
         self.console.note(f"stopped by a signal; step {self.step} is saved, --resume goes on from it")
         self.stop.end()
 
-    def _conclude(self) -> None:
+    def _finish(self) -> None:
         """Leaves the files of a finished run. The last checkpoint says that it is finished, so it is written last."""
         self._export_missing()
         if is_rank0():
@@ -340,12 +343,12 @@ class Trainer:
     def _export_missing(self) -> None:
         """The best weights again, or the last, where their file was moved away."""
         if not broadcast_from_rank0(self.run.exported.exists):
-            self._export(self._best())
+            self._export(self._best_state())
 
     def _export(self, state: State) -> None:
         export_weights(self.run, self.model, state, self.facts)
 
-    def _best(self) -> State:
+    def _best_state(self) -> State:
         """The state of the best evaluation, or the last one where no checkpoint has it."""
         best = self.progress.best_step
         kept = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)

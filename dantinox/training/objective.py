@@ -16,7 +16,7 @@ from dantinox.text import Preferences
 CHUNK_LOGITS = 1 << 24
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Float32 sums over the counted targets of a batch, or of a device's part of it; sums of parts add up to that of the whole.
 
     `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
@@ -34,17 +34,23 @@ class Sums(NamedTuple):
     rewards: jax.Array | None = None
 
 
-def counted(batch: Any) -> jax.Array:
+def count_targets(batch: Any) -> jax.Array:
     """What a mean loss is divided by: the targets of a batch that count, or the pairs that have some."""
-    return jnp.sum(_pairs(batch)) if isinstance(batch, Preferences) else jnp.sum(batch.mask_BT)
+    return jnp.sum(_pair_mask(batch)) if isinstance(batch, Preferences) else jnp.sum(batch.mask_BT)
 
 
-def losses(model: Transformer, batch: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> Sums:
-    """`preferences` of pairs, else `sums`."""
-    return preferences(model, batch, beta, rngs=rngs) if isinstance(batch, Preferences) else sums(model, batch, rngs=rngs)
+def batch_losses(model: Transformer, batch: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
+    """`dpo_losses` of pairs, else `next_token_losses`."""
+    return (
+        dpo_losses(model, batch, beta, rngs=rngs)
+        if isinstance(batch, Preferences)
+        else next_token_losses(model, batch, rngs=rngs)
+    )
 
 
-def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS) -> Sums:
+def next_token_losses(
+    model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_logits: int = CHUNK_LOGITS
+) -> LossSums:
     """Runs the model over a batch and sums its losses.
 
     Args:
@@ -53,43 +59,43 @@ def sums(model: Transformer, batch: Any, *, rngs: nnx.Rngs | None = None, chunk_
       chunk_logits: a batch with more logits than this is scored in chunks of tokens, whose logits are computed again in
         the backward pass, so that `[B, T, V]` never exists. A chunk has at least the platform's `loss_tokens`.
     """
-    nats_N, squares_N, mask_N, aux = _losses(model, batch, rngs, chunk_logits)
+    nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
     targets = jnp.sum(mask_N)
-    return Sums(jnp.sum(nats_N), jnp.sum(squares_N), targets, _routing(model, aux, targets))
+    return LossSums(jnp.sum(nats_N), jnp.sum(squares_N), targets, _routing(model, aux, targets))
 
 
-def preferences(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> Sums:
+def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
     """−log σ(β (Δ_chosen − Δ_rejected)) summed over pairs, where Δ is by how much the log-probability of an answer is larger
     than under the model that training started from (Rafailov et al. 2023, "Direct Preference Optimization", equation 7).
 
     A pair without a counted target is none.
     """
-    logp_P2, aux = _log_probabilities(model, pairs, rngs)
-    pair_P = _pairs(pairs)
+    logp_P2, aux = _pair_logprobs_and_aux(model, pairs, rngs)
+    pair_P = _pair_mask(pairs)
     gain_P2 = logp_P2 - pairs.reference_P2
     margin_P = beta * (gain_P2[:, 0] - gain_P2[:, 1])
     rewards = jnp.stack([jnp.sum(pair_P * margin_P), jnp.sum(pair_P * (margin_P > 0))])
     count = jnp.sum(pair_P)
-    losses = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
-    return Sums(losses, jnp.zeros(()), count, _routing(model, aux, count), rewards)
+    batch_losses = jnp.sum(pair_P * jax.nn.softplus(-margin_P))
+    return LossSums(batch_losses, jnp.zeros(()), count, _routing(model, aux, count), rewards)
 
 
-def _pairs(pairs: Preferences) -> jax.Array:
+def _pair_mask(pairs: Preferences) -> jax.Array:
     """1 where there is a pair."""
     return jnp.any(pairs.mask_P2T > 0, axis=(1, 2)).astype(jnp.float32)
 
 
-def log_probabilities(model: Transformer, pairs: Preferences) -> jax.Array:
-    """ln p of the counted targets of both answers of P pairs, summed: float32 [P, 2]; see `preferences`."""
-    return _log_probabilities(model, pairs, None)[0]
+def pair_logprobs(model: Transformer, pairs: Preferences) -> jax.Array:
+    """ln p of the counted targets of both answers of P pairs, summed: float32 [P, 2]; see `dpo_losses`."""
+    return _pair_logprobs_and_aux(model, pairs, None)[0]
 
 
-def _log_probabilities(model: Transformer, pairs: Preferences, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
-    nats_N, _, _, aux = _losses(model, pairs.rows(), rngs, CHUNK_LOGITS)
+def _pair_logprobs_and_aux(model: Transformer, pairs: Preferences, rngs: nnx.Rngs | None) -> tuple[jax.Array, dict]:
+    nats_N, _, _, aux = _per_token_losses(model, pairs.rows(), rngs, CHUNK_LOGITS)
     return -jnp.sum(nats_N.reshape(pairs.tokens_P2T.shape), axis=-1), aux
 
 
-def _losses(
+def _per_token_losses(
     model: Transformer, batch: Any, rngs: nnx.Rngs | None, chunk_logits: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
     """Of each token, or a device's own: −ln p of its target, the squared log-normaliser, both 0 where it does not count; the
@@ -101,7 +107,7 @@ def _losses(
     own = model.parallelism.local_shard  # of the tokens that several devices have
     x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
     size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
-    in_parts = _token_losses if size >= len(x_ND) else partial(_in_chunks, size=size)
+    in_parts = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
     nats_N, squares_N = in_parts(model, None, x_ND, targets_N, mask_N)
     return nats_N, squares_N, mask_N, aux
 
@@ -128,7 +134,7 @@ def _token_losses(
     return mask_N * (normaliser_N - target_N), mask_N * jnp.square(normaliser_N)
 
 
-def _in_chunks(
+def _chunked_token_losses(
     model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """`_token_losses` over chunks of `size` tokens; the last chunk is filled up with tokens that do not count."""

@@ -40,12 +40,12 @@ def schedule(training: TrainingSection, steps: int) -> Schedule:
         step = jnp.asarray(step, jnp.float32)
         done = jnp.clip((step - start) / max(1, last - start), 0, 1)
         rise = jnp.minimum(1.0, (step + 1) / (warmup + 1))
-        return rise * (low + (1 - low) * SHAPES[training.schedule](done))
+        return rise * (low + (1 - low) * DECAY_CURVES[training.schedule](done))
 
     return factor
 
 
-SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
+DECAY_CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cosine": lambda done: 0.5 * (1 + jnp.cos(jnp.pi * done)),
     "linear": lambda done: 1 - done,
     "wsd": lambda done: 1 - done,
@@ -53,20 +53,20 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def as_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """A hidden matrix as Muon sees it, (fan in, fan out), or None for what AdamW trains; a stack: (matrices, fan in, fan out).
 
     Queries, keys and values are one matrix, as are gate and up. Embeddings, position tables and the output layer have no Muon
     form: a row of them belongs to one token.
     """
-    cut = _cut(name, len(shape))
+    cut = _fan_axes(name, len(shape))
     if cut is None:
         return None
     stack, inputs, outputs = shape[: cut[0]], shape[cut[0] : cut[1]], shape[cut[1] :]
     return *((math.prod(stack),) if stack else ()), math.prod(inputs), math.prod(outputs)
 
 
-def _cut(name: str, ndim: int) -> tuple[int, int] | None:
+def _fan_axes(name: str, ndim: int) -> tuple[int, int] | None:
     """Where, among the axes of a hidden matrix, those that are fed begin, and where those that come out."""
     if not name.startswith(("blocks/", "rolled/")) or not name.endswith(("kernel", *ADAPTERS)):
         return None
@@ -74,7 +74,7 @@ def _cut(name: str, ndim: int) -> tuple[int, int] | None:
     return stacked, ndim - 1 if name.endswith(("attention/out/kernel", "o_proj/lora_a")) else stacked + 1
 
 
-def _as_rows(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _row_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of what is no hidden matrix: two axes of per-layer embeddings, whose rows belong to tokens or inputs."""
     return (shape[0], math.prod(shape[1:])) if name.startswith("per_layer/") and len(shape) > 1 else shape
 
@@ -83,7 +83,7 @@ class Optimizer(NamedTuple):
     """An optax transformation and its learning rates.
 
     Attributes:
-      init, update: as of `optax.GradientTransformation`; with `training.ema` the state is an `Averaged`.
+      init, update: as of `optax.GradientTransformation`; with `training.ema` the state is an `EMAState`.
       rates: step (0 is the first) → the learning rates of its update, by the names of their settings: `lr`, with Muon also
         `muon_lr`, that of its matrices. The update itself applies these.
     """
@@ -108,33 +108,35 @@ def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = N
 
     rule = RULES[training.optimizer](training, lambda step: rates(step)["lr"])
     if training.optimizer == "muon":
-        rule = _split(muon(lambda step: rates(step)["muon_lr"], training.weight_decay, layout), rule)
+        rule = _partition(muon(lambda step: rates(step)["muon_lr"], training.weight_decay, layout), rule)
     if training.grad_clip:
         rule = optax.chain(optax.clip_by_global_norm(training.grad_clip), rule)
     if training.ema:
-        rule = averaging(rule, training.ema)
+        rule = with_ema(rule, training.ema)
     return Optimizer(rule.init, rule.update, rates)
 
 
-def _decayed(parameters: Parameters) -> dict[str, bool]:
+def _decay_mask(parameters: Parameters) -> dict[str, bool]:
     """Weight decay is for matrices and tables: not for scales, biases and sinks."""
     return {name: name.endswith(("kernel", "embed", *ADAPTERS)) for name in parameters}
 
 
 def _adamw(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
     """Loshchilov & Hutter 2019, algorithm 2."""
-    return optax.adamw(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decayed)
+    return optax.adamw(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decay_mask)
 
 
 def _lion(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
     """The sign of an interpolated momentum (Chen et al. 2023, algorithm 2): rates a third to a tenth of AdamW's."""
-    return optax.lion(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decayed)
+    return optax.lion(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decay_mask)
 
 
 def _sgd(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
     """Nesterov momentum (Sutskever et al. 2013, equation 3) with decoupled decay."""
     momentum = optax.trace(training.beta1, nesterov=True)
-    return optax.chain(momentum, optax.add_decayed_weights(training.weight_decay, _decayed), optax.scale_by_learning_rate(rate))
+    return optax.chain(
+        momentum, optax.add_decayed_weights(training.weight_decay, _decay_mask), optax.scale_by_learning_rate(rate)
+    )
 
 
 def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
@@ -142,8 +144,10 @@ def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTrans
 
     Without momentum, updates clipped to a root mean square of 1, rates absolute as those of AdamW.
     """
-    factored = _on_matrices(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
-    return optax.chain(factored, optax.add_decayed_weights(training.weight_decay, _decayed), optax.scale_by_learning_rate(rate))
+    factored = _apply_to_matrices(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
+    return optax.chain(
+        factored, optax.add_decayed_weights(training.weight_decay, _decay_mask), optax.scale_by_learning_rate(rate)
+    )
 
 
 RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformation]] = {
@@ -155,11 +159,11 @@ RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformat
 }
 
 
-def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+def _apply_to_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """A rule that sees hidden matrices with two axes, fan in and fan out, and all that is stacked one by one."""
 
     def flat(tree: Parameters) -> Parameters:
-        matrices = {name: p.reshape(as_matrix(name, p.shape) or _as_rows(name, p.shape)) for name, p in tree.items()}
+        matrices = {name: p.reshape(matrix_shape(name, p.shape) or _row_shape(name, p.shape)) for name, p in tree.items()}
         stacks = {name: p for name, p in matrices.items() if p.ndim == 3 or name.startswith("rolled/")}
         whole = {name: p for name, p in matrices.items() if name not in stacks}
         return whole | {f"{name}/{i}": x for name, p in stacks.items() for i, x in enumerate(p)}
@@ -168,7 +172,7 @@ def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransforma
         updates, state = rule.update(flat(gradients), state, None if parameters is None else flat(parameters))
 
         def joined(name: str, shape: tuple[int, ...]) -> jax.Array:
-            count = (as_matrix(name, shape) or shape)[0]
+            count = (matrix_shape(name, shape) or shape)[0]
             whole = updates[name] if name in updates else jnp.stack([updates[f"{name}/{i}"] for i in range(count)])
             return whole.reshape(shape)
 
@@ -177,7 +181,7 @@ def _on_matrices(rule: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.GradientTransformation(lambda parameters: rule.init(flat(parameters)), update)
 
 
-class Averaged(NamedTuple):
+class EMAState(NamedTuple):
     """The state of a rule, and beside it the moving average of the weights and how many steps are in that."""
 
     rule: Any
@@ -185,31 +189,31 @@ class Averaged(NamedTuple):
     steps: jax.Array
 
 
-def averaging(rule: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+def with_ema(rule: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
     """The same updates, and a moving average of the weights that they lead to (Polyak & Juditsky 1992).
 
     After step t, counted from 0, the average moves by 1 − min(decay, (1 + t) / (10 + t)) of the way to the weights: its memory
     grows with the run up to 1 / (1 − decay) steps, so that it leaves the first weights behind.
     """
 
-    def init(parameters: Parameters) -> Averaged:
-        return Averaged(rule.init(parameters), jax.tree.map(jnp.array, parameters), jnp.zeros((), jnp.int32))
+    def init(parameters: Parameters) -> EMAState:
+        return EMAState(rule.init(parameters), jax.tree.map(jnp.array, parameters), jnp.zeros((), jnp.int32))
 
-    def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, Averaged]:
+    def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, EMAState]:
         updates, inner = rule.update(gradients, state.rule, parameters)
         t = state.steps.astype(jnp.float32)
         share = 1 - jnp.minimum(decay, (1 + t) / (10 + t))
         average = jax.tree.map(lambda a, p, u: a + share * (p + u - a), state.average, parameters, updates)
-        return updates, Averaged(inner, average, state.steps + 1)
+        return updates, EMAState(inner, average, state.steps + 1)
 
     return optax.GradientTransformation(init, update)
 
 
-def _split(matrices: optax.GradientTransformation, others: optax.GradientTransformation) -> optax.GradientTransformation:
+def _partition(matrices: optax.GradientTransformation, others: optax.GradientTransformation) -> optax.GradientTransformation:
     """`matrices` for the parameters that Muon trains, `others` for the rest."""
 
     def parts(tree: Parameters) -> tuple[Parameters, Parameters]:
-        inside = {name: p for name, p in tree.items() if as_matrix(name, p.shape)}
+        inside = {name: p for name, p in tree.items() if matrix_shape(name, p.shape)}
         return inside, {name: p for name, p in tree.items() if name not in inside}
 
     def init(parameters: Parameters) -> dict[str, Any]:
@@ -248,7 +252,7 @@ def muon(learning_rate: Schedule, weight_decay: float, layout: Layout | None = N
     return optax.GradientTransformation(init, update)
 
 
-class Sides(NamedTuple):
+class MatrixSides(NamedTuple):
     """A hidden matrix, or a stack of them, with its shorter side first: X of `height` rows.
 
     Attributes:
@@ -258,24 +262,24 @@ class Sides(NamedTuple):
     """
 
     height: int
-    turned: bool
+    transposed: bool
     scale: float
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     stack: tuple[str, ...] = ()
 
 
-def _sides(name: str, shape: tuple[int, ...], layout: Layout | None) -> Sides:
-    *_, inputs, outputs = as_matrix(name, shape) or shape
-    turned, scale = inputs > outputs, math.sqrt(max(1.0, outputs / inputs))
+def _matrix_sides(name: str, shape: tuple[int, ...], layout: Layout | None) -> MatrixSides:
+    *_, inputs, outputs = matrix_shape(name, shape) or shape
+    transposed, scale = inputs > outputs, math.sqrt(max(1.0, outputs / inputs))
     if layout is None or layout.mesh is None:
-        return Sides(min(inputs, outputs), turned, scale)
-    first, second = _cut(name, len(shape)) or (0, 1)
+        return MatrixSides(min(inputs, outputs), transposed, scale)
+    first, second = _fan_axes(name, len(shape)) or (0, 1)
     split = layout.splits[name].axes_of
     rows, columns = split(slice(first, second)), split(slice(second, None))
-    if turned:
+    if transposed:
         rows, columns = columns, rows
-    return Sides(min(inputs, outputs), turned, scale, rows, columns, split(slice(0, first)))
+    return MatrixSides(min(inputs, outputs), transposed, scale, rows, columns, split(slice(0, first)))
 
 
 def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parameters:
@@ -287,30 +291,30 @@ def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parame
     On a mesh, devices multiply their own columns, the squares are summed to where each device has some of them whole, and
     their roots go back to all: no matrix is passed on, but rows that are split over devices.
     """
-    sides = {name: _sides(name, g.shape, layout) for name, g in gradients.items()}
+    sides = {name: _matrix_sides(name, g.shape, layout) for name, g in gradients.items()}
     if layout is None or layout.mesh is None:
-        return _orthogonalised(gradients, sides, dict.fromkeys(AXES, 1))
+        return _orthogonalise_local(gradients, sides, dict.fromkeys(AXES, 1))
     specs = {name: layout.specs[name] for name in gradients}
-    return layout.on_devices(lambda parts: _orthogonalised(parts, sides, layout.sizes), (specs,), specs)(gradients)
+    return layout.on_devices(lambda parts: _orthogonalise_local(parts, sides, layout.sizes), (specs,), specs)(gradients)
 
 
-def _orthogonalised(gradients: Parameters, sides: dict[str, Sides], sizes: Mapping[str, int]) -> Parameters:
+def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], sizes: Mapping[str, int]) -> Parameters:
     """`orthogonalise` of what one device has, which is all where there is one."""
     product = partial(jnp.matmul, precision=PRECISION)
     matrices: Parameters = {}
-    alike: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, g in gradients.items():
-        x = g.reshape(as_matrix(name, g.shape) or g.shape)
-        x = x.mT if sides[name].turned else x
+        x = g.reshape(matrix_shape(name, g.shape) or g.shape)
+        x = x.mT if sides[name].transposed else x
         rows = sides[name].rows
         matrices[name] = jax.lax.all_gather(x, rows, axis=x.ndim - 2, tiled=True) if rows else x
-        alike.setdefault((sides[name].height, sides[name].columns, sides[name].stack), []).append(name)
+        groups.setdefault((sides[name].height, sides[name].columns, sides[name].stack), []).append(name)
     roots: Parameters = {}
-    for (height, columns, stack), names in sorted(alike.items()):
+    for (height, columns, stack), names in sorted(groups.items()):
         grams = [product(matrices[name], matrices[name].mT).reshape(-1, height, height) for name in names]
         ends = np.cumsum([len(gram) for gram in grams])
         others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*columns, *stack))
-        found = jnp.split(_shared_roots(jnp.concatenate(grams), columns, others, sizes)[: ends[-1]], ends[:-1])
+        found = jnp.split(_sharded_inverse_roots(jnp.concatenate(grams), columns, others, sizes)[: ends[-1]], ends[:-1])
         roots |= {n: root.reshape(*matrices[n].shape[:-1], height) for n, root in zip(names, found, strict=True)}
     result: Parameters = {}
     for name, g in gradients.items():
@@ -319,23 +323,23 @@ def _orthogonalised(gradients: Parameters, sides: dict[str, Sides], sizes: Mappi
             own = side.height // math.prod(sizes[axis] for axis in side.rows)
             root = jax.lax.dynamic_slice_in_dim(root, jax.lax.axis_index(side.rows) * own, own, axis=root.ndim - 2)
         x = product(root, matrices[name])
-        result[name] = (side.scale * (x.mT if side.turned else x)).reshape(g.shape)
+        result[name] = (side.scale * (x.mT if side.transposed else x)).reshape(g.shape)
     return result
 
 
-def _shared_roots(
+def _sharded_inverse_roots(
     grams_MNN: jax.Array, summed: tuple[str, ...], others: tuple[str, ...], sizes: Mapping[str, int]
 ) -> jax.Array:
     """The inverse roots of the sums over devices that differ in `summed`; those that differ in `others` have the same to do.
 
     Each device takes a part of the matrices. There are as many more, at the end, as it takes for all parts to be equal.
     """
-    sharing, alike = (math.prod(sizes[axis] for axis in axes) for axes in (summed, others))
-    grams_MNN = jnp.pad(grams_MNN, ((0, -len(grams_MNN) % (sharing * alike)), (0, 0), (0, 0)))
+    sharing, groups = (math.prod(sizes[axis] for axis in axes) for axes in (summed, others))
+    grams_MNN = jnp.pad(grams_MNN, ((0, -len(grams_MNN) % (sharing * groups)), (0, 0), (0, 0)))
     if summed:
         grams_MNN = jax.lax.psum_scatter(grams_MNN, summed, scatter_dimension=0, tiled=True)
     if others:
-        own = len(grams_MNN) // alike
+        own = len(grams_MNN) // groups
         grams_MNN = jax.lax.dynamic_slice_in_dim(grams_MNN, jax.lax.axis_index(others) * own, own)
     roots_MNN = _inverse_root(grams_MNN)
     for axes in (others, summed):

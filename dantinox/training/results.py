@@ -12,7 +12,7 @@ from dantinox.model.parameters import blueprint, unrolled
 from dantinox.report import Console, plot_loss
 from dantinox.run import RunDirectory, put, save_weights
 from dantinox.run.adapters import save_adapter
-from dantinox.training.checkpoints import Progress
+from dantinox.training.checkpoints import TrainingProgress
 from dantinox.training.step import State
 from dantinox.training.training_log import tokens_per_step
 
@@ -34,7 +34,7 @@ def write_summary(
     model: ModelConfig,
     state: State,
     step: int,
-    progress: Progress,
+    progress: TrainingProgress,
     facts: dict[str, Any],
     console: Console,
 ) -> None:

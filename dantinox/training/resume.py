@@ -21,19 +21,19 @@ from dantinox.run.adapters import run_weights
 from dantinox.text import Tokenizer, vocabulary_size
 
 # None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
-FREE = {
+MUTABLE_SETTINGS = {
     "steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "nan_policy",
 }  # fmt: skip
 
 
-def resumed_config(saved: Config, given: Config) -> Config:
+def resume_config(saved: Config, given: Config) -> Config:
     """The settings to go on with: those of the run, but for steps, intervals, sample prompt, nan_policy, devices and logging.
 
     Raises:
       UserError: another setting differs; the sentence names it with both values.
     """
     for key, (old, new) in differences(saved, given).items():
-        if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in FREE:
+        if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in MUTABLE_SETTINGS:
             raise UserError(
                 f"{key} cannot change when a run is resumed: the run has {quote(old)}, got {quote(new)} "
                 "(only steps, intervals, the sample prompt, nan_policy, distributed and logging may differ)"
@@ -104,7 +104,7 @@ def starting_tokenizer(config: Config) -> Tokenizer | None:
     return None if given else Tokenizer.load(source.tokenizer)
 
 
-def vocabulary_size_of(config: Config) -> int:
+def trained_vocab_size(config: Config) -> int:
     """The size of the vocabulary that a training with these settings has; the corpus is read only if it decides."""
     known = starting_tokenizer(config)
     return vocabulary_size(config) if known is None else known.vocab_size
@@ -118,7 +118,7 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> di
     """
     if config.training.init_from is None or model.lora is not None:
         return None
-    given = _read_source(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
+    given = _load_source_weights(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
     return rolled(given, model) if model.scan_layers else given
 
 
@@ -142,14 +142,14 @@ def frozen_weights(
         parts = held(name, array, shapes)
         return parts if there else layout.put_parameters(parts)
 
-    read = _read_source(config, replace(model, lora=None), fingerprint, run, place)
+    read = _load_source_weights(config, replace(model, lora=None), fingerprint, run, place)
     weights = {name: array for parts in read.values() for name, array in parts.items()}
     if not there:
         return weights
     return layout.put_parameters(rolled(weights, model) if model.scan_layers else weights)
 
 
-def _read_source(
+def _load_source_weights(
     config: Config, model: ModelConfig, fingerprint: str, run: RunDirectory | None, place: Callable[[str, np.ndarray], Any]
 ) -> dict[str, Any]:
     source = open_base(config.training.init_from, run)

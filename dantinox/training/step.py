@@ -23,8 +23,8 @@ from dantinox.platform import platform_of
 from dantinox.programs import compiled, size
 from dantinox.text import Batch, Preferences
 from dantinox.training.memory import MemoryPlan, plan_memory
-from dantinox.training.objective import Sums, counted, log_probabilities, losses
-from dantinox.training.optimizer import Averaged, Schedule, optimizer
+from dantinox.training.objective import LossSums, batch_losses, count_targets, pair_logprobs
+from dantinox.training.optimizer import EMAState, Schedule, optimizer
 
 EVAL_TOKENS_PER_CALL = 8192
 
@@ -45,7 +45,7 @@ class State(NamedTuple):
     @property
     def weights(self) -> Parameters:
         """What is evaluated, sampled and exported: the moving average where there is one, else the parameters."""
-        return self.optimizer.average if isinstance(self.optimizer, Averaged) else self.parameters
+        return self.optimizer.average if isinstance(self.optimizer, EMAState) else self.parameters
 
 
 class Metrics(NamedTuple):
@@ -71,12 +71,12 @@ def abstract_batch(rows: int, length: int, objective: str = "next_token") -> Any
     return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
 
 
-def chosen(batch: Any, rows: np.ndarray | None = None) -> Any:
+def select_rows(batch: Any, rows: np.ndarray | None = None) -> Any:
     """Some rows of a batch, or all."""
     return batch if rows is None else type(batch)(*(array[rows] for array in batch))
 
 
-class Traced(NamedTuple):
+class TracedProgram(NamedTuple):
     """A program before it is lowered, the tokens `rows × length` that a call of it reads, and options of its compiler."""
 
     rows: int
@@ -144,12 +144,12 @@ class TrainStep:
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
             kinds = model.period if model.scan_layers else model.num_blocks
-            parameters = rebalanced(parameters, counts_LE, self.config.moe.bias_update_rate, kinds)
+            parameters = update_router_biases(parameters, counts_LE, self.config.moe.bias_update_rate, kinds)
         seen = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             seen = jnp.where(finite, seen, 0.0)
-            parameters, moments = _where(finite, (parameters, moments), (state.parameters, state.optimizer))
+            parameters, moments = _keep_if_finite(finite, (parameters, moments), (state.parameters, state.optimizer))
         following = State(state.step + 1, parameters, moments, state.loss_since_eval + seen, state.loss_since_log + seen)
         return following, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, rewards)
 
@@ -159,12 +159,12 @@ class TrainStep:
         """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = blueprint(model)
-        count = jnp.maximum(layout.parallelism.psum_batch(counted(batch)), 1.0)
+        count = jnp.maximum(layout.parallelism.psum_batch(count_targets(batch)), 1.0)
 
         def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.built(build, parameters | base)
             drop_out(built, key)
-            total = losses(built, part, t.dpo_beta, rngs=nnx.Rngs(dropout=key))
+            total = batch_losses(built, part, t.dpo_beta, rngs=nnx.Rngs(dropout=key))
             loss = total.nats + t.z_loss * total.penalty
             if total.routing is None:
                 return loss / count, (total.nats, None, total.rewards)
@@ -173,13 +173,13 @@ class TrainStep:
 
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
         nothing = jnp.zeros(()), no_counts, jnp.zeros(2) if t.objective == "dpo" else None
-        gradients, (nats, counts_LE, rewards) = _accumulated(
+        gradients, (nats, counts_LE, rewards) = _accumulate_gradients(
             objective, parameters, batch, layout.own_key(key), t.grad_accum, nothing
         )
         rewards = None if rewards is None else layout.total(rewards) / count
         return layout.summed(gradients), layout.total(nats) / count, counts_LE, rewards
 
-    def traced(self) -> dict[str, Traced]:
+    def traced(self) -> dict[str, TracedProgram]:
         """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
@@ -192,15 +192,18 @@ class TrainStep:
         options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(blueprint(replace(model, lora=None))[1]))
         if t.deterministic and platform.name == "gpu":
             options |= {"xla_gpu_deterministic_ops": "true"}
-        return {"train": Traced(rows, length, train, options), "evaluation": Traced(eval_rows, length, evaluation, options)}
+        return {
+            "train": TracedProgram(rows, length, train, options),
+            "evaluation": TracedProgram(eval_rows, length, evaluation, options),
+        }
 
 
-def _where(finite: jax.Array, after: Any, before: Any) -> Any:
+def _keep_if_finite(finite: jax.Array, after: Any, before: Any) -> Any:
     """What an update gave where its numbers are finite, else what was before; counts of steps go on, as the schedule does."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
-def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int) -> Parameters:
+def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int) -> Parameters:
     """The routers' biases moved by `rate` up where an expert had fewer tokens than the mean, down where more.
 
     `kinds`: of rolled layers; of layers apart each is one.
@@ -213,7 +216,7 @@ def rebalanced(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds:
     return parameters | moved
 
 
-def _accumulated(
+def _accumulate_gradients(
     objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, nothing: Any
 ) -> tuple[Parameters, Any]:
     """Sums of gradients, and of what an objective gives besides (zeros: `nothing`), over equal parts of a batch, of which one
@@ -240,8 +243,8 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
     """
     layout, (build, _) = layout or Layout(model), blueprint(model)
 
-    def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> Sums:
-        return layout.total(losses(layout.built(build, parameters | base), batch, beta)._replace(routing=None))
+    def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
+        return layout.total(batch_losses(layout.built(build, parameters | base), batch, beta)._replace(routing=None))
 
     specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
     of_devices = layout.on_devices(evaluate, specs, PartitionSpec())
@@ -249,11 +252,11 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
 
 
 def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any:
-    """`log_probabilities` of pairs as one `jax.jit`: (parameters, pairs, frozen) → [P, 2], each where its pair is."""
+    """`pair_logprobs` of pairs as one `jax.jit`: (parameters, pairs, frozen) → [P, 2], each where its pair is."""
     layout, (build, _) = layout or Layout(model), blueprint(model)
 
     def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
-        return log_probabilities(layout.built(build, parameters | base), pairs)
+        return pair_logprobs(layout.built(build, parameters | base), pairs)
 
     specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
     return jax.jit(layout.on_devices(reference, specs, PartitionSpec(BATCH)))
@@ -273,7 +276,7 @@ class Programs:
         base, whole = frozen(step.layout.shapes, step.model), blueprint(replace(step.model, lora=None))[1]
         self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, size(whole) // 4)
 
-    def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> Sums:
+    def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
         """The summed losses of a validation batch of `eval_rows` rows."""
         return self._evaluate.result()(parameters, batch, base)
 

@@ -44,7 +44,7 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     return lambda model: prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
 
 
-def sampled_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
+def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
     """A model as a sample wants it, layers apart, with adapters beside the weights that they are for.
 
     Weights from a host's memory go to as many devices as can share them.

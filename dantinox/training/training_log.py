@@ -21,10 +21,10 @@ from dantinox.training.memory import used_gb
 from dantinox.training.step import Metrics
 
 TIMED_STEPS = 3  # from which the duration of a training is estimated, after one that is not timed
-LEAST_ESTIMATE = 60  # seconds; shorter trainings get no estimate
+MIN_ESTIMATE = 60  # seconds; shorter trainings get no estimate
 
 
-class NotFinite(UserError):
+class NonFiniteLoss(UserError):
     """The loss or the gradient of a step is NaN or infinite."""
 
     def __init__(self, step: int, metrics: Metrics):
@@ -93,10 +93,10 @@ class TrainingLog:
         metrics.loss.block_until_ready()
         self._estimate.steps = step - self._first
         seconds = self._estimate.seconds_per_step()
-        if step > self._first and (steps - step) * seconds >= LEAST_ESTIMATE:
-            self.console.note(duration(steps - step, seconds))
+        if step > self._first and (steps - step) * seconds >= MIN_ESTIMATE:
+            self.console.note(duration_line(steps - step, seconds))
 
-    def vitals(self, step: int) -> dict[str, Any]:
+    def row_metrics(self, step: int) -> dict[str, Any]:
         """Waits for the device, then reads what every row ends with: times, rates, the gradient's norm, tokens, memory."""
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
         tokens, context = tokens_per_step(self.config), self.config.model.max_context
@@ -115,7 +115,7 @@ class TrainingLog:
           NotFinite: see `check`.
         """
         newest = self.recent[-1]
-        row = {"step": step, "train_loss": mean_loss} | self.vitals(step) | named_rewards(newest.rewards)
+        row = {"step": step, "train_loss": mean_loss} | self.row_metrics(step) | reward_metrics(newest.rewards)
         self.check(step, mean_loss)
         counts_LE = newest.expert_counts
         counts = {} if counts_LE is None else {"expert_counts": np.asarray(counts_LE).tolist()}
@@ -145,7 +145,7 @@ class TrainingLog:
             return
         known = jax.device_get(self.recent)
         bad = next((i for i, metrics in enumerate(known) if not _finite(metrics)), 0)
-        raise NotFinite(step - len(known) + 1 + bad, known[bad])
+        raise NonFiniteLoss(step - len(known) + 1 + bad, known[bad])
 
     def _report_skipped(self, step: int) -> None:
         known = jax.device_get(self.recent)
@@ -161,13 +161,13 @@ def tokens_per_step(config: Config) -> int:
     return t.batch_size * config.model.max_context * (2 if t.objective == "dpo" else 1)
 
 
-def duration(steps: int, seconds_per_step: float) -> str:
+def duration_line(steps: int, seconds_per_step: float) -> str:
     """`about 35m00s for 500 steps at 4.2 s a step, evaluations not counted`."""
     each = f"{seconds_per_step:.2g} s" if seconds_per_step >= 0.1 else f"{1e3 * seconds_per_step:.2g} ms"
     return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} a step, evaluations not counted"
 
 
-def named_rewards(rewards: Any, prefix: str = "") -> dict[str, float]:
+def reward_metrics(rewards: Any, prefix: str = "") -> dict[str, float]:
     """Mean margin and accuracy of preferences as a row has them; nothing for other objectives."""
     if rewards is None:
         return {}

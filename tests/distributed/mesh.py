@@ -12,7 +12,7 @@ from dantinox.distributed import Layout, make_layout
 from dantinox.measure.program_cost import Work, work_of
 from dantinox.programs import bytes_of, size
 from dantinox.text import Batch, TokenStore
-from dantinox.training.objective import sums
+from dantinox.training.objective import next_token_losses
 from dantinox.training.step import State, TrainStep, abstract_batch, make_eval_step
 
 V, STEPS = 64, 3
@@ -96,7 +96,7 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     tokens = t.batch_size // t.grad_accum * model.max_context // layout.devices
     shapes = TrainStep(config, model, t.steps).shapes
     batch = layout.place_rows(abstract_batch(t.batch_size, model.max_context))
-    with patch.dict(sums.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
+    with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
         lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place(shapes), batch)
     step = lowered.compile()
     return Program(step, work_of(step.as_text()), bytes_of(step).arguments, size(shapes))

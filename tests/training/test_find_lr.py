@@ -4,7 +4,7 @@ import pytest
 from dantinox import cli
 from dantinox.config import UserError
 from dantinox.training import find_lr as finding
-from dantinox.training.find_lr import LEAST, MOST, find_lr, rate_lines, read_off
+from dantinox.training.find_lr import MAX_FACTOR, MIN_FACTOR, analyze_losses, find_lr, rate_test_lines
 
 from .small import Tokens, small_config, small_store
 
@@ -14,18 +14,18 @@ def test_rates_climb_by_equal_factors_and_a_training_at_them_is_what_is_measured
     monkeypatch.setattr(finding, "prepare_data", lambda config, *_, **__: (Tokens(), small_store(config)))
     found = find_lr(config, 60)
     ratios = np.diff(np.log(found.rates))
-    np.testing.assert_allclose(ratios, np.log(MOST / LEAST) / 59, rtol=1e-4)
-    assert found.rates[0] == pytest.approx(LEAST * config.training.muon_lr) and found.key == "training.muon_lr"
+    np.testing.assert_allclose(ratios, np.log(MAX_FACTOR / MIN_FACTOR) / 59, rtol=1e-4)
+    assert found.rates[0] == pytest.approx(MIN_FACTOR * config.training.muon_lr) and found.key == "training.muon_lr"
     assert found.losses[0] == pytest.approx(np.log(11), abs=0.3) and min(found.smoothed) < found.losses[0] - 0.2
     assert found.rates[0] < found.steepest <= found.lowest <= found.rates[-1]
-    assert rate_lines(found)[0].startswith(f"training.muon_lr: try {found.suggested:.2g} (")
+    assert rate_test_lines(found)[0].startswith(f"training.muon_lr: try {found.suggested:.2g} (")
 
 
 def test_what_is_read_off_a_curve_of_known_shape():
     """A loss that falls fastest at 1e-2, is lowest at 1e-1 and diverges behind it."""
     x = np.linspace(-4, 1, 200)
     losses = 3 - 2 / (1 + np.exp(-8 * (x + 2))) + 9 * np.maximum(x + 1, 0) ** 2
-    found = read_off("training.lr", (10**x).tolist(), losses.tolist())
+    found = analyze_losses("training.lr", (10**x).tolist(), losses.tolist())
     delay = 9 * 5 / 199  # of the running mean, in decades: SMOOTHING / (1 - SMOOTHING) steps
     assert np.log10(found.steepest) == pytest.approx(-2 + delay, abs=0.15)
     assert np.log10(found.lowest) == pytest.approx(-1 + delay, abs=0.25)
@@ -41,21 +41,21 @@ def test_what_is_read_off_a_curve_of_known_shape():
 )
 def test_one_rate_is_suggested_with_its_reason(monkeypatch, losses, line):
     monkeypatch.setattr(finding, "SMOOTHING", 0.0)
-    found = read_off("training.lr", [1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0], losses)
-    first, *rest = rate_lines(found)
+    found = analyze_losses("training.lr", [1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0], losses)
+    first, *rest = rate_test_lines(found)
     assert first == line and "try" not in " ".join(rest)
 
 
 def test_what_gives_no_answer_is_a_sentence():
     with pytest.raises(UserError, match=r"the loss never fell from training\.lr 0\.1: lower it"):
-        read_off("training.lr", [0.1, 0.2, 0.3], [2.0, 9.0, float("nan")])
+        analyze_losses("training.lr", [0.1, 0.2, 0.3], [2.0, 9.0, float("nan")])
     with pytest.raises(UserError, match="--tries must be at least 10, got 3"):
         find_lr(small_config(), 3)
 
 
 def test_the_command_draws_what_it_found(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    found = read_off("training.lr", [0.1, 0.2, 0.3, 0.4], [4.0, 2.0, 1.0, 1.5])
+    found = analyze_losses("training.lr", [0.1, 0.2, 0.3, 0.4], [4.0, 2.0, 1.0, 1.5])
     monkeypatch.setattr(finding, "find_lr", lambda config, steps, progress: found)
     assert cli.main(["find-lr", "--plot", str(tmp_path / "a.png"), "--lr", "0.1"]) == 0
     assert capsys.readouterr().out.startswith("training.lr: try 0.1 (the loss fell fastest there)\n")

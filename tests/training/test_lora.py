@@ -22,7 +22,7 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
 from dantinox.run.adapters import run_weights
 from dantinox.training.step import Programs, TrainStep
-from dantinox.training.text_samples import sampled_model
+from dantinox.training.text_samples import build_sampling_model
 
 from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
 from .test_resume import TIMES, Stumbles
@@ -199,7 +199,7 @@ def test_fresh_adapters_change_nothing(base):
         assert not np.any(p) if name.endswith("lora_b") else 0.5 * bound < np.max(np.abs(p)) <= bound
     before = weights_of(base)
     build, _ = blueprint(config.architecture(VOCABULARY))
-    np.testing.assert_array_equal(logits(sampled_model(model, adapters | before)), logits(build(before)))
+    np.testing.assert_array_equal(logits(build_sampling_model(model, adapters | before)), logits(build(before)))
 
 
 def outcome(run, config):

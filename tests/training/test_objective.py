@@ -10,7 +10,7 @@ from flax import nnx
 from dantinox.model import Transformer
 from dantinox.platform import PLATFORMS
 from dantinox.text import Batch
-from dantinox.training.objective import sums
+from dantinox.training.objective import next_token_losses
 
 from .small import VOCABULARY, small_config
 
@@ -30,7 +30,7 @@ def batch():
 
 @partial(jax.jit, static_argnames="chunk_logits")
 def summed(model, batch, key=None, chunk_logits=1 << 24):
-    return sums(model, batch, rngs=None if key is None else nnx.Rngs(dropout=key), chunk_logits=chunk_logits)
+    return next_token_losses(model, batch, rngs=None if key is None else nnx.Rngs(dropout=key), chunk_logits=chunk_logits)
 
 
 def reference(model, batch):
@@ -61,7 +61,7 @@ def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
         graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(3)))
 
         def loss(state):
-            total = sums(nnx.merge(graph, state), batch, chunk_logits=chunk_logits)
+            total = next_token_losses(nnx.merge(graph, state), batch, chunk_logits=chunk_logits)
             return total.nats + 0.1 * total.penalty
 
         return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
@@ -78,7 +78,7 @@ def test_chunks_never_hold_all_logits(optimised):
 
     def temporary(chunk_logits):
         def loss(state, batch):
-            return sums(nnx.merge(graph, state), batch, chunk_logits=chunk_logits).nats
+            return next_token_losses(nnx.merge(graph, state), batch, chunk_logits=chunk_logits).nats
 
         batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((4, 64), jnp.float32))
         return optimised(jax.jit(jax.grad(loss)).lower(state, batch)).memory_analysis().temp_size_in_bytes

@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.model.parameters import blueprint, initial_parameters
 from dantinox.report import read_csv, read_jsonl
-from dantinox.training.optimizer import MUON_MOMENTUM, as_matrix, optimizer, orthogonalise, schedule
+from dantinox.training.optimizer import MUON_MOMENTUM, matrix_shape, optimizer, orthogonalise, schedule
 
 from .small import VOCABULARY, small_config
 
@@ -57,7 +57,7 @@ def test_schedules_end_at_the_ratio_even_when_short(name):
 
 def test_muon_takes_the_hidden_matrices_and_no_table():
     found = {
-        name for name, shape in shapes(attention__no_sink=True, model__weight_tying=False).items() if as_matrix(name, shape)
+        name for name, shape in shapes(attention__no_sink=True, model__weight_tying=False).items() if matrix_shape(name, shape)
     }
     kernels = ("attention/qkv", "attention/out", "attention/gate", "ffn/gate_up", "ffn/down")
     assert found == {f"blocks/0/{kernel}/kernel" for kernel in kernels}
@@ -65,7 +65,7 @@ def test_muon_takes_the_hidden_matrices_and_no_table():
 
 def test_matrices_have_the_fans_of_their_projection():
     sizes = {
-        name: as_matrix(name, shape)
+        name: matrix_shape(name, shape)
         for name, shape in shapes(model__kv_heads=1, model__head_size=6, model__hidden_dim=20).items()
     }
     assert sizes["blocks/0/attention/qkv/kernel"] == (16, 1 * 4 * 6)
@@ -95,9 +95,9 @@ def test_muon_directions_agree_with_optax():
         training__weight_decay=0.0, training__grad_clip=0.0, training__schedule="constant", training__warmup_steps=0
     )
     parameters = initial_parameters(config.architecture(VOCABULARY), 0)
-    inside = {name: p for name, p in parameters.items() if as_matrix(name, p.shape)}
+    inside = {name: p for name, p in parameters.items() if matrix_shape(name, p.shape)}
     gradients = {name: jax.random.normal(jax.random.key(i), p.shape) for i, (name, p) in enumerate(inside.items())}
-    flat = {name: g.reshape(as_matrix(name, g.shape)) for name, g in gradients.items()}
+    flat = {name: g.reshape(matrix_shape(name, g.shape)) for name, g in gradients.items()}
     rest = {name: jnp.zeros_like(p) for name, p in parameters.items() if name not in inside}
     ours = optimizer(config.training, 24)
     updates, _ = ours.update(gradients | rest, ours.init(parameters), parameters)
@@ -120,7 +120,7 @@ def test_weight_decay_acts_on_matrices_only(kind):
     rule = optimizer(config.training, 24)
     updates, _ = rule.update(jax.tree.map(jnp.zeros_like, parameters), rule.init(parameters), parameters)
     for name, p in parameters.items():
-        rate = config.training.muon_lr if kind == "muon" and as_matrix(name, p.shape) else config.training.lr
+        rate = config.training.muon_lr if kind == "muon" and matrix_shape(name, p.shape) else config.training.lr
         expected = -rate * 0.5 * p if p.ndim >= 2 else jnp.zeros_like(p)
         np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-9)
         assert (p.ndim < 2) == ("norm" in name)

@@ -14,7 +14,7 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 from dantinox.text import Preferences, Tokenizer, prepare_data, train_tokenizer
 from dantinox.training.launch import launch
-from dantinox.training.objective import log_probabilities, preferences, sums
+from dantinox.training.objective import dpo_losses, next_token_losses, pair_logprobs
 
 from .small import VOCABULARY, small_config
 
@@ -58,11 +58,11 @@ def logits_of(model, pairs):
 
 
 def test_the_loss_equals_float64(model, pairs):
-    of_loss = jax.jit(lambda model, pairs: preferences(model, pairs, BETA))
+    of_loss = jax.jit(lambda model, pairs: dpo_losses(model, pairs, BETA))
     got, expected = of_loss(model, pairs), reference(logits_of(model, pairs), pairs)
     np.testing.assert_allclose([got.nats, *got.rewards], expected[:3], rtol=1e-5)
     assert float(got.targets) == 3
-    logp = np.asarray(jax.jit(log_probabilities)(model, pairs))
+    logp = np.asarray(jax.jit(pair_logprobs)(model, pairs))
     at_start = of_loss(model, pairs._replace(reference_P2=logp))
     np.testing.assert_allclose([at_start.nats, *at_start.rewards], [3 * np.log(2), 0, 0], atol=1e-6)
 
@@ -70,7 +70,7 @@ def test_the_loss_equals_float64(model, pairs):
 def test_the_gradient_equals_that_of_float64(model, pairs):
     """By the chain rule: the gradient of the weights is what theirs of the logits gives with the float64 one of the loss."""
     graph, state = nnx.split(model)
-    of_loss = jax.jit(jax.grad(lambda state: preferences(nnx.merge(graph, state), pairs, BETA).nats))(state)
+    of_loss = jax.jit(jax.grad(lambda state: dpo_losses(nnx.merge(graph, state), pairs, BETA).nats))(state)
     seen, back = jax.vjp(jax.jit(lambda state: logits_of(nnx.merge(graph, state), pairs)), state)
     gradient = reference(seen, pairs)[3].reshape(seen.shape).astype(np.float32)
     (expected,) = back(gradient)
@@ -168,7 +168,7 @@ def test_packed_conversations_have_the_losses_that_they_have_alone(base):
 
 
 def _summed(model, batch):
-    total = sums(model, batch)
+    total = next_token_losses(model, batch)
     return total.nats, total.targets
 
 

@@ -18,7 +18,7 @@ from dantinox.platform import platform_of
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
 from dantinox.training import resume
-from dantinox.training.resume import check_facts, resumed_config, run_facts, total_steps
+from dantinox.training.resume import check_facts, resume_config, run_facts, total_steps
 from dantinox.training.step import TrainStep
 
 from .small import VOCABULARY, small_config, small_store
@@ -117,10 +117,10 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
 def test_only_steps_intervals_and_logging_may_differ():
     saved = small_config()
     given = small_config(training__steps=50, training__eval_every=3, logging__log_every=1, training__patience=2)
-    assert resumed_config(saved, given) == given
+    assert resume_config(saved, given) == given
     for change, old, new in (("training__lr", 0.01, 0.02), ("model__dim", 16, 32), ("training__seed", 42, 1)):
         with pytest.raises(UserError, match=rf"{change.replace('__', '.')} .*the run has {old}, got {new}"):
-            resumed_config(saved, small_config(**{change: new}))
+            resume_config(saved, small_config(**{change: new}))
 
 
 def test_other_versions_and_gpus_are_told_of(monkeypatch):

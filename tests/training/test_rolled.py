@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.generation.loaded_model import load_model
 from dantinox.model.parameters import blueprint, initial_parameters, rolled, unrolled
-from dantinox.training.step import TrainStep, rebalanced
+from dantinox.training.step import TrainStep, update_router_biases
 
 from .small import VOCABULARY, small_config, small_store
 
@@ -114,11 +114,11 @@ def test_a_rolled_model_does_not_decode(what):
 def test_a_bias_rises_where_an_expert_has_few_tokens():
     counts_LE = np.array([[1, 5, 3], [3, 3, 3], [9, 0, 0], [0, 0, 9]])
     apart = {f"blocks/{i}/ffn/router/bias": np.zeros(3, np.float32) for i in range(4)} | {"embed": np.ones(2)}
-    moved = rebalanced(apart, counts_LE, 0.1, kinds=4)
+    moved = update_router_biases(apart, counts_LE, 0.1, kinds=4)
     wanted = 0.1 * np.array([[1, -1, 0], [0, 0, 0], [-1, 1, 1], [1, 1, -1]])
     for i in range(4):
         np.testing.assert_allclose(moved[f"blocks/{i}/ffn/router/bias"], wanted[i])
-    stacks = rebalanced(
+    stacks = update_router_biases(
         {f"rolled/{i}/ffn/router/bias": np.zeros((2, 3), np.float32) for i in range(2)}, counts_LE, 0.1, kinds=2
     )
     np.testing.assert_allclose(stacks["rolled/1/ffn/router/bias"], wanted[1::2])

@@ -5,7 +5,7 @@ import pytest
 from dantinox.config import Config, TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.text import Tokenizer, train_tokenizer
-from dantinox.training.resume import resumed_config
+from dantinox.training.resume import resume_config
 from dantinox.training.text_samples import make_sampler
 
 
@@ -65,4 +65,4 @@ def test_a_budget_of_the_run_is_not_for_samples(run_dir):
 
 
 def test_the_prompt_may_be_another_one_when_a_run_goes_on():
-    assert resumed_config(settings(), settings(training__sample_prompt="a")).training.sample_prompt == "a"
+    assert resume_config(settings(), settings(training__sample_prompt="a")).training.sample_prompt == "a"
