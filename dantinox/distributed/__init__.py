@@ -1,23 +1,23 @@
 """Training and generation on many devices. Only this package names mesh axes."""
 
 from dantinox.distributed.generation import (
-    place_shared,
-    shapes_over,
-    shared_over,
+    max_tensor_parallel,
+    shard_model,
+    shard_model_shapes,
+    shard_program_arguments,
     tensor_mesh,
-    weight_places,
-    widest,
+    weight_shardings,
 )
-from dantinox.distributed.layout import ONE_DEVICE, Layout, bytes_on_one, make_layout, mesh_sizes
+from dantinox.distributed.layout import ONE_DEVICE, Layout, bytes_per_device, make_layout, mesh_sizes
 from dantinox.distributed.processes import (
-    Silent,
+    NullOutput,
     StopSync,
     all_reduce_max,
     barrier,
     broadcast_from_rank0,
+    fetch_to_host,
+    initialize_processes,
     is_rank0,
-    join,
-    on_host,
 )
 from dantinox.distributed.rules import AXES, BATCH
 
@@ -26,21 +26,21 @@ __all__ = [
     "BATCH",
     "ONE_DEVICE",
     "Layout",
-    "Silent",
+    "NullOutput",
     "StopSync",
     "all_reduce_max",
-    "bytes_on_one",
-    "broadcast_from_rank0",
-    "is_rank0",
-    "join",
-    "make_layout",
     "barrier",
+    "broadcast_from_rank0",
+    "bytes_per_device",
+    "fetch_to_host",
+    "initialize_processes",
+    "is_rank0",
+    "make_layout",
+    "max_tensor_parallel",
     "mesh_sizes",
-    "on_host",
-    "place_shared",
-    "shapes_over",
-    "shared_over",
+    "shard_model",
+    "shard_model_shapes",
+    "shard_program_arguments",
     "tensor_mesh",
-    "weight_places",
-    "widest",
+    "weight_shardings",
 ]

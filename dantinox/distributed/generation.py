@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.distributed.layout import placed
-from dantinox.distributed.rules import AXES, RULES, in_layer, split_of
+from dantinox.distributed.layout import with_shardings
+from dantinox.distributed.rules import AXES, RULES, name_in_layer, split_parameter
 from dantinox.model import Transformer
 from dantinox.model.cache import KVCache
 from dantinox.model.parallelism import Parallelism
@@ -56,7 +56,7 @@ class TensorParallelism(Parallelism):
         return shared
 
 
-def widest(model: ModelConfig, most: int) -> int:
+def max_tensor_parallel(model: ModelConfig, most: int) -> int:
     """The largest number of devices, up to `most`, that a model's heads and features can be divided by."""
     numbers = _divided(model).values()
     return max(count for count in range(1, most + 1) if not any(number % count for number in numbers))
@@ -92,9 +92,9 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
     return Mesh(np.array(devices[:count]), ("tensor",), axis_types=kinds)
 
 
-def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> PartitionSpec:
+def partition_spec(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> PartitionSpec:
     """How a parameter of a prepared model stands, by its path. `narrow`: stored as `[…, outputs, inputs]`, with a scale."""
-    inner, _ = in_layer(name)
+    inner, _ = name_in_layer(name)
     module, _, leaf = inner.rpartition("/")
     if inner == "embed" or module == "head":  # tables by what a token's row has, the output layer by its tokens
         axis = 0 if narrow else 1
@@ -104,10 +104,10 @@ def spec_of(name: str, shape: tuple[int, ...], narrow: bool, tensor: int) -> Par
     if leaf == "one":
         return PartitionSpec()
     if not narrow or leaf == "bias":
-        parts = split_of(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).apart
+        parts = split_parameter(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).compute
         return PartitionSpec(*(names or None for names in parts))
     rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))  # whatever the number of its axes
-    letter = next((letter for letter, axis in rule.apart.items() if axis == "tensor"), "")
+    letter = next((letter for letter, axis in rule.compute.items() if axis == "tensor"), "")
     stacked = rule.axes.startswith("E")
     inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
     axis = stacked + (1 if letter in inputs else 0)
@@ -119,38 +119,38 @@ def _along(axis: int, ndim: int) -> PartitionSpec:
     return PartitionSpec(*("tensor" if number == axis else None for number in range(ndim)))
 
 
-def shardings_of(model: Transformer, mesh: Mesh) -> Any:
+def model_shardings(model: Transformer, mesh: Mesh) -> Any:
     """Where the parameters of a model, prepared or not, stand: of the structure of its `nnx.state`."""
     flat = dict(nnx.to_flat_state(nnx.state(model)))
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         narrow = (*path[:-1], "one") in flat
-        spec = spec_of("/".join(map(str, path)), leaf.shape, narrow, mesh.shape["tensor"])
+        spec = partition_spec("/".join(map(str, path)), leaf.shape, narrow, mesh.shape["tensor"])
         return NamedSharding(mesh, spec)
 
     return nnx.from_flat_state([(path, leaf.replace(place(path, leaf))) for path, leaf in flat.items()])
 
 
-def weight_places(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
+def weight_shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """Where the weights of a file stand, by their paths."""
     tensor = mesh.shape["tensor"]
-    return {name: NamedSharding(mesh, spec_of(name, tuple(leaf.shape), False, tensor)) for name, leaf in shapes.items()}
+    return {name: NamedSharding(mesh, partition_spec(name, tuple(leaf.shape), False, tensor)) for name, leaf in shapes.items()}
 
 
-def shared_over(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put) -> Transformer:
+def shard_model(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put) -> Transformer:
     """The same model with its weights on a mesh, where `put` places them by their shardings."""
     graph, state = nnx.split(model)
-    shared = nnx.merge(graph, put(state, shardings_of(model, mesh)))
+    shared = nnx.merge(graph, put(state, model_shardings(model, mesh)))
     shared.parallelism = TensorParallelism(mesh=mesh)
     return shared
 
 
-def shapes_over(model: Transformer, mesh: Mesh) -> Transformer:
-    """`shared_over` of a model of shapes."""
-    return shared_over(model, mesh, placed)
+def shard_model_shapes(model: Transformer, mesh: Mesh) -> Transformer:
+    """`shard_model` of a model of shapes."""
+    return shard_model(model, mesh, with_shardings)
 
 
-def place_shared(mesh: Mesh, tree: Any) -> Any:
+def shard_program_arguments(mesh: Mesh, tree: Any) -> Any:
     """The arguments of a program of such a model as shapes: placed ones as they are, caches by heads, all else everywhere."""
     by_heads = isinstance(tree, KVCache)
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.distributed.rules import AXES, BATCH, TABLES, Split, in_layer, split_of
+from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, Split, name_in_layer, split_parameter
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
@@ -27,18 +27,18 @@ from dantinox.model.parameters import Parameters, blueprint
 ONE_DEVICE = "one device"
 
 
-def placed(shapes: Any, places: Any) -> Any:
+def with_shardings(shapes: Any, places: Any) -> Any:
     """Shapes, each with the sharding that stands in its place."""
     return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, places)
 
 
-def bytes_on_one(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """What a device holds of placed shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def in_words(sizes: Mapping[str, int]) -> str:
+def format_mesh(sizes: Mapping[str, int]) -> str:
     """The axes of a mesh and their sizes."""
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
 
@@ -66,19 +66,19 @@ class Layout:
         """How many share a step."""
         return math.prod(self.sizes.values())
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The devices as a person reads it, equal where sums are added in the same order."""
         if self.mesh is None:
             return ONE_DEVICE
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        return in_words(self.sizes) + processes
+        return format_mesh(self.sizes) + processes
 
-    def short(self) -> str:
+    def label(self) -> str:
         """The mesh without axes of one device, as a table has room for."""
-        return in_words({axis: size for axis, size in self.sizes.items() if size > 1}) or ONE_DEVICE
+        return format_mesh({axis: size for axis, size in self.sizes.items() if size > 1}) or ONE_DEVICE
 
     @property
-    def parts(self) -> int:
+    def batch_shards(self) -> int:
         """Into how many parts a batch is divided."""
         return math.prod(self.sizes[axis] for axis in BATCH)
 
@@ -92,9 +92,9 @@ class Layout:
         """How each parameter of the model is split."""
         found = {}
         for name, leaf in self.shapes.items():
-            inner, layers = in_layer(name)
-            split = split_of(inner, leaf.shape[layers:], self.sizes)
-            found[name] = Split(((),) * layers + split.apart, ((),) * layers + split.stored)
+            inner, layers = name_in_layer(name)
+            split = split_parameter(inner, leaf.shape[layers:], self.sizes)
+            found[name] = Split(((),) * layers + split.compute, ((),) * layers + split.storage)
         return found
 
     @cached_property
@@ -102,8 +102,8 @@ class Layout:
         """The same of the parameters of one layer, by their names in it."""
         found: dict[str, Split] = {}
         for name, split in self.splits.items():
-            inner, layers = in_layer(name)
-            own = Split(split.apart[layers:], split.stored[layers:])
+            inner, layers = name_in_layer(name)
+            own = Split(split.compute[layers:], split.storage[layers:])
             if found.setdefault(inner, own) != own:
                 sizes = ", ".join(f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1)
                 raise UserError(f"{inner} of layers with different heads is split in different ways by {sizes}: lower them")
@@ -114,48 +114,53 @@ class Layout:
         """What a model is given in a program that devices share."""
         return SINGLE_DEVICE if self.mesh is None else MeshParallelism(gathers=True, groups=self.sizes["expert"], layout=self)
 
-    def built(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
+    def build_model(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
         """The model of a device's parts of the parameters."""
         if self.mesh is None:
             return build(parameters)
-        whole = {name: p if "/" in name and name not in TABLES else self.whole(name, p) for name, p in parameters.items()}
+        whole = {
+            name: p if "/" in name and name not in SUMMED_OVER_TENSOR else self.gather_parameter(name, p)
+            for name, p in parameters.items()
+        }
         model = build(whole)
         model.parallelism = self.parallelism
         return model
 
-    def whole(self, name: str, w: jax.Array) -> jax.Array:
+    def gather_parameter(self, name: str, w: jax.Array) -> jax.Array:
         """A device's part of a parameter, by its name in its layer, as it is multiplied by there."""
         if name not in self.splits_in_layer:  # no parameter: the key of dropout
             return w
         split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
         if not split.gathered:
             of_parts = (fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None) or is_adapter(name)
-            return _enter(w) if of_parts and not any(split.apart) and tensor > 1 else w
+            return _copy_to_tp(w) if of_parts and not any(split.compute) and tensor > 1 else w
         rounds = name.endswith("kernel") and name != "ffn/router/kernel"
-        alike = name not in TABLES and any("tensor" in names for _, names in split.gathered)
+        alike = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
         dtype = compute_dtype(self.model) if rounds and w.dtype == jnp.float32 else w.dtype
         return checkpoint_name(_gather(w, split.gathered, dtype, tensor if alike else 1), GATHERED)
 
-    def summed(self, gradients: Parameters) -> Parameters:
+    def reduce_gradients(self, gradients: Parameters) -> Parameters:
         """Each device's derivatives of its parts, summed over the devices whose derivatives they do not hold yet."""
         if self.mesh is None:
             return gradients
 
         def total(name: str, g: jax.Array) -> jax.Array:
-            missing = [a for a in (*BATCH, *(["tensor"] if name in TABLES else [])) if a not in self.splits[name].axes]
+            missing = [
+                a for a in (*BATCH, *(["tensor"] if name in SUMMED_OVER_TENSOR else [])) if a not in self.splits[name].axes
+            ]
             return lax.psum(g, missing) if missing else g
 
         return {name: total(name, g) for name, g in gradients.items()}
 
-    def total(self, tree: Any) -> Any:
+    def psum(self, tree: Any) -> Any:
         """Sums over all devices."""
         return tree if self.mesh is None else lax.psum(tree, AXES)
 
-    def own_key(self, key: jax.Array) -> jax.Array:
+    def device_key(self, key: jax.Array) -> jax.Array:
         """A device's own randomness: the same for those with the same rows."""
         return key if self.mesh is None else jax.random.fold_in(key, lax.axis_index(BATCH))
 
-    def on_devices(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+    def shard_map(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
         """A function that every device runs on its own parts of the arguments, specs of these and of the results given."""
         if self.mesh is None:
             return function
@@ -182,14 +187,14 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(place, tree)
 
-    def bytes(self, tree: Any) -> int:
+    def bytes_per_device(self, tree: Any) -> int:
         """What a device holds of such a tree of shapes."""
-        return programs.size(tree) if self.mesh is None else bytes_on_one(self.place(tree))
+        return programs.size(tree) if self.mesh is None else bytes_per_device(self.place_shapes(tree))
 
-    def place(self, tree: Any) -> Any:
+    def place_shapes(self, tree: Any) -> Any:
         """Shapes of such a tree, placed."""
         places = self.shardings(tree)
-        return tree if places is None else placed(tree, places)
+        return tree if places is None else with_shardings(tree, places)
 
     def put_parameters(self, weights: Mapping[str, np.ndarray]) -> Parameters:
         """Weights in the host's memory, on their devices: no device ever has more than its part."""
@@ -203,26 +208,28 @@ class Layout:
         return {name: put(name, array) for name, array in weights.items()}
 
     @property
-    def rows(self) -> Any:
+    def batch_sharding(self) -> Any:
         """Where the rows of a batch stand."""
         if self.mesh is None:
             return None if self.device is None else SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, PartitionSpec(BATCH))
 
-    def place_rows(self, batch: Any) -> Any:
+    def place_batch(self, batch: Any) -> Any:
         """Shapes of a batch, placed."""
-        return batch if self.rows is None else placed(batch, jax.tree.map(lambda _: self.rows, batch))
+        return (
+            batch if self.batch_sharding is None else with_shardings(batch, jax.tree.map(lambda _: self.batch_sharding, batch))
+        )
 
-    def put_rows(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
+    def put_batch(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
         """A batch of `count` rows on its devices; `read()` gives all of them, `read(numbers)` those of ascending numbers.
 
         A process reads the rows of its own devices. Device d's part of each of the `accumulated` parts of the batch is that
         of the d-th of all devices, so that the parts have the rows that they have on a single device.
         """
         if self.mesh is None:
-            return jax.device_put(read(), self.rows)
-        order = np.arange(count).reshape(accumulated, self.parts, -1).swapaxes(0, 1).reshape(-1)
-        mine = [order[place[0]] for place in self.rows.addressable_devices_indices_map((count,)).values()]
+            return jax.device_put(read(), self.batch_sharding)
+        order = np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
+        mine = [order[place[0]] for place in self.batch_sharding.addressable_devices_indices_map((count,)).values()]
         here = np.unique(np.concatenate(mine))
         part = read(here)
 
@@ -230,20 +237,20 @@ class Layout:
             def of_device(index: Any) -> np.ndarray:
                 return array[np.searchsorted(here, order[index[0]])]
 
-            return jax.make_array_from_callback((count, *array.shape[1:]), self.rows, of_device)
+            return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, of_device)
 
         return jax.tree.map(put, part)
 
     @property
-    def on_all(self) -> Any:
+    def replicated(self) -> Any:
         """Where stands what every device has."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
-    def everywhere(self, array: np.ndarray) -> jax.Array:
+    def replicate(self, array: np.ndarray) -> jax.Array:
         """An array that every device has."""
         if self.mesh is None:
             return jnp.asarray(array)
-        return jax.make_array_from_callback(array.shape, self.on_all, lambda index: array[index])
+        return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -266,28 +273,28 @@ _gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
 
 
 @jax.custom_vjp
-def _enter(x: jax.Array) -> jax.Array:
+def _copy_to_tp(x: jax.Array) -> jax.Array:
     return x
 
 
-_enter.defvjp(lambda x: (x, None), lambda _, d: (lax.psum(d, "tensor"),))
+_copy_to_tp.defvjp(lambda x: (x, None), lambda _, d: (lax.psum(d, "tensor"),))
 
 
 @jax.custom_vjp
-def _leave(x: jax.Array) -> jax.Array:
+def _reduce_from_tp(x: jax.Array) -> jax.Array:
     return lax.psum(x, "tensor")
 
 
-_leave.defvjp(lambda x: (lax.psum(x, "tensor"), None), lambda _, d: (d,))
+_reduce_from_tp.defvjp(lambda x: (lax.psum(x, "tensor"), None), lambda _, d: (d,))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _divided(x: jax.Array, copies: int) -> jax.Array:
+def _scale_gradient(x: jax.Array, copies: int) -> jax.Array:
     """x, whose derivative is divided."""
     return x
 
 
-_divided.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / copies,))
+_scale_gradient.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / copies,))
 
 
 @dataclass(frozen=True)
@@ -305,17 +312,17 @@ class MeshParallelism(Parallelism):
         assert self.layout is not None
         graph, state = nnx.split(block)
         flat = nnx.to_flat_state(state)
-        made = [(path, leaf.replace(self.layout.whole("/".join(map(str, path)), leaf[...]))) for path, leaf in flat]
+        made = [(path, leaf.replace(self.layout.gather_parameter("/".join(map(str, path)), leaf[...]))) for path, leaf in flat]
         return nnx.merge(graph, nnx.from_flat_state(made))
 
     def copy_to_tp(self, x: Any) -> Any:
-        return _enter(x) if self.tensor > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+        return _copy_to_tp(x) if self.tensor > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def reduce_from_tp(self, x: jax.Array) -> jax.Array:
-        return _leave(x) if self.tensor > 1 else x
+        return _reduce_from_tp(x) if self.tensor > 1 else x
 
     def scale_replicated(self, x: jax.Array) -> jax.Array:
-        return _divided(x, self.tensor) if self.tensor > 1 else x
+        return _scale_gradient(x, self.tensor) if self.tensor > 1 else x
 
     def local_shard(self, x_N: jax.Array) -> jax.Array:
         if self.tensor == 1:
@@ -355,7 +362,7 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     for axis, size in sizes.items():
         if size == -1:
             sizes[axis] = max(1, devices // given)
-    words = in_words(sizes)
+    words = format_mesh(sizes)
     if math.prod(sizes.values()) != devices:
         raise UserError(f"distributed: {words} is a mesh of {math.prod(sizes.values())} devices, and there are {devices}")
     rows, parts = t.batch_size // t.grad_accum, math.prod(sizes[axis] for axis in BATCH)

@@ -25,7 +25,7 @@ BARRIERS = itertools.count()
 LAG = 2  # steps until a signal is delivered, so that no device waits for a process
 
 
-def join(config: Config) -> None:
+def initialize_processes(config: Config) -> None:
     """Connects to the other processes where the settings name any; call it before anything asks for devices.
 
     Raises:
@@ -90,7 +90,7 @@ def all_reduce_max(number: int) -> int:
     return int(np.max(process_allgather(np.int32(number))))
 
 
-def on_host(tree: Any) -> Any:
+def fetch_to_host(tree: Any) -> Any:
     """Arrays as NumPy arrays in every process, one after the other, wherever they stand."""
     from jax.experimental.multihost_utils import process_allgather
 
@@ -110,7 +110,7 @@ class StopSync:
         """The signal that some process had received `LAG` calls ago; every process calls this once a step."""
         if jax.process_count() == 1:
             return signal
-        mesh, largest = _one_each()
+        mesh, largest = _process_mesh()
         sharding = NamedSharding(mesh, PartitionSpec("process"))
         own = np.array([signal or 0], np.int32)
         self._pending.append(largest(jax.make_array_from_process_local_data(sharding, own)))
@@ -120,20 +120,20 @@ class StopSync:
 
 
 @lru_cache(maxsize=1)
-def _one_each() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+def _process_mesh() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
     """A device of every process, and the largest of their numbers."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[number] for number in sorted(first)]), ("process",))
     return mesh, jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-class Silent:
+class NullOutput:
     """Takes every call and does nothing: the console and the logs of processes that are not the first."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
-    def __enter__(self) -> "Silent":
+    def __enter__(self) -> "NullOutput":
         return self
 
     def __exit__(self, *_: object) -> None:

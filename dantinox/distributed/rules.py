@@ -15,9 +15,9 @@ from dantinox.config import UserError
 
 AXES = ("data", "fsdp", "expert", "tensor")  # devices next to each other differ in the last one, which passes most
 BATCH = ("data", "fsdp", "expert")  # devices that differ in these have different rows
-STORED = ("fsdp", "expert", "tensor")  # over these a parameter lies in parts, if its sizes allow
+STORAGE_AXES = ("fsdp", "expert", "tensor")  # over these a parameter lies in parts, if its sizes allow
 # Parameters whose derivatives are summed over all devices.
-TABLES = (
+SUMMED_OVER_TENSOR = (
     "embed", "position_embed", "per_layer/embed", "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel",
     "head_bias",
 )  # fmt: skip
@@ -36,8 +36,8 @@ class Rule(NamedTuple):
 
     path: str
     axes: str
-    apart: Mapping[str, str]
-    stored: str
+    compute: Mapping[str, str]
+    storage: str
 
 
 HEADS, LATENT_HEADS, WIDTH, EXPERTS = {"K": "tensor"}, {"N": "tensor"}, {"F": "tensor"}, {"E": "expert", "F": "tensor"}
@@ -128,29 +128,29 @@ class Split(NamedTuple):
       stored: for each, those that come behind, over which it is made whole.
     """
 
-    apart: tuple[tuple[str, ...], ...]
-    stored: tuple[tuple[str, ...], ...]
+    compute: tuple[tuple[str, ...], ...]
+    storage: tuple[tuple[str, ...], ...]
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(*(a + s or None for a, s in zip(self.apart, self.stored, strict=True)))
+        return PartitionSpec(*(a + s or None for a, s in zip(self.compute, self.storage, strict=True)))
 
     @property
     def gathered(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """(axis, axes of the mesh) that make it whole."""
-        return tuple((number, names) for number, names in enumerate(self.stored) if names)
+        return tuple((number, names) for number, names in enumerate(self.storage) if names)
 
     def axes_of(self, axes: slice) -> tuple[str, ...]:
         """The axes of the mesh that some of its axes are split over."""
-        return tuple(name for a, s in zip(self.apart[axes], self.stored[axes], strict=True) for name in a + s)
+        return tuple(name for a, s in zip(self.compute[axes], self.storage[axes], strict=True) for name in a + s)
 
     @property
     def axes(self) -> set[str]:
         """All axes of the mesh that it is split over."""
-        return {name for names in (*self.apart, *self.stored) for name in names}
+        return {name for names in (*self.compute, *self.storage) for name in names}
 
 
-def rule_of(name: str, ndim: int) -> Rule:
+def find_rule(name: str, ndim: int) -> Rule:
     """The rule for a parameter of a layer, or of the model, of so many axes. Raises a ValueError if there is none."""
     for rule in RULES:
         if fnmatch(name, rule.path) and len(rule.axes) == ndim:
@@ -158,7 +158,7 @@ def rule_of(name: str, ndim: int) -> Rule:
     raise ValueError(f"no rule says how {name} with {ndim} axes is split: dantinox.distributed.RULES needs one")
 
 
-def split_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Split:
+def split_parameter(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Split:
     """How a parameter of a layer, or of the model, is split over a mesh of these sizes.
 
     An axis of the mesh over which no axis of the parameter can be stored in equal parts holds copies of it.
@@ -166,27 +166,27 @@ def split_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spl
     Raises:
       UserError: what devices are to use different parts of cannot be divided.
     """
-    rule = rule_of(name, len(shape))
-    apart: list[tuple[str, ...]] = [()] * len(shape)
-    stored: list[tuple[str, ...]] = [()] * len(shape)
+    rule = find_rule(name, len(shape))
+    compute: list[tuple[str, ...]] = [()] * len(shape)
+    storage: list[tuple[str, ...]] = [()] * len(shape)
     left = dict(zip(rule.axes, shape, strict=True))
     used = set()
-    for letter, axis in rule.apart.items():
+    for letter, axis in rule.compute.items():
         if left[letter] % sizes[axis]:
             raise UserError(f"distributed.{axis} must divide the {left[letter]} {NAMES[letter]} of a layer, got {sizes[axis]}")
         left[letter] //= sizes[axis]
         used.add(axis)
         if sizes[axis] > 1:
-            apart[rule.axes.index(letter)] += (axis,)
-    for axis in STORED:
-        fitting = [letter for letter in rule.stored if left[letter] % sizes[axis] == 0]
+            compute[rule.axes.index(letter)] += (axis,)
+    for axis in STORAGE_AXES:
+        fitting = [letter for letter in rule.storage if left[letter] % sizes[axis] == 0]
         if axis not in used and sizes[axis] > 1 and fitting:
             left[fitting[0]] //= sizes[axis]
-            stored[rule.axes.index(fitting[0])] += (axis,)
-    return Split(tuple(apart), tuple(stored))
+            storage[rule.axes.index(fitting[0])] += (axis,)
+    return Split(tuple(compute), tuple(storage))
 
 
-def in_layer(name: str) -> tuple[str, int]:
+def name_in_layer(name: str) -> tuple[str, int]:
     """A parameter's name in its layer, or in the model, and how many leading axes stand for layers."""
     head, _, rest = name.partition("/")
     return (rest.partition("/")[2], int(head == "rolled")) if head in ("blocks", "rolled") else (name, 0)

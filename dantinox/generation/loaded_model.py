@@ -12,7 +12,7 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.config.request_settings import RequestSettings
-from dantinox.distributed import tensor_mesh, weight_places
+from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.model_bundle import ModelBundle
@@ -229,7 +229,7 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     # The kernel is a matter of the machine that trained, and decoding wants the layers apart.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     build, shapes = blueprint(model)
-    where = weight_places(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
+    where = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:
         """Copies an array: one that aliases the mapped file would keep all of the file in memory."""

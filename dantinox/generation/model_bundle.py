@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
-from dantinox.distributed import shared_over, tensor_mesh
+from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
 from dantinox.generation.cache_plan import measured_or_uniform
 from dantinox.generation.constraints import Constraint, Grammars, Matcher
@@ -86,7 +86,7 @@ class ModelBundle:
         if made is None:
             mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
             made = prepare(with_head_order(self.model, order), weights, products)
-            made = made if mesh is None else shared_over(made, mesh)
+            made = made if mesh is None else shard_model(made, mesh)
         self._prepared[key] = made
         if len(self._prepared) > PREPARED:
             del self._prepared[next(iter(self._prepared))]

@@ -13,7 +13,15 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.distributed import ONE_DEVICE, Layout, bytes_on_one, make_layout, place_shared, shapes_over, tensor_mesh
+from dantinox.distributed import (
+    ONE_DEVICE,
+    Layout,
+    bytes_per_device,
+    make_layout,
+    shard_model_shapes,
+    shard_program_arguments,
+    tensor_mesh,
+)
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.quantized_weights import prepare
@@ -220,8 +228,13 @@ def training_programs(config: Config, model: ModelConfig, training: Training, la
         # Of a table on one device rows are looked up; in parts it is passed on, which counts as that.
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else model.vocab_size * model.dim * 4
         (state, batch, base), _ = program.in_avals
-        traffic = layout.bytes((state, base)) + size(batch) // layout.parts + layout.bytes(program.out_info) - untouched
-        yield Program(name, layout.short(), f"{rows} × {length} tokens", flops, again, traffic), program, options
+        traffic = (
+            layout.bytes_per_device((state, base))
+            + size(batch) // layout.batch_shards
+            + layout.bytes_per_device(program.out_info)
+            - untouched
+        )
+        yield Program(name, layout.label(), f"{rows} × {length} tokens", flops, again, traffic), program, options
 
 
 def generation_programs(
@@ -233,7 +246,7 @@ def generation_programs(
     mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
     place: Callable[[Any], Any] = topology.place
     if mesh is not None:
-        weights, place = shapes_over(weights, mesh), partial(place_shared, mesh)
+        weights, place = shard_model_shapes(weights, mesh), partial(shard_program_arguments, mesh)
     lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
     # Which head gets which share is measured on a trained model: here all are alike.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
@@ -251,8 +264,8 @@ def generation_programs(
         plan=cache_plan,
     )
     first, following = rows_batch.trace(place)
-    read = bytes_on_one(place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP]))
-    cache, head = bytes_on_one(place(first.out_info[0][0])), 2 * model.dim * model.vocab_size
+    read = bytes_per_device(place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP]))
+    cache, head = bytes_per_device(place(first.out_info[0][0])), 2 * model.dim * model.vocab_size
     token = 2 * matrix_parameters(model) - head
 
     def forward(rows: int, length: int) -> int:

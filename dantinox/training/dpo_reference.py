@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from dantinox.config import ModelConfig
-from dantinox.distributed import Layout, barrier, is_rank0, on_host
+from dantinox.distributed import Layout, barrier, fetch_to_host, is_rank0
 from dantinox.files import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.run import RunDirectory, put
@@ -23,8 +23,8 @@ def compute_reference_logprobs(
     """The log-probabilities of both answers of all pairs, float32 [pairs, 2], `rows` at a time; 0 where one is too long."""
     found, program = np.zeros_like(store.reference), make_reference_step(model, layout)
     for numbers, pairs in store.all_pairs(rows):
-        placed = layout.put_rows(partial(select_rows, pairs), rows)
-        found[numbers] = on_host(program(parameters, placed, frozen))[: len(numbers)]
+        placed = layout.put_batch(partial(select_rows, pairs), rows)
+        found[numbers] = fetch_to_host(program(parameters, placed, frozen))[: len(numbers)]
     return found
 
 

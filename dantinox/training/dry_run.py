@@ -71,7 +71,7 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
     def read(numbers: np.ndarray | slice = slice(None)) -> Any:
         return type(rows)(*(array[numbers] for array in rows))
 
-    batch = layout.put_rows(read, config.training.batch_size, config.training.grad_accum)
+    batch = layout.put_batch(read, config.training.batch_size, config.training.grad_accum)
     state = train_step.initial_state()
     places = layout.shardings(frozen(layout.shapes, model))
     base = jax.jit(lambda: frozen(initial_parameters(model, config.training.seed), model), out_shardings=places)()

@@ -78,7 +78,9 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []
         for step in range(steps):
-            state, metrics = train.program(state, layout.put_rows(partial(store.batch, step), t.batch_size, t.grad_accum), base)
+            state, metrics = train.program(
+                state, layout.put_batch(partial(store.batch, step), t.batch_size, t.grad_accum), base
+            )
             losses.append(float(metrics.loss))
             rates.append(float(metrics.rates[key]))
             if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGED * min(losses)):

@@ -10,7 +10,7 @@ import jax
 
 from dantinox.config import Config
 from dantinox.config.sections import idle, without
-from dantinox.distributed import Silent, broadcast_from_rank0, is_rank0, join, make_layout
+from dantinox.distributed import NullOutput, broadcast_from_rank0, initialize_processes, is_rank0, make_layout
 from dantinox.files import UserError
 from dantinox.platform import use_compilation_cache
 from dantinox.report import Console, human_count, open_console, table, trackers
@@ -53,11 +53,11 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
     if resume and run_dir is None:
         raise UserError("resuming needs the run directory to go on with")
     trackers(config, Path())  # a library that is missing is said before the corpus is read
-    join(config)
+    initialize_processes(config)
     use_compilation_cache()
     config = without(config, [*LAUNCH_SETTINGS, *idle(config)])  # what is of this launch, and what has no effect, is not kept
     with contextlib.ExitStack() as stack:
-        console: Any = stack.enter_context(open_console() if is_rank0() else Silent())
+        console: Any = stack.enter_context(open_console() if is_rank0() else NullOutput())
         prepared: PreparedRun | None = None
 
         def prepare() -> str:

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.distributed import StopSync, all_reduce_max, barrier, broadcast_from_rank0, is_rank0, make_layout, on_host
+from dantinox.distributed import StopSync, all_reduce_max, barrier, broadcast_from_rank0, fetch_to_host, is_rank0, make_layout
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
 from dantinox.platform import platform_of, release_free_memory
@@ -187,7 +187,7 @@ class Trainer:
 
     def _batch(self, skipped: int, step: int) -> Batch:
         t = self.config.training
-        return self.layout.put_rows(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
+        return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
 
     def _rewind(self, bad: NonFiniteLoss) -> None:
         """Takes the newest checkpoint, or the start, and goes on with the batch after the one of the bad step."""
@@ -286,7 +286,7 @@ class Trainer:
         """Nats per token, or the loss and rewards of preferences, summed in float64 over batches; None once a signal came."""
         nats, count, rewards = 0.0, 0.0, None
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
-            rows = self.layout.put_rows(partial(select_rows, batch), self.programs.eval_rows)
+            rows = self.layout.put_batch(partial(select_rows, batch), self.programs.eval_rows)
             part = jax.device_get(self.programs.evaluate(self.state.weights, rows, self.frozen))
             nats, count = nats + float(part.nats), count + float(part.targets)
             if part.rewards is not None:
@@ -299,7 +299,7 @@ class Trainer:
     def _write_sample(self, sample: Sampler) -> None:
         """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
         weights: Mapping[str, Any] = self.state.weights | self.frozen
-        weights = weights if self.layout.mesh is None else on_host(weights)
+        weights = weights if self.layout.mesh is None else fetch_to_host(weights)
         if is_rank0():
             try:
                 text = sample(build_sampling_model(self.model, weights))
@@ -357,7 +357,7 @@ class Trainer:
         return kept or self.state
 
     def _zeros(self) -> jax.Array:
-        return self.layout.everywhere(np.zeros(2, np.float32))
+        return self.layout.replicate(np.zeros(2, np.float32))
 
 
 def _mean(sum_and_count: jax.Array) -> float:

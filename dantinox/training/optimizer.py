@@ -295,7 +295,7 @@ def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parame
     if layout is None or layout.mesh is None:
         return _orthogonalise_local(gradients, sides, dict.fromkeys(AXES, 1))
     specs = {name: layout.specs[name] for name in gradients}
-    return layout.on_devices(lambda parts: _orthogonalise_local(parts, sides, layout.sizes), (specs,), specs)(gradients)
+    return layout.shard_map(lambda parts: _orthogonalise_local(parts, sides, layout.sizes), (specs,), specs)(gradients)
 
 
 def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], sizes: Mapping[str, int]) -> Parameters:

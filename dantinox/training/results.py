@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dantinox.config import Config, ModelConfig
-from dantinox.distributed import barrier, is_rank0, on_host
+from dantinox.distributed import barrier, fetch_to_host, is_rank0
 from dantinox.files import UserError
 from dantinox.model.parameters import blueprint, unrolled
 from dantinox.report import Console, plot_loss
@@ -19,7 +19,7 @@ from dantinox.training.training_log import tokens_per_step
 
 def export_weights(run: RunDirectory, model: ModelConfig, state: State, facts: dict[str, Any]) -> None:
     """Writes the weights of a state, or its adapters, as generation reads them."""
-    weights = on_host(state.weights)
+    weights = fetch_to_host(state.weights)
     if is_rank0():
         if model.lora is None:
             save_weights(run.weights, unrolled(weights), facts)

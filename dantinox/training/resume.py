@@ -58,7 +58,7 @@ def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirector
     """What a checkpoint records about its origin; of adapters also which weights they are for."""
     base = {} if config.lora.rank is None else {"base_sha256": weights_digest(open_base(config.training.init_from, run))}
     return base | {
-        "devices": layout.words(),
+        "devices": layout.describe(),
         "config_sha256": hashlib.sha256(dump_config(config).encode()).hexdigest(),
         "tokenizer_sha256": fingerprint,
         "versions": {name: version(name) for name in ("dantinox", "jax", "flax", "optax", "orbax-checkpoint")},

@@ -107,7 +107,7 @@ class TrainStep:
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
         count: Any = jax.ShapeDtypeStruct((), jnp.int32)
         moments = jax.eval_shape(self.optimizer.init, parameters)
-        self.shapes: State = self.layout.place(State(count, parameters, moments, sums, sums))
+        self.shapes: State = self.layout.place_shapes(State(count, parameters, moments, sums, sums))
 
     def initial_state(self, given: Mapping[str, np.ndarray] | None = None) -> State:
         """The state before the first step: fresh weights by `training.seed`, or the given ones."""
@@ -124,13 +124,13 @@ class TrainStep:
         else:  # no device has all of them at any time
             parameters = jax.jit(fresh, out_shardings=places.parameters)()
         moments = jax.jit(self.optimizer.init, out_shardings=None if places is None else places.optimizer)(parameters)
-        zero, *sums = (layout.everywhere(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
+        zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
         return State(zero, parameters, moments, *sums)
 
     @cached_property
     def program(self) -> Any:
         """The step as one `jax.jit`: (state, which is donated; batch; frozen weights) → (next state, metrics)."""
-        places = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.on_all)
+        places = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
         return jax.jit(self._step, donate_argnums=0, out_shardings=places)
 
     def _step(self, state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
@@ -138,7 +138,7 @@ class TrainStep:
         key = jax.random.fold_in(random_key(training.seed), state.step)
         one, own = PartitionSpec(), trained(layout.specs, model)
         inputs, outputs = (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one, one)
-        of_devices = layout.on_devices(self._gradient, inputs, outputs)
+        of_devices = layout.shard_map(self._gradient, inputs, outputs)
         gradients, loss, counts_LE, rewards = of_devices(state.parameters, batch, key, base)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
@@ -162,7 +162,7 @@ class TrainStep:
         count = jnp.maximum(layout.parallelism.psum_batch(count_targets(batch)), 1.0)
 
         def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
-            built = layout.built(build, parameters | base)
+            built = layout.build_model(build, parameters | base)
             drop_out(built, key)
             total = batch_losses(built, part, t.dpo_beta, rngs=nnx.Rngs(dropout=key))
             loss = total.nats + t.z_loss * total.penalty
@@ -174,18 +174,18 @@ class TrainStep:
         no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
         nothing = jnp.zeros(()), no_counts, jnp.zeros(2) if t.objective == "dpo" else None
         gradients, (nats, counts_LE, rewards) = _accumulate_gradients(
-            objective, parameters, batch, layout.own_key(key), t.grad_accum, nothing
+            objective, parameters, batch, layout.device_key(key), t.grad_accum, nothing
         )
-        rewards = None if rewards is None else layout.total(rewards) / count
-        return layout.summed(gradients), layout.total(nats) / count, counts_LE, rewards
+        rewards = None if rewards is None else layout.psum(rewards) / count
+        return layout.reduce_gradients(gradients), layout.psum(nats) / count, counts_LE, rewards
 
     def traced(self) -> dict[str, TracedProgram]:
         """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
-        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.parts
-        base = layout.place(frozen(layout.shapes, model))
-        batch, eval_batch = (layout.place_rows(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
+        eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
+        base = layout.place_shapes(frozen(layout.shapes, model))
+        batch, eval_batch = (layout.place_batch(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
         train = self.program.trace(self.shapes, batch, base)
         evaluation = make_eval_step(model, layout, t.dpo_beta).trace(self.shapes.parameters, eval_batch, base)
         platform = platform_of(model.platform)
@@ -244,10 +244,10 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
     layout, (build, _) = layout or Layout(model), blueprint(model)
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
-        return layout.total(batch_losses(layout.built(build, parameters | base), batch, beta)._replace(routing=None))
+        return layout.psum(batch_losses(layout.build_model(build, parameters | base), batch, beta)._replace(routing=None))
 
     specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
-    of_devices = layout.on_devices(evaluate, specs, PartitionSpec())
+    of_devices = layout.shard_map(evaluate, specs, PartitionSpec())
     return jax.jit(lambda parameters, batch, base={}: of_devices(parameters, batch, base))
 
 
@@ -256,10 +256,10 @@ def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any
     layout, (build, _) = layout or Layout(model), blueprint(model)
 
     def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
-        return pair_logprobs(layout.built(build, parameters | base), pairs)
+        return pair_logprobs(layout.build_model(build, parameters | base), pairs)
 
     specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
-    return jax.jit(layout.on_devices(reference, specs, PartitionSpec(BATCH)))
+    return jax.jit(layout.shard_map(reference, specs, PartitionSpec(BATCH)))
 
 
 class Programs:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, ModelConfig, overlay
-from dantinox.distributed import tensor_mesh, weight_places, widest
+from dantinox.distributed import max_tensor_parallel, tensor_mesh, weight_shardings
 from dantinox.files import UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.token_settings import sampling_params
@@ -40,7 +40,7 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
         settings["router_preset"] = "guide"
     sampling_params(tokenizer, [overlay(config, settings)])  # raises what a sample would raise
-    settings["tensor_parallel"] = widest(config.architecture(tokenizer.vocab_size), jax.local_device_count())
+    settings["tensor_parallel"] = max_tensor_parallel(config.architecture(tokenizer.vocab_size), jax.local_device_count())
     return lambda model: prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
 
 
@@ -53,8 +53,8 @@ def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Tran
     build, shapes = blueprint(apart)
     parameters = unrolled(weights)
     if any(isinstance(array, np.ndarray) for array in parameters.values()):
-        mesh = tensor_mesh(apart, widest(apart, jax.local_device_count()))
-        parameters = jax.device_put(parameters, weight_places(mesh, shapes))
+        mesh = tensor_mesh(apart, max_tensor_parallel(apart, jax.local_device_count()))
+        parameters = jax.device_put(parameters, weight_shardings(mesh, shapes))
     return build(parameters)
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from dantinox.config import Config, ModelConfig
-from dantinox.distributed import Layout, Silent, is_rank0
+from dantinox.distributed import Layout, NullOutput, is_rank0
 from dantinox.files import UserError
 from dantinox.model.flops import training_flops
 from dantinox.programs import chip_of
@@ -68,7 +68,7 @@ class TrainingLog:
     def __init__(self, config: Config, model: ModelConfig, layout: Layout, run: RunDirectory, console: Console):
         self.config, self.model, self.layout, self.console = config, model, layout, console
         paths = run.log(config), run.metrics
-        self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else Silent()
+        self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
         self.restart(0)
 
     def restart(self, step: int) -> None:

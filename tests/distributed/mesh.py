@@ -64,7 +64,7 @@ def rows(layout: Layout, batch: Batch, parts: int = 1) -> Batch:
     def read(chosen: Any = slice(None)) -> Batch:
         return Batch(*(array[chosen] for array in batch))
 
-    return layout.put_rows(read, len(batch.tokens_BT), parts)
+    return layout.put_batch(read, len(batch.tokens_BT), parts)
 
 
 def store_of(config: Config) -> TokenStore:
@@ -95,9 +95,9 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     model, layout, t = config.architecture(V), layout_of(config), config.training
     tokens = t.batch_size // t.grad_accum * model.max_context // layout.devices
     shapes = TrainStep(config, model, t.steps).shapes
-    batch = layout.place_rows(abstract_batch(t.batch_size, model.max_context))
+    batch = layout.place_batch(abstract_batch(t.batch_size, model.max_context))
     with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
-        lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place(shapes), batch)
+        lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place_shapes(shapes), batch)
     step = lowered.compile()
     return Program(step, work_of(step.as_text()), bytes_of(step).arguments, size(shapes))
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import UserError, build_config
-from dantinox.distributed import shared_over, tensor_mesh, weight_places, widest
+from dantinox.distributed import max_tensor_parallel, shard_model, tensor_mesh, weight_shardings
 from dantinox.generation.cache_plan import plan_cache
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch
@@ -78,7 +78,7 @@ def texts(config, model, length):
 def test_tokens_are_those_of_one_device(changes, weights, length):
     config = settings(**changes)
     whole = prepare(Transformer(config.architecture(V), rngs=nnx.Rngs(0)), weights)
-    shared = shared_over(whole, tensor_mesh(whole.config, TENSOR))
+    shared = shard_model(whole, tensor_mesh(whole.config, TENSOR))
     np.testing.assert_array_equal(texts(config, shared, length), texts(config, whole, length))
     of_all, of_one = 0, 0
     for leaf in jax.tree.leaves(nnx.state(shared)):
@@ -89,14 +89,14 @@ def test_tokens_are_those_of_one_device(changes, weights, length):
 def test_weights_of_a_file_go_to_their_devices():
     model = settings().architecture(V)
     _, shapes = blueprint(model)
-    places = weight_places(tensor_mesh(model, TENSOR), shapes)
+    places = weight_shardings(tensor_mesh(model, TENSOR), shapes)
     assert places["blocks/0/attention/qkv/kernel"].spec[1] == places["blocks/1/ffn/down/kernel"].spec[0] == "tensor"
     assert places["blocks/0/norm1/scale"].is_fully_replicated
 
 
 def test_what_cannot_be_divided_is_said():
     model = settings().architecture(V)
-    assert [widest(model, most) for most in (1, 3, 4, 8)] == [1, 2, 4, 4]
+    assert [max_tensor_parallel(model, most) for most in (1, 3, 4, 8)] == [1, 2, 4, 4]
     with pytest.raises(UserError, match=r"^generation.tensor_parallel must divide the 4 key heads of a layer, got 8$"):
         tensor_mesh(model, 8)
     with pytest.raises(UserError, match=r"^generation.tensor_parallel must be at most the 8 devices of this machine, got 16$"):

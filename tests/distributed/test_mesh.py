@@ -60,8 +60,8 @@ def test_preferences_train_as_on_one_device():
         training = TrainStep(config, model, 10, layout)
         step, state = training.program, training.initial_state()
         for _ in range(2):
-            state, metrics = step(state, layout.put_rows(partial(select_rows, pairs), 8))
-        logp = make_reference_step(model, layout)(state.parameters, layout.put_rows(partial(select_rows, pairs), 8), {})
+            state, metrics = step(state, layout.put_batch(partial(select_rows, pairs), 8))
+        logp = make_reference_step(model, layout)(state.parameters, layout.put_batch(partial(select_rows, pairs), 8), {})
         found.append([float(metrics.loss), *np.asarray(metrics.rewards), *np.asarray(logp).ravel()])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
     with pytest.raises(UserError, match=r"distributed.tensor must be 1 with training.objective: dpo, got 2"):
@@ -124,9 +124,9 @@ def test_devices_with_other_rows_draw_other_numbers():
     layout = layout_of(settings("dense", "data=2 fsdp=2 tensor=2"))
 
     def draw(key):
-        return jax.random.uniform(layout.own_key(key), (1, 4))
+        return jax.random.uniform(layout.device_key(key), (1, 4))
 
-    drawn = jax.jit(layout.on_devices(draw, PartitionSpec(), PartitionSpec(AXES)))(jax.random.key(0, impl="rbg"))
+    drawn = jax.jit(layout.shard_map(draw, PartitionSpec(), PartitionSpec(AXES)))(jax.random.key(0, impl="rbg"))
     same_rows = np.asarray(drawn).reshape(4, 2, 4)
     np.testing.assert_array_equal(same_rows[:, 0], same_rows[:, 1])
     assert len(np.unique(same_rows[:, 0])) == 16
@@ -136,8 +136,8 @@ def test_devices_with_other_rows_draw_other_numbers():
 def test_every_part_of_a_batch_has_the_rows_that_it_has_on_one_device(parts):
     layout = layout_of(settings("dense", "data=2 fsdp=2 tensor=2"))
     numbers = np.arange(32)
-    on_devices = layout.put_rows(lambda select_rows=slice(None): numbers[select_rows], 32, parts)
-    split = jax.jit(layout.on_devices(lambda x: x.reshape(parts, -1), PartitionSpec(BATCH), PartitionSpec(None, BATCH)))
+    on_devices = layout.put_batch(lambda select_rows=slice(None): numbers[select_rows], 32, parts)
+    split = jax.jit(layout.shard_map(lambda x: x.reshape(parts, -1), PartitionSpec(BATCH), PartitionSpec(None, BATCH)))
     assert [sorted(part) for part in np.asarray(split(on_devices)).tolist()] == numbers.reshape(parts, -1).tolist()
 
 

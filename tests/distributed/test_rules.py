@@ -6,7 +6,7 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.distributed import make_layout, mesh_sizes
-from dantinox.distributed.rules import AXES, RULES, in_layer, rule_of, split_of
+from dantinox.distributed.rules import AXES, RULES, find_rule, name_in_layer, split_parameter
 from dantinox.model.parameters import blueprint
 
 from .mesh import KINDS, V, settings
@@ -41,15 +41,15 @@ def parameters():
     for kind, changes in ARCHITECTURES:
         model = settings(kind, **changes).trained_architecture(V)
         for name, leaf in blueprint(model)[1].items():
-            inner, layers = in_layer(name)
+            inner, layers = name_in_layer(name)
             yield inner, leaf.shape[layers:], model
 
 
 def test_every_rule_is_for_some_parameter_and_every_parameter_has_one():
-    used = [rule_of(name, len(shape)) for name, shape, _ in parameters()]
+    used = [find_rule(name, len(shape)) for name, shape, _ in parameters()]
     assert [rule for rule in RULES if rule not in used] == []
     with pytest.raises(ValueError, match="no rule says how ffn/new/kernel with 2 axes is split"):
-        rule_of("ffn/new/kernel", 2)
+        find_rule("ffn/new/kernel", 2)
 
 
 def test_letters_stand_for_the_sizes_of_the_model():
@@ -62,7 +62,7 @@ def test_letters_stand_for_the_sizes_of_the_model():
         sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {})
         sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # what its queries are made from, of rank D or less
         sizes |= {"F": shape[0 if "down" in name else -1]} if m.double_wide_mlp else {}
-        for letter, size in zip(rule_of(name, len(shape)).axes, shape, strict=True):
+        for letter, size in zip(find_rule(name, len(shape)).axes, shape, strict=True):
             assert sizes.get(letter, size) == size, (name, letter)
 
 
@@ -70,8 +70,8 @@ def test_letters_stand_for_the_sizes_of_the_model():
 def test_matrices_lie_in_equal_parts_on_all_devices_of_a_copy(sizes):
     mesh = dict(zip(AXES, sizes, strict=True))
     for name, shape, _ in parameters():
-        split = split_of(name, shape, mesh)
-        for size, apart, stored in zip(shape, split.apart, split.stored, strict=True):
+        split = split_parameter(name, shape, mesh)
+        for size, apart, stored in zip(shape, split.compute, split.storage, strict=True):
             assert size % math.prod(mesh[axis] for axis in apart + stored) == 0, name
         assert len(split.axes_of(slice(None))) == len(split.axes), name  # none of them twice
         if name.endswith(("kernel", "embed")):
@@ -96,8 +96,8 @@ def test_what_cannot_be_divided_is_said(kind, mesh, changes, sentence):
     sizes = mesh_sizes(config, model, devices)
     with pytest.raises(UserError) as raised:
         [
-            split_of(name, shape, sizes)
-            for name, shape in ((in_layer(n)[0], leaf.shape) for n, leaf in blueprint(model)[1].items())
+            split_parameter(name, shape, sizes)
+            for name, shape in ((name_in_layer(n)[0], leaf.shape) for n, leaf in blueprint(model)[1].items())
         ]
     assert str(raised.value) == sentence
 

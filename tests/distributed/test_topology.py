@@ -97,7 +97,7 @@ def test_a_state_is_the_same_on_other_devices(never_interrupted, devices, axes):
     def state_on(count, **axes):
         sections = config.model_copy(update={"distributed": config.distributed.model_copy(update={"tensor": 1} | axes)})
         layout = make_layout(sections, model, jax.devices()[:count])
-        restored = checkpoints.restore(layout.place(TrainStep(config, model, 24).shapes))
+        restored = checkpoints.restore(layout.place_shapes(TrainStep(config, model, 24).shapes))
         assert restored.step == 24
         fresh = TrainStep(config, model, 24, layout=layout).initial_state()
         assert [a.sharding for a in jax.tree.leaves(restored.state)] == [a.sharding for a in jax.tree.leaves(fresh)]
