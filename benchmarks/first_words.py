@@ -26,7 +26,7 @@ import numpy as np
 import dantinox
 from dantinox.generation import LoadedModel
 from dantinox.measure.perplexity import Text, score
-from dantinox.run import chat_template_of, open_run
+from dantinox.run import find_chat_template, open_run
 from dantinox.studies.statistics import OF_TEXT, mean_interval
 from dantinox.text import ChatTemplate
 
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=200)
     options = parser.parse_args()
     run = dantinox.load(options.run)
-    template = ChatTemplate.load(chat_template_of(open_run(options.run)), run.tokenizer)
+    template = ChatTemplate.load(find_chat_template(open_run(options.run)), run.tokenizer)
     half = options.prompts // 2
     chats = [template.encode([{"role": "user", "content": text}], generation_prompt=True) for text in QUESTIONS[:half]]
     prompts = chats + [run.prompt_ids(text) for text in OPENINGS[: options.prompts - half]]

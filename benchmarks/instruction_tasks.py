@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 import dantinox
-from dantinox.run import chat_template_of, open_run
+from dantinox.run import find_chat_template, open_run
 from dantinox.studies.continuations import NEUTRAL
 from dantinox.studies.sampling import CONTROL, METHODS
 from dantinox.studies.statistics import mean_interval
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     options = parser.parse_args()
     run = dantinox.load(options.run)
-    template = ChatTemplate.load(chat_template_of(open_run(options.run)), run.tokenizer)
+    template = ChatTemplate.load(find_chat_template(open_run(options.run)), run.tokenizer)
     random = np.random.default_rng(0)
     tasks = {name: [make(random) for _ in range(options.prompts)] for name, make in TASKS.items()}
     with options.tuned.open(newline="") as lines:

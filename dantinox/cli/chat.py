@@ -39,10 +39,10 @@ def chat_flags(command: Parser) -> None:
 def chat(options: argparse.Namespace) -> int:
     """Runs the command; the exit code: 2 where a line of a pipe was a mistake."""
     settings = given_settings(options)
-    from dantinox.run import chat_template_of, load_run_config, open_run
+    from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config, own = overlay(load_run_config(directory), settings, "command line"), chat_template_of(directory)
+    config, own = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.chat_session import Chat

@@ -72,7 +72,7 @@ def generate(options: argparse.Namespace) -> int:
     _check_chat(options)
     constraint = _constraint(options)
     traced = options.show_entropy or options.trace is not None or options.report is not None
-    from dantinox.run import chat_template_of, load_run_config, open_run
+    from dantinox.run import find_chat_template, load_run_config, open_run
 
     # Errors in the settings are reported before the weights are loaded.
     directory = open_run(options.run_dir, check=False)  # `load` checks it
@@ -81,7 +81,7 @@ def generate(options: argparse.Namespace) -> int:
     alone = len(prompts) == 1 and prompts[0][1].generation.n == 1
     if options.stream and not alone:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
-    own = chat_template_of(directory)
+    own = find_chat_template(directory)
     if options.chat and own is None and options.chat_template is None:
         raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
     use_compilation_cache()

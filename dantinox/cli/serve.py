@@ -46,10 +46,10 @@ def serve(options: argparse.Namespace) -> int:
     name = _name(options)
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: there is nothing at {options.lite}")
-    from dantinox.run import chat_template_of, load_run_config, open_run
+    from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config, own = overlay(load_run_config(directory), settings, "command line"), chat_template_of(directory)
+    config, own = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     from dantinox.serve.server import listen
 
     with listen(options.host, options.port) as listener:

@@ -70,7 +70,7 @@ def measured_or_uniform(kv: KVSection, calibration: KVCalibration | None, remedy
     """
     if not kv.compresses or kv.signal == "uniform":
         return kv
-    lacking = remedy if calibration is None else calibration.lacks(kv.signal)
+    lacking = remedy if calibration is None else calibration.missing_signal(kv.signal)
     if not lacking:
         return kv
     warnings.warn(f"every head gets the same share: {lacking}", stacklevel=4)

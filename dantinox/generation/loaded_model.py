@@ -34,7 +34,7 @@ from dantinox.run import (
     open_run,
     weights_digest,
 )
-from dantinox.run.adapters import run_weights
+from dantinox.run.adapters import load_run_weights
 from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
@@ -237,4 +237,4 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
         copied: jax.Array = jax.device_put(np.array(array) if aliased else array, where.get(path))
         return copied
 
-    return build(run_weights(run, config, shapes, vocab_size, place))
+    return build(load_run_weights(run, config, shapes, vocab_size, place))

@@ -22,7 +22,16 @@ from dantinox.interop.packaged_checkpoints import PACKAGED, packaged_checkpoint
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import blueprint
-from dantinox.run import RunDirectory, load_run_config, load_weights, open_run, put, save_config, save_tokenizer, save_weights
+from dantinox.run import (
+    RunDirectory,
+    load_run_config,
+    load_weights,
+    open_run,
+    save_config,
+    save_tokenizer,
+    save_weights,
+    write_file,
+)
 from dantinox.text import Tokenizer
 from dantinox.text.chat import MAX_TEMPLATE_BYTES
 from dantinox.text.tokenizer import ROLES
@@ -116,8 +125,8 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
         save_weights(run.weights, arrays)
         save_tokenizer(run, source.tokenizer, _roles(source, tokenizer))
         if source.chat_template is not None:
-            put(run.path, run.chat_template.name, source.chat_template)
-        put(run.path, run.origin.name, origin)
+            write_file(run.path, run.chat_template.name, source.chat_template)
+        write_file(run.path, run.origin.name, origin)
         save_config(run, config)
     return RunDirectory(path)
 
@@ -267,7 +276,7 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
       UserError: the run is damaged, or no family of transformers can say its architecture.
     """
     run = open_run(run_dir)
-    if run.exported != run.weights:
+    if run.weights_or_adapter != run.weights:
         raise UserError(f"{run.path} holds adapters alone: `dantinox merge-lora` makes a run of them that can be exported")
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]

@@ -11,8 +11,16 @@ from dantinox.config import ModelConfig
 from dantinox.config.sections import FIELDS, without
 from dantinox.files import UserError, escape_name, quote, read_json
 from dantinox.model.parameters import blueprint
-from dantinox.run import RunDirectory, create_run, load_run_config, save_config, save_tokenizer, save_weights, take_along
-from dantinox.run.adapters import SETTINGS, Changes, read_changes, run_weights, with_changes
+from dantinox.run import (
+    RunDirectory,
+    copy_inherited_files,
+    create_run,
+    load_run_config,
+    save_config,
+    save_tokenizer,
+    save_weights,
+)
+from dantinox.run.adapters import SETTINGS, AdapterDeltas, load_run_weights, merge_on_load, read_adapter
 from dantinox.text import Tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
@@ -32,7 +40,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_adapter(folder: str | Path, model: ModelConfig) -> Changes:
+def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
     """What the adapters in a folder of PEFT's add to the kernels of a model.
 
     Raises:
@@ -45,7 +53,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Changes:
         alpha = _by_pattern(settings["alpha_pattern"], module, settings["lora_alpha"])
         return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
 
-    return read_changes(Path(folder) / WEIGHTS, model, scaling)[0]
+    return read_adapter(Path(folder) / WEIGHTS, model, scaling)[0]
 
 
 def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -111,11 +119,11 @@ def merge_adapter(out: str | Path, source: RunDirectory, adapter: str | Path | N
         raise UserError(f"{source.path} is no run of adapters: with --adapter and --base it can be what they are for")
     model = replace(config.architecture(symbols), scan_layers=False)
     changes = {} if adapter is None else load_adapter(adapter, model)
-    weights = run_weights(source, config, blueprint(model)[1], symbols, with_changes(changes, lambda path, array: array))
+    weights = load_run_weights(source, config, blueprint(model)[1], symbols, merge_on_load(changes, lambda path, array: array))
     run = create_run(out)
     with run.lock():
         save_weights(run.weights, weights)
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
-        take_along(source, run)
+        copy_inherited_files(source, run)
         save_config(run, without(config, [key for key in FIELDS if key.startswith("lora.")]))
     return run

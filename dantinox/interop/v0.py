@@ -18,7 +18,7 @@ from dantinox.config import ModelConfig, UserError
 from dantinox.files import first_line, quote, read_json, read_text
 from dantinox.interop.source import Arrays, Tensor, kept_as
 from dantinox.model.parameters import blueprint
-from dantinox.run.weights import Leaf, read_leaves
+from dantinox.run.weights import StoredArray, read_arrays
 
 # The weights of a run, the best first.
 WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weights.msgpack", "checkpoint_latest.msgpack")
@@ -47,7 +47,7 @@ class V0Run(NamedTuple):
     rows: int
     tokenizer: str
     weights: str
-    arrays: dict[str, Leaf]
+    arrays: dict[str, StoredArray]
 
 
 def read_v0(path: Path) -> V0Run:
@@ -60,7 +60,7 @@ def read_v0(path: Path) -> V0Run:
     weights = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if weights is None:
         raise UserError(f"{path} holds no weights of DantinoX 0: none of {', '.join(WEIGHTS)}")
-    arrays, _ = read_leaves(weights)
+    arrays, _ = read_arrays(weights)
     if any(name.startswith("opt/") for name in arrays):  # with the state of its optimizer
         arrays = {name.removeprefix("model/"): leaf for name, leaf in arrays.items() if name.startswith("model/")}
     settings = _settings(path / "config.yaml", said, weights, arrays)
@@ -79,7 +79,7 @@ def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
         left -= {name for name in left if fnmatch(name, "*/attention/W/*")}
     if model.weight_tying:
         left -= {"head/kernel", "lm_head/kernel"}  # equal to the table, or there would be a head
-    found: dict[str, tuple[Leaf, Callable[[np.ndarray], np.ndarray]]] = {}
+    found: dict[str, tuple[StoredArray, Callable[[np.ndarray], np.ndarray]]] = {}
     kinds: dict[str, Tensor] = {}
     for ours, leaf in blueprint(model)[1].items():
         theirs, change = _form(ours, model)
@@ -164,7 +164,7 @@ def _config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if not isinstance(value, dict)} | flat
 
 
-def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str, Leaf]) -> dict[str, dict[str, Any]]:
+def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str, StoredArray]) -> dict[str, dict[str, Any]]:
     """What the settings say, and the arrays where they say it better."""
     for name, allowed in PLAIN.items():
         if name in said and said[name] not in allowed:
@@ -212,7 +212,7 @@ def _settings(path: Path, said: dict[str, Any], weights: Path, arrays: dict[str,
     return {"model": model, "attention": attention}
 
 
-def _find(weights: Path, arrays: dict[str, Leaf], *names: str) -> Leaf:
+def _find(weights: Path, arrays: dict[str, StoredArray], *names: str) -> StoredArray:
     found = next((arrays[name] for name in names if name in arrays), None)
     if found is None or len(found.shape) != 2:
         what = f"{' or '.join(names)}, a matrix" if found is None else f"{names[0]} as a matrix"
@@ -241,7 +241,7 @@ def _position(path: Path, said: dict[str, Any]) -> str | None:
     return on[0] if on else None
 
 
-def _check_angles(theta: float, weights: Path, arrays: dict[str, Leaf], head_size: int) -> None:
+def _check_angles(theta: float, weights: Path, arrays: dict[str, StoredArray], head_size: int) -> None:
     """The first versions rotated by other frequencies, and the other way round; their names of layers give them away."""
     angles = arrays.get("blocks/0/attention/angle")
     if angles is not None:

@@ -22,7 +22,7 @@ from dantinox.report.console import Progress
 from dantinox.report.trace_file import finite
 from dantinox.run import (
     KV_FORMAT,
-    HeadFile,
+    HeadCalibrationFile,
     RunDirectory,
     head_names,
     load_run_config,
@@ -44,7 +44,7 @@ TRIES = 10_000  # places drawn in vain before a text is given up
 HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffuse": math.inf}
 
 
-class HeadCalibration(HeadFile):
+class HeadCalibration(HeadCalibrationFile):
     """What was measured on the attention heads: the keys of `kv_entropy.json`, without those that are None."""
 
     model_info: dict[str, Any]

@@ -16,7 +16,7 @@ from dantinox.config import Config, LoraConfig, ModelConfig
 from dantinox.files import UserError, escape_name, wrap_os_errors
 from dantinox.model.lora import Place, places_of, sizes
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
-from dantinox.run.manifest import put
+from dantinox.run.manifest import write_file
 from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_pieces
 from dantinox.run.weights import load_weights, weights_digest
 
@@ -27,7 +27,7 @@ TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|
 FLOATS = ("float32", "float16", "bfloat16")
 
 
-class Change(NamedTuple):
+class AdapterDelta(NamedTuple):
     """What an adapter adds to a kernel: scale · A B, with A `[in, r]` and B `[r, out]`, to its outputs `place.part`."""
 
     place: Place
@@ -36,10 +36,10 @@ class Change(NamedTuple):
     scale: float
 
 
-Changes = Mapping[str, list[Change]]  # by the path of the kernel
+AdapterDeltas = Mapping[str, list[AdapterDelta]]  # by the path of the kernel
 
 
-def merged(array: np.ndarray, changes: list[Change]) -> np.ndarray:
+def merge_adapters(array: np.ndarray, changes: list[AdapterDelta]) -> np.ndarray:
     """A kernel of a file with what adapters add to it, float32."""
     result = np.array(array, np.float32)
     for place, a_IR, b_RO, scale in changes:
@@ -70,9 +70,9 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
     folder = run.adapter.parent
     with wrap_os_errors(f"cannot write {folder}"):
         folder.mkdir(exist_ok=True)
-    put(run.path, f"{folder.name}/{SETTINGS}", json.dumps(peft_config(lora), indent=1) + "\n")
+    write_file(run.path, f"{folder.name}/{SETTINGS}", json.dumps(peft_config(lora), indent=1) + "\n")
     content = safetensors_pieces(arrays, tensors, {BASE: facts["base_sha256"]})
-    put(run.path, f"{folder.name}/{run.adapter.name}", content, facts)
+    write_file(run.path, f"{folder.name}/{run.adapter.name}", content, facts)
 
 
 def peft_config(lora: LoraConfig) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def peft_config(lora: LoraConfig) -> dict[str, Any]:
     }
 
 
-def read_changes(path: Path, model: ModelConfig, scaling: Callable[[str], tuple[int, float]]) -> tuple[Changes, dict[str, str]]:
+def read_adapter(
+    path: Path, model: ModelConfig, scaling: Callable[[str], tuple[int, float]]
+) -> tuple[AdapterDeltas, dict[str, str]]:
     """What the adapters in a safetensors file add to the kernels of a model.
 
     Args:
@@ -118,7 +120,7 @@ def read_changes(path: Path, model: ModelConfig, scaling: Callable[[str], tuple[
         found.setdefault((match[1], match[2]), {})[match[3]] = file.read(name)
     if not found:
         raise UserError(f"{path} holds no adapter")
-    changes: dict[str, list[Change]] = {}
+    changes: dict[str, list[AdapterDelta]] = {}
     for (layer, target), pair in sorted(found.items()):
         place, (ins, outs) = known[int(layer)][target], sizes(model, int(layer))[target]
         module = f"layers.{layer}.{MODULES[place.module.partition('/')[0]]}.{target}"
@@ -131,11 +133,11 @@ def read_changes(path: Path, model: ModelConfig, scaling: Callable[[str], tuple[
             if (kind := pair[letter].dtype.name) not in FLOATS:
                 raise UserError(f"{path} has lora_{letter} of {module} as {kind}, expected one of {', '.join(FLOATS)}")
         a, b = (np.asarray(pair[letter], np.float32).T for letter in "AB")
-        changes.setdefault(f"blocks/{layer}/{place.module}/kernel", []).append(Change(place, a, b, scale))
+        changes.setdefault(f"blocks/{layer}/{place.module}/kernel", []).append(AdapterDelta(place, a, b, scale))
     return changes, file.metadata
 
 
-def run_weights(
+def load_run_weights(
     run: RunDirectory,
     config: Config,
     shapes: Mapping[str, Any],
@@ -155,16 +157,16 @@ def run_weights(
         return load_weights(run.weights, shapes, place)
     base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
     assert lora is not None
-    changes, metadata = read_changes(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
+    changes, metadata = read_adapter(run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale))
     wanted, digest = metadata.get(BASE, ""), weights_digest(base)
     if digest != wanted:
         raise UserError(
             f"the adapters of {run.path} are for the weights {escape_name(wanted[:12])}…, and its base {base.path} has "
             f"{digest[:12]}…: put those it was trained on back"
         )
-    return run_weights(base, load_run_config(base), shapes, vocab_size, with_changes(changes, place))
+    return load_run_weights(base, load_run_config(base), shapes, vocab_size, merge_on_load(changes, place))
 
 
-def with_changes(changes: Changes, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:
+def merge_on_load(changes: AdapterDeltas, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:
     """`place` of arrays to which adapters are added."""
-    return lambda path, array: place(path, merged(array, changes[path]) if path in changes else array)
+    return lambda path, array: place(path, merge_adapters(array, changes[path]) if path in changes else array)

@@ -16,7 +16,7 @@ from dantinox.config.base import Count, NonNegative, Section
 from dantinox.config.router_settings import MEASURED, Scale
 from dantinox.files import UserError, atomic_write, escape_name, read_text
 from dantinox.run.directory import RunDirectory
-from dantinox.run.manifest import MANIFEST, damage_if_named, put
+from dantinox.run.manifest import MANIFEST, recorded_file_damage, write_file
 from dantinox.run.weights import weights_digest
 
 MAX_ROUTER_BYTES = 1 << 20
@@ -26,17 +26,17 @@ _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(st
 
 MAX_KV_BYTES = 16 << 20
 KV_FORMAT = 2
-PER_HEAD = {  # H: query heads, K: key heads
+HEAD_SIGNALS = {  # H: query heads, K: key heads
     "head_entropies": "H", "coverage": "H", "distance": "H", "loss": "K", "length_entropies": "H",
 }  # fmt: skip
 Whole = Annotated[int, Field(ge=0)]
-Rise = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
+LossIncrease = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Signal = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # bits, keys: a sum of them stays a number
 
 
 def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> None:
     """Writes what was measured for the router: `weights` (their digest), `measured` (the numbers of `MEASURED`), and more."""
-    put(run.path, run.router.name, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
+    write_file(run.path, run.router.name, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
 
 
 def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, float] | None:
@@ -48,7 +48,7 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
       UserError: the file cannot be read, is lost, or does not hold exactly these numbers.
     """
     run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
-    again = _again(path, "router")
+    again = _recalibrate_hint(path, "router")
     if run is not None and not has_calibration(path, "router"):
         return None
     found = _read(path, _RouterFile, MAX_ROUTER_BYTES, again)
@@ -68,7 +68,7 @@ def _read(path: Path, kind: Any, limit: int, again: str) -> Any:
         where = escape_name(": ".join(map(str, first["loc"])))
         wrong = f"lacks {where}" if first["type"] == "missing" else f"is no good ({where}{': ' * bool(where)}{first['msg']})"
         raise UserError(f"the calibration {path} {wrong}: {again}") from None
-    if problem := damage_if_named(path):
+    if problem := recorded_file_damage(path):
         raise UserError(f"the calibration {problem}: {again}")
     return found
 
@@ -82,7 +82,7 @@ class _Method(Section):
     method: str | None = None
 
 
-class HeadFile(Section):
+class HeadCalibrationFile(Section):
     """What is read of a file about attention heads, whose format 1 ends with `calibration`; other keys are passed over.
 
     Attributes:
@@ -108,7 +108,7 @@ class HeadFile(Section):
     length_entropies: dict[str, list[Signal]] | None = None
     coverage: dict[str, Signal] | None = None
     distance: dict[str, Signal] | None = None
-    loss: dict[str, list[Rise]] | None = None
+    loss: dict[str, list[LossIncrease]] | None = None
     loss_slots: list[Count] | None = None
     split_half_correlation: Annotated[float, Field(ge=-1, le=1)] | None = None
     tokens: Whole | None = None
@@ -149,10 +149,12 @@ class KVCalibration:
         measured = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "distance": self.distance_LN}
         found = (measured | {"loss": self.loss_LKC})[name]
         if found is None:
-            raise UserError(f"the calibration {self.path} holds no {name}: {_again(self.path, 'kv')}, or set another kv.signal")
+            raise UserError(
+                f"the calibration {self.path} holds no {name}: {_recalibrate_hint(self.path, 'kv')}, or set another kv.signal"
+            )
         return found
 
-    def lacks(self, name: str) -> str:
+    def missing_signal(self, name: str) -> str:
         """The sentence where a signal was not measured, else nothing."""
         try:
             self.signal(name)
@@ -165,7 +167,7 @@ def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
     """Writes what was measured on the attention heads, the keys of format 2."""
     path, content = Path(path), json.dumps({"format_version": KV_FORMAT, **record}, allow_nan=False) + "\n"
     if (path.parent / MANIFEST).exists():
-        put(path.parent, path.name, content)
+        write_file(path.parent, path.name, content)
     else:
         atomic_write(path, content)
 
@@ -198,8 +200,8 @@ def read_kv_calibration(
       UserError: the file cannot be read, holds something else, or is of another model or other weights.
     """
     path = Path(path)
-    again = _again(path, "kv")
-    file = _read(path, HeadFile, MAX_KV_BYTES, again)
+    again = _recalibrate_hint(path, "kv")
+    file = _read(path, HeadCalibrationFile, MAX_KV_BYTES, again)
     theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
     if theirs != ours:
         counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]
@@ -208,7 +210,7 @@ def read_kv_calibration(
         if None not in (own, other) and own != other:
             raise UserError(f"the calibration {path} was measured on {what}: {again}")
     found: dict[str, Any] = file.model_dump(exclude_none=True)
-    for key, letter in PER_HEAD.items():
+    for key, letter in HEAD_SIGNALS.items():
         if key in found:
             names, values = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter), found[key]
             if missing := [name for name in names if name not in values]:
@@ -241,12 +243,12 @@ def has_calibration(path: Path, what: str) -> bool:
     """
     if path.exists():
         return True
-    if problem := damage_if_named(path):
-        raise UserError(f"the calibration {problem}: {_again(path, what)}")
+    if problem := recorded_file_damage(path):
+        raise UserError(f"the calibration {problem}: {_recalibrate_hint(path, what)}")
     return False
 
 
-def _again(path: Path, what: str) -> str:
+def _recalibrate_hint(path: Path, what: str) -> str:
     """How to make a calibration anew; the file may lie in its run or anywhere."""
     run = path.parent if path.absolute() in (RunDirectory(path.parent).kv, RunDirectory(path.parent).router) else "RUN"
     return f"run `dantinox calibrate --run_dir {run} --what {what}` again"

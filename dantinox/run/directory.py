@@ -10,10 +10,18 @@ from typing import Any
 
 from dantinox.config import Config, dump_config, load_config
 from dantinox.files import UserError
-from dantinox.run.manifest import MANIFEST, Damage, check_files, damage_if_named, entry_in_background, put, read_manifest
+from dantinox.run.manifest import (
+    MANIFEST,
+    DamagedFile,
+    check_files,
+    hash_file_in_background,
+    read_manifest,
+    recorded_file_damage,
+    write_file,
+)
 
 RUNS = Path("runs")
-COMPANIONS = ("chat_template.jinja", "origin.json")  # what goes along from a run to one that starts from it
+INHERITED_FILES = ("chat_template.jinja", "origin.json")  # what goes along from a run to one that starts from it
 V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # what DantinoX 0 left in a run, and we never do
 
 
@@ -39,7 +47,7 @@ class RunDirectory:
         self.kv = self.path / "kv_entropy.json"  # what was measured of the attention heads, for compressed caches
 
     @property
-    def exported(self) -> Path:
+    def weights_or_adapter(self) -> Path:
         """What its training gives: its weights, or its adapters."""
         return self.adapter if self.adapter.is_file() else self.weights
 
@@ -62,7 +70,7 @@ class RunDirectory:
         """
         try:
             check_files(self.path, [str(path.relative_to(self.path)) for path in paths])
-        except Damage as error:
+        except DamagedFile as error:
             accept = f"dantinox verify {self.path} --accept"
             raise UserError(f"{error}: put the right file there, or if this one is right, run `{accept}`") from None
 
@@ -70,7 +78,7 @@ class RunDirectory:
         """Starts in the background what `check` waits for."""
         for path in paths:
             with contextlib.suppress(OSError):  # `check` reports it
-                entry_in_background(path)
+                hash_file_in_background(path)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -103,7 +111,7 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         if path is None:
-            return RunDirectory(_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
+            return RunDirectory(_make_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
         # A run that was killed before it wrote anything leaves its lock file alone.
         occupied = any(child.name != ".lock" for child in run.path.iterdir())
     except OSError as error:
@@ -114,7 +122,7 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
     return run
 
 
-def _numbered(first: Path) -> Path:
+def _make_numbered(first: Path) -> Path:
     """Makes the directory `first`, or the first of `first_2`, `first_3` … that is not there yet."""
     path, number = first, 1
     while True:
@@ -158,9 +166,9 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
                 f"{path} is a run of DantinoX 0, by its weights ({name}): "
                 f"`dantinox import {path} --run_dir …` makes one of this version of it"
             )
-    if not run.exported.is_file():
+    if not run.weights_or_adapter.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
-    files = run.tokenizer, run.tokenizer_config, run.exported
+    files = run.tokenizer, run.tokenizer_config, run.weights_or_adapter
     if check:
         run.check(*files)
     else:
@@ -185,32 +193,32 @@ def open_base(init_from: str | None, beside: RunDirectory | None = None) -> RunD
 
 def save_config(run: RunDirectory, config: Config) -> None:
     """Writes every setting, defaults included, so that a later version's defaults change nothing."""
-    put(run.path, run.config.name, dump_config(config))
+    write_file(run.path, run.config.name, dump_config(config))
 
 
 def save_tokenizer(run: RunDirectory, content: str, roles: Mapping[str, Any] | None = None) -> None:
     """Writes the tokenizer, the text of a tokenizer.json, and beside it what its tokens are for, where that is known."""
-    put(run.path, run.tokenizer.name, content)
+    write_file(run.path, run.tokenizer.name, content)
     if roles:
-        put(run.path, run.tokenizer_config.name, json.dumps(roles, indent=1, ensure_ascii=False) + "\n")
+        write_file(run.path, run.tokenizer_config.name, json.dumps(roles, indent=1, ensure_ascii=False) + "\n")
 
 
-def chat_template_of(run: RunDirectory) -> Path | None:
+def find_chat_template(run: RunDirectory) -> Path | None:
     """The run's chat template, which somebody may have put there; None where it has none.
 
     Raises:
       UserError: it is not the one that was written.
     """
-    if problem := damage_if_named(run.chat_template):
+    if problem := recorded_file_damage(run.chat_template):
         raise UserError(f"{problem}: put the right file there, or if it is right, run `dantinox verify {run.path} --accept`")
     return run.chat_template if run.chat_template.is_file() else None
 
 
-def take_along(source: RunDirectory, run: RunDirectory) -> None:
+def copy_inherited_files(source: RunDirectory, run: RunDirectory) -> None:
     """Copies the chat template and the origin of imported weights into a run that starts from another one."""
-    for name in COMPANIONS:
+    for name in INHERITED_FILES:
         if (source.path / name).is_file():
-            put(run.path, name, (source.path / name).read_bytes())
+            write_file(run.path, name, (source.path / name).read_bytes())
 
 
 def load_run_config(run: RunDirectory) -> Config:

@@ -25,10 +25,10 @@ MANIFEST = "manifest.txt"
 FORMAT = 1
 LAST_LINE = 65  # bytes: a SHA-256 in hexadecimal digits and the end of the line
 SMALL = 1 << 20  # bytes of a file that a quick look reads too
-PIECE = 8 << 20  # bytes read at once
+READ_BYTES = 8 << 20  # bytes read at once
 
 
-class Damage(UserError):
+class DamagedFile(UserError):
     """A file is not what was written."""
 
 
@@ -39,31 +39,31 @@ class Entry(NamedTuple):
     size: int
 
 
-def entry_of(path: Path, size: int | None = None) -> Entry:
+def hash_file(path: Path, size: int | None = None) -> Entry:
     """Reads a file, or its first `size` bytes, a piece at a time. Raises an OSError if it cannot be read.
 
     Pieces are large because another thread may hold the interpreter between two of them.
     """
     digest, count = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(PIECE, os.fstat(file.fileno()).st_size + 1)))
+        buffer = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while read := file.readinto(buffer if size is None else buffer[: size - count]):
             digest.update(buffer[:read])
             count += read
     return Entry(digest.hexdigest(), count)
 
 
-def entry_while_unchanged(path: Path) -> Entry:
-    """`entry_of`, computed once for as long as the file is unchanged."""
+def hash_file_cached(path: Path) -> Entry:
+    """`hash_file`, computed once for as long as the file is unchanged."""
     try:
-        return entry_in_background(path).result()
+        return hash_file_in_background(path).result()
     except OSError:
         _entry.cache_clear()  # the next call reads the file again
         raise
 
 
-def entry_in_background(path: Path) -> "Future[Entry]":
-    """The result of `entry_while_unchanged`, computed in a thread that does not delay the end of the process."""
+def hash_file_in_background(path: Path) -> "Future[Entry]":
+    """The result of `hash_file_cached`, computed in a thread that does not delay the end of the process."""
     now = path.stat()
     return _entry(path, now.st_ino, now.st_size, now.st_mtime_ns)
 
@@ -74,7 +74,7 @@ def _entry(path: Path, *state: int) -> "Future[Entry]":
 
     def compute() -> None:
         try:
-            future.set_result(entry_of(path))
+            future.set_result(hash_file(path))
         except BaseException as error:
             future.set_exception(error)
 
@@ -110,11 +110,11 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
     with wrap_os_errors(f"cannot read {path}"):
         if not path.is_file():  # a pipe would never end
             nowhere = f"{path} is missing: nothing says whether the files beside it are whole"
-            raise Damage(f"{path} is no file" if os.path.lexists(path) else nowhere)
+            raise DamagedFile(f"{path} is no file" if os.path.lexists(path) else nowhere)
         content = path.read_bytes()
     text, last = content[:-LAST_LINE], content[-LAST_LINE:]
     if last.decode(errors="replace") != hashlib.sha256(text).hexdigest() + "\n":
-        raise Damage(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
+        raise DamagedFile(f"{path} is damaged: its last line is not the SHA-256 of the lines above")
     return _record_of(path, text, step)
 
 
@@ -126,13 +126,13 @@ def _record_of(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
     if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
         raise UserError(f"{path} has format {quote(record['format'])}, this version reads {FORMAT}")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
-        raise Damage(f"{path} is damaged: it names no files")
+        raise DamagedFile(f"{path} is damaged: it names no files")
     if (found := record.get("step")) != step:
-        raise Damage(f"{path} is that of {'a run' if found is None else f'step {quote(found)}'}")
+        raise DamagedFile(f"{path} is that of {'a run' if found is None else f'step {quote(found)}'}")
     return record
 
 
-def put(
+def write_file(
     folder: Path, name: str, data: bytes | str | Iterable[bytes | memoryview], facts: Mapping[str, Any] | None = None
 ) -> None:
     """Replaces a file of a run and its entry in the manifest, both or neither: after whatever crash they agree.
@@ -154,7 +154,7 @@ def put(
             size += memoryview(piece).nbytes
             yield piece
 
-    with _held(folder):
+    with _lock_manifest(folder):
         record = _record(folder)
         before = record["files"].get(name, [None])[0]
         with staged_write(folder / name, read()):
@@ -174,16 +174,16 @@ def record_files(folder: Path, names: Iterable[str], afresh: bool = False) -> No
       UserError: one of them cannot be read, or the manifest cannot be written.
     """
     try:
-        entries = {name: [entry_of(folder / name)] for name in names}
+        entries = {name: [hash_file(folder / name)] for name in names}
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    with _held(folder):
+    with _lock_manifest(folder):
         record: dict[str, Any] = {"files": {}} if afresh else _record(folder)
         _replace(folder, record | {"files": record["files"] | entries})
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _lock_manifest(folder: Path) -> Iterator[None]:
     """Keeps other processes from the manifest: a run may be calibrated while it is trained."""
     with wrap_os_errors(f"cannot write {folder / MANIFEST}"):
         directory = os.open(folder, os.O_RDONLY)
@@ -210,19 +210,19 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     """
     files = read_manifest(folder / MANIFEST)["files"]
     for name in names:
-        if problem := damage(folder, name, files.get(name), entry_while_unchanged):
-            raise Damage(problem)
+        if problem := describe_damage(folder, name, files.get(name), hash_file_cached):
+            raise DamagedFile(problem)
 
 
-def damage_if_named(path: Path) -> str:
-    """`damage` of a file that somebody else may have written: nothing where there is no manifest that names it."""
+def recorded_file_damage(path: Path) -> str:
+    """`describe_damage` of a file that somebody else may have written: nothing where there is no manifest that names it."""
     manifest = path.parent / MANIFEST
     expected = read_manifest(manifest)["files"].get(path.name) if manifest.exists() else None
-    return damage(path.parent, path.name, expected) if expected else ""
+    return describe_damage(path.parent, path.name, expected) if expected else ""
 
 
-def damage(
-    folder: Path, name: str, expected: Iterable[Any] | None, entry: Callable[[Path], Entry] = entry_of, quick: bool = False
+def describe_damage(
+    folder: Path, name: str, expected: Iterable[Any] | None, entry: Callable[[Path], Entry] = hash_file, quick: bool = False
 ) -> str:
     """What is wrong with a file, as a sentence; nothing where it is what was written.
 
@@ -268,12 +268,12 @@ def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path
       step: the directory, whose name is the number of the step.
       logs: for each log how many bytes it had when the step was saved.
     """
-    files = {name: [entry_of(step / name)] for name in _files(step)}
-    beside = {path.name: [entry_of(path, size)] for path, size in logs.items()}
+    files = {name: [hash_file(step / name)] for name in _files(step)}
+    beside = {path.name: [hash_file(path, size)] for path, size in logs.items()}
     write_manifest(step / MANIFEST, {"step": int(step.name), "files": files, "logs": beside} | dict(facts))
 
 
-def step_damage(step: Path, quick: bool = False) -> Iterator[str]:
+def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
     """A sentence for everything in a checkpoint that is not as it was written; with `quick` large files by their size alone.
 
     Raises:
@@ -281,23 +281,23 @@ def step_damage(step: Path, quick: bool = False) -> Iterator[str]:
     """
     try:
         files = read_manifest(step / MANIFEST, int(step.name))["files"]
-    except Damage as error:
+    except DamagedFile as error:
         yield str(error)
         return
     for name in sorted({*files, *_files(step)}):
-        if problem := damage(step, name, files.get(name), quick=quick):
+        if problem := describe_damage(step, name, files.get(name), quick=quick):
             yield problem
 
 
-def log_damage(folder: Path, step: Path) -> Iterator[str]:
+def find_log_damage(folder: Path, step: Path) -> Iterator[str]:
     """A sentence for every log that does not begin with what it held when a checkpoint was saved."""
-    for name, size, entries in logs_of(step):
-        problem = damage(folder, name, entries, lambda path, size=size: entry_of(path, size))  # type: ignore[misc]
+    for name, size, entries in recorded_logs(step):
+        problem = describe_damage(folder, name, entries, lambda path, size=size: hash_file(path, size))  # type: ignore[misc]
         if problem:
             yield f"{problem} up to step {step.name}"
 
 
-def logs_of(step: Path) -> Iterator[tuple[str, int, Any]]:
+def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:
     """(name, bytes when the checkpoint was saved, entries) of the logs that a checkpoint records."""
     for name, entries in read_manifest(step / MANIFEST, int(step.name))["logs"].items():
         yield name, entries[0][1], entries

@@ -19,13 +19,13 @@ import numpy as np
 
 from dantinox.files import UserError, escape_name, first_line, wrap_os_errors
 from dantinox.run.directory import RunDirectory
-from dantinox.run.manifest import entry_while_unchanged, put
+from dantinox.run.manifest import hash_file_cached, write_file
 
 ARRAY_EXTENSION = 1
 CHUNK_BYTES = 1 << 30
 CHUNKED = "__msgpack_chunked_array__"
 BFLOAT16 = "bfloat16"
-DEEPEST = 16  # levels of names that a file may have
+MAX_DEPTH = 16  # levels of names that a file may have
 # The first byte of what a length of 1, 2 or 4 bytes follows (github.com/msgpack/msgpack/blob/master/spec.md).
 BINARY, EXTENSION, TEXT = (0xC4, 0xC5, 0xC6), (0xC7, 0xC8, 0xC9), (0xD9, 0xDA, 0xDB)
 FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
@@ -46,7 +46,7 @@ def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping
       UserError: the file cannot be written.
     """
     path = Path(path)
-    put(path.parent, path.name, packed(parameters), facts)
+    write_file(path.parent, path.name, msgpack_pieces(parameters), facts)
 
 
 def load_weights(
@@ -64,7 +64,7 @@ def load_weights(
     """
     path = Path(path)
     shapes = {name: tuple(leaf.shape) for name, leaf in expected.items()}
-    found, size = read_leaves(path)
+    found, size = read_arrays(path)
     _compare(path, found, shapes)
     total = sum(leaf.nbytes for leaf in found.values())
     overhead = 1024 + sum(256 + len(name) for name in shapes)
@@ -73,7 +73,7 @@ def load_weights(
     return {name: place(name, found.pop(name).array()) for name in shapes}
 
 
-def read_leaves(path: Path) -> tuple[dict[str, "Leaf"], int]:
+def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
     """The arrays of a file by their paths, mapped into memory, and the bytes of the file.
 
     Raises:
@@ -92,8 +92,8 @@ def read_leaves(path: Path) -> tuple[dict[str, "Leaf"], int]:
 
 def weights_digest(run: RunDirectory) -> str:
     """SHA-256 (hex) of the weights, or of the adapters, which name theirs; computed once for as long as the file stays."""
-    with wrap_os_errors(f"cannot read the weights {run.exported}"):
-        return entry_while_unchanged(run.exported).sha256
+    with wrap_os_errors(f"cannot read the weights {run.weights_or_adapter}"):
+        return hash_file_cached(run.weights_or_adapter).sha256
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,30 +117,30 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def packed(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
     """A file's bytes, in pieces: the arrays as nested dicts with sorted names, each asked for when its place comes.
 
     Args:
       parameters: arrays by their paths, "blocks/0/norm1/scale"; those of bfloat16 stay, all others become float32.
     """
-    return _packed(_nested({name: name for name in parameters}), parameters)
+    return _tree_pieces(_nested({name: name for name in parameters}), parameters)
 
 
-def _packed(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
     yield PACKER.pack_map_header(len(tree))
     for key in sorted(tree):
         yield PACKER.pack(key)
         if isinstance(tree[key], dict):
-            yield from _packed(tree[key], parameters)
+            yield from _tree_pieces(tree[key], parameters)
             continue
         array = np.asarray(parameters[tree[key]])
-        yield from _array(array if array.dtype.name == BFLOAT16 else np.asarray(array, np.float32))
+        yield from _array_pieces(array if array.dtype.name == BFLOAT16 else np.asarray(array, np.float32))
         del array  # before the next one is made
 
 
-def _array(array: np.ndarray) -> Iterator[bytes | memoryview]:
+def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     if array.nbytes <= CHUNK_BYTES:
-        yield from _extension(array)
+        yield from _extension_pieces(array)
         return
     step = CHUNK_BYTES // array.itemsize
     flat = array.reshape(-1)
@@ -150,17 +150,17 @@ def _array(array: np.ndarray) -> Iterator[bytes | memoryview]:
     yield PACKER.pack_map_header(len(starts))
     for number, start in enumerate(starts):
         yield PACKER.pack(str(number))
-        yield from _extension(flat[start : start + step])
+        yield from _extension_pieces(flat[start : start + step])
 
 
-def _extension(array: np.ndarray) -> Iterator[bytes | memoryview]:
+def _extension_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     """One array as Flax packs it: (shape, name of the dtype, bytes), of which the bytes are not copied."""
-    inside = b"\x93" + PACKER.pack(array.shape) + PACKER.pack(array.dtype.name) + _sized(array.nbytes, BINARY)
-    yield _sized(len(inside) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + inside
+    inside = b"\x93" + PACKER.pack(array.shape) + PACKER.pack(array.dtype.name) + _data_header(array.nbytes, BINARY)
+    yield _data_header(len(inside) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + inside
     yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _sized(size: int, heads: tuple[int, int, int]) -> bytes:
+def _data_header(size: int, heads: tuple[int, int, int]) -> bytes:
     """The head of binary data or of an extension, whose content follows in a piece of its own."""
     if heads is EXTENSION and size in FIXED_EXTENSION:
         return bytes([FIXED_EXTENSION[size]])
@@ -169,7 +169,7 @@ def _sized(size: int, heads: tuple[int, int, int]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredArray:
     """An array in a file: its flat parts in their order, which are views into the file, and the shape of the whole."""
 
     shape: tuple[int, ...]
@@ -189,7 +189,7 @@ class Leaf:
         return flat.reshape(self.shape)
 
 
-def _compare(path: Path, found: Mapping[str, Leaf], shapes: dict[str, tuple[int, ...]]) -> None:
+def _compare(path: Path, found: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises on the first parameter that is missing, too many, of another shape or neither dtype."""
     for name, shape in shapes.items():
         if name not in found:
@@ -213,7 +213,7 @@ class Reader:
     def __init__(self, content: Any):
         self.content, self.at, self.end = content, 0, len(content)
 
-    def leaves(self) -> dict[str, Leaf]:
+    def leaves(self) -> dict[str, StoredArray]:
         tree = self._map(0)
         if self.at != self.end:
             raise ValueError(f"{self.end - self.at} bytes behind the parameters")
@@ -255,7 +255,7 @@ class Reader:
 
     def _map(self, depth: int) -> dict[str, Any]:
         count = self._length(range(0x80, 0x90), (0xDE, 0xDF), "a tree of parameters")
-        if depth > DEEPEST or count > self.end - self.at:
+        if depth > MAX_DEPTH or count > self.end - self.at:
             raise ValueError("a tree of parameters that is larger than the file")
         tree: dict[str, Any] = {}
         for number in range(count):
@@ -271,11 +271,11 @@ class Reader:
         head = self.content[self.at] if self.at < self.end else 0
         if head in EXTENSION or head in FIXED_EXTENSION.values():
             shape, values = self._one()
-            return Leaf(shape, (values,))
+            return StoredArray(shape, (values,))
         tree = self._map(depth + 1)
         return tree.get(CHUNKED, tree)
 
-    def _chunked(self, depth: int) -> Leaf:
+    def _chunked(self, depth: int) -> StoredArray:
         """What follows the first name of a large array: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
         if self._take(">B") != 0xC3 or self._text() != "shape":
             raise ValueError("an array in chunks without a shape")
@@ -287,7 +287,7 @@ class Reader:
         parts = tuple(chunks[str(number)].parts[0] for number in range(len(chunks)))
         if not parts or sum(part.size for part in parts) != math.prod(shape) or len({part.dtype for part in parts}) > 1:
             raise ValueError(f"chunks that are no array of shape {shape}")
-        return Leaf(shape, parts)
+        return StoredArray(shape, parts)
 
     def _one(self) -> tuple[tuple[int, ...], np.ndarray]:
         head = self._take(">B")

@@ -159,7 +159,7 @@ def chosen_caches(
             f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
             "--what kv`, give another file with --kv_calibration, or name other methods in --methods"
         )
-    lacking = {name: measured.lacks(name) for name in signals if measured.lacks(name)}
+    lacking = {name: measured.missing_signal(name) for name in signals if measured.missing_signal(name)}
     if lacking and names is not None:
         raise UserError(next(iter(lacking.values())))
     return [name for name in found if name not in lacking], [

@@ -180,7 +180,7 @@ def _chosen_methods(names: Sequence[str] | None, measured: KVCalibration | None)
     for name in chosen(names, METHODS, "method of eval ruler"):
         signal = METHODS[name].get("signal", "uniform")
         again = "run `dantinox calibrate --what kv`, or give a file with --kv_calibration"
-        reason = "" if signal == "uniform" else again if measured is None else measured.lacks(signal)
+        reason = "" if signal == "uniform" else again if measured is None else measured.missing_signal(signal)
         if reason and names is not None:
             raise UserError(f"the method {name} needs what was not measured: {reason}")
         if reason:

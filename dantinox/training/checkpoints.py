@@ -17,7 +17,7 @@ import jax
 
 from dantinox.distributed import broadcast_from_rank0, is_rank0
 from dantinox.files import UserError, first_line
-from dantinox.run import ASIDE, SAVING, log_damage, saved_steps, step_damage, write_step_manifest
+from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_step_damage, saved_steps, write_step_manifest
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
@@ -145,10 +145,10 @@ class Checkpoints:
         """The newest whole step, what is wrong with newer ones, and what is to be said of that; None: there is none."""
         damaged: dict[int, str] = {}
         for step in self._finished_steps():
-            problem = next(step_damage(self.path / str(step)), None)
+            problem = next(find_step_damage(self.path / str(step)), None)
             if problem is None:
                 notes = [f"{found}: stepping back to step {step}" for found in damaged.values()]
-                for found in log_damage(self.path.parent, self.path / str(step)):
+                for found in find_log_damage(self.path.parent, self.path / str(step)):
                     if "is missing" not in found:
                         raise UserError(f"{found}: put the right file there, or move it away to go on without its rows")
                     notes.append(f"{found}: it begins anew")
@@ -164,7 +164,7 @@ class Checkpoints:
         notes = []
         for older in (number for number in self._finished_steps() if number < step):
             # Orbax reads their small files when it starts.
-            if problem := next(step_damage(self.path / str(older), quick=True), ""):
+            if problem := next(find_step_damage(self.path / str(older), quick=True), ""):
                 damaged[older] = problem
                 notes.append(problem)
         notes += [f"what is damaged stays in {self._set_aside(number)}" for number in damaged]
@@ -173,7 +173,9 @@ class Checkpoints:
 
     def read(self, step: int | None, abstract: State) -> State | None:
         """The state of a step, or None where that step is not there or damaged."""
-        whole = broadcast_from_rank0(lambda: step in self._finished_steps() and not any(step_damage(self.path / str(step))))
+        whole = broadcast_from_rank0(
+            lambda: step in self._finished_steps() and not any(find_step_damage(self.path / str(step)))
+        )
         return self._load(step, abstract)[0] if whole and step is not None else None
 
     def newest(self) -> int | None:
@@ -197,7 +199,7 @@ class Checkpoints:
                 self._guard_disk(self._manager.close)
 
     def _unfinished(self, step: int) -> Path:
-        return self.path / f"{step}{SAVING}"
+        return self.path / f"{step}{SAVING_SUFFIX}"
 
     def _finished_steps(self) -> list[int]:
         """The steps that were written to the end, newest first."""
@@ -211,8 +213,8 @@ class Checkpoints:
         """Removes what a save left that was killed; there is nothing in it that its run does not make again."""
         self._delete_removed()
         finished = self._finished_steps()
-        for mark in self.path.glob(f"*{SAVING}"):
-            step = mark.name.removesuffix(SAVING)
+        for mark in self.path.glob(f"*{SAVING_SUFFIX}"):
+            step = mark.name.removesuffix(SAVING_SUFFIX)
             if not step.isdecimal() or not mark.is_file():
                 continue  # none of ours
             if int(step) not in finished:
@@ -225,7 +227,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> Path:
         """Renames a step: its number will come again."""
-        names = (f"{ASIDE}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
+        names = (f"{DAMAGED_PREFIX}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
         return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
 

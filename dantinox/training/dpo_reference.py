@@ -10,7 +10,7 @@ from dantinox.config import ModelConfig
 from dantinox.distributed import Layout, barrier, fetch_to_host, is_rank0
 from dantinox.files import UserError
 from dantinox.model.parameters import Parameters
-from dantinox.run import RunDirectory, put
+from dantinox.run import RunDirectory, write_file
 from dantinox.text import ConversationStore
 from dantinox.training.step import make_reference_step, select_rows
 
@@ -61,6 +61,6 @@ def load_or_compute_logprobs(
     found = compute()
     if is_rank0():
         record = {"tokens": store.name, "weights": weights, "log_probabilities": found.tolist()}
-        put(run.path, f"{run.data.name}/{REFERENCE_FILE}", json.dumps(record) + "\n")
+        write_file(run.path, f"{run.data.name}/{REFERENCE_FILE}", json.dumps(record) + "\n")
     barrier()
     return found

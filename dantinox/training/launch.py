@@ -15,17 +15,17 @@ from dantinox.files import UserError
 from dantinox.platform import use_compilation_cache
 from dantinox.report import Console, human_count, open_console, table, trackers
 from dantinox.run import (
-    COMPANIONS,
+    INHERITED_FILES,
     RunDirectory,
+    copy_inherited_files,
     create_run,
-    entry_while_unchanged,
+    find_file_damage,
+    hash_file_cached,
     load_run_config,
-    own_damage,
-    put,
     record_files,
     save_config,
     save_tokenizer,
-    take_along,
+    write_file,
 )
 from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
 from dantinox.training.loop import train
@@ -102,13 +102,13 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
         record_files(run.path, run.tokens())
         save_tokenizer(run, tokenizer.to_json(), tokenizer.roles)
         if config.training.init_from is not None:
-            take_along(RunDirectory(config.training.init_from), run)
+            copy_inherited_files(RunDirectory(config.training.init_from), run)
         if chat is not None:
-            put(run.path, run.chat_template.name, chat.source)
+            write_file(run.path, run.chat_template.name, chat.source)
         save_config(run, config)  # last: where it stands, the run can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
-        for path in (run.tokenizer, run.tokenizer_config, run.manifest, *(run.path / name for name in COMPANIONS)):
+        for path in (run.tokenizer, run.tokenizer_config, run.manifest, *(run.path / name for name in INHERITED_FILES)):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (run.path / ".lock").unlink()
@@ -149,7 +149,7 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
         _check_rebuilt(run)
     elif has_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
-    for problem in own_damage(run, entry_while_unchanged):
+    for problem in find_file_damage(run, hash_file_cached):
         console.note(problem)  # nothing that the training reads
     sample = make_sampler(config, tokenizer)
     if config != saved:

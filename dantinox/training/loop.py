@@ -37,7 +37,7 @@ from dantinox.model.parameters import Parameters
 from dantinox.platform import platform_of, release_free_memory
 from dantinox.programs import exit_now
 from dantinox.report import Console
-from dantinox.run import RunDirectory, open_base, put, weights_digest
+from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
 from dantinox.training.checkpoints import Checkpoints, TrainingProgress
 from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
@@ -304,7 +304,7 @@ class Trainer:
             try:
                 text = sample(build_sampling_model(self.model, weights))
                 self.run.samples.mkdir(exist_ok=True)
-                put(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
+                write_file(self.run.path, f"{self.run.samples.name}/step_{self.step}.txt", text)
                 self.log.files.sample(self.step, text)
             except Exception as error:
                 self.console.note(f"no sample at step {self.step}: {first_line(error)}")
@@ -342,7 +342,7 @@ class Trainer:
 
     def _export_missing(self) -> None:
         """The best weights again, or the last, where their file was moved away."""
-        if not broadcast_from_rank0(self.run.exported.exists):
+        if not broadcast_from_rank0(self.run.weights_or_adapter.exists):
             self._export(self._best_state())
 
     def _export(self, state: State) -> None:

@@ -10,7 +10,7 @@ from dantinox.distributed import barrier, fetch_to_host, is_rank0
 from dantinox.files import UserError
 from dantinox.model.parameters import blueprint, unrolled
 from dantinox.report import Console, plot_loss
-from dantinox.run import RunDirectory, put, save_weights
+from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
 from dantinox.training.checkpoints import TrainingProgress
 from dantinox.training.step import State
@@ -51,7 +51,7 @@ def write_summary(
         "best_step": progress.best_step,
         "model": asdict(model),
     }
-    put(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")
+    write_file(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")
     if config.logging.plot:
         try:
             plot_loss(run.log(config), run.metrics, run.plots / "loss.png")

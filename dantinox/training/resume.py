@@ -17,7 +17,7 @@ from dantinox.model.lora import held
 from dantinox.model.parameters import Parameters, blueprint, rolled
 from dantinox.platform import platform_of
 from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest
-from dantinox.run.adapters import run_weights
+from dantinox.run.adapters import load_run_weights
 from dantinox.text import Tokenizer, vocabulary_size
 
 # None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
@@ -160,4 +160,4 @@ def _load_source_weights(
             f"leave the settings of tokenizer out, and it is taken from there"
         )
     _, shapes = blueprint(replace(model, scan_layers=False))
-    return run_weights(source, load_run_config(source), shapes, model.vocab_size, place)
+    return load_run_weights(source, load_run_config(source), shapes, model.vocab_size, place)

@@ -15,7 +15,7 @@ import pytest
 from training.small import VOCABULARY, Workshop, small_config
 
 from dantinox.report import read_csv, read_jsonl
-from dantinox.run import SAVING, RunDirectory, saved_steps, step_damage, verify_run
+from dantinox.run import SAVING_SUFFIX, RunDirectory, find_step_damage, saved_steps, verify_run
 from dantinox.training.checkpoints import Checkpoints
 from dantinox.training.step import TrainStep
 
@@ -63,8 +63,8 @@ def test_at_no_moment_is_a_checkpoint_incomplete_that_no_mark_says_so_of(tmp_pat
         looking.now, moments = True, moments + 1
         for step in saved_steps(checkpoints):
             folder = checkpoints / str(step)
-            if not (checkpoints / f"{step}{SAVING}").exists() or (folder / "manifest.txt").exists():
-                problems.extend(problem for problem in list(step_damage(folder)) if folder.exists())
+            if not (checkpoints / f"{step}{SAVING_SUFFIX}").exists() or (folder / "manifest.txt").exists():
+                problems.extend(problem for problem in list(find_step_damage(folder)) if folder.exists())
         looking.now = False
 
     sys.addaudithook(lambda *event: checkpoints.exists() and look(*event))

@@ -12,7 +12,7 @@ from dantinox.model import Compression
 from dantinox.model.cache import make_cache
 from dantinox.model.lora import places
 from dantinox.model.parameters import blueprint
-from dantinox.run.adapters import Change, merged
+from dantinox.run.adapters import AdapterDelta, merge_adapters
 
 from . import reference
 from .builder import config, quick, shaken, texts
@@ -112,7 +112,7 @@ def test_adapters_beside_the_weights_are_merged_weights(name):
         if path.endswith("lora_a"):
             module, _, target = path.removesuffix("/lora_a").rpartition("/")
             a, b = weights[path], weights[f"{module}/{target}/lora_b"]
-            change = Change(targets[target], a.reshape(-1, 2), 0.3 * b.reshape(2, -1), 1.5)
+            change = AdapterDelta(targets[target], a.reshape(-1, 2), 0.3 * b.reshape(2, -1), 1.5)
             weights[f"{module}/{target}/lora_b"] = 0.3 * b
             changes.setdefault(f"{module}/kernel", []).append(change)
     assert len(changes) == 2 * len({place.module for place in targets.values()})
@@ -120,7 +120,7 @@ def test_adapters_beside_the_weights_are_merged_weights(name):
     tokens_BT, positions_BT = texts((2, 9)), positions_of(2, 9)
     logits_BTV = np.asarray(run(weights, tokens_BT, positions_BT)[0])
     run, _ = run_of(plain)
-    both = base, {path: merged(array, changes.get(path, [])) for path, array in base.items()}
+    both = base, {path: merge_adapters(array, changes.get(path, [])) for path, array in base.items()}
     before_BTV, after_BTV = (np.asarray(run(weights, tokens_BT, positions_BT)[0]) for weights in both)
     largest = np.abs(after_BTV).max()
     assert np.abs(logits_BTV - after_BTV).max() <= 1e-5 * largest

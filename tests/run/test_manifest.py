@@ -5,41 +5,41 @@ import os
 import pytest
 
 from dantinox.config import UserError
-from dantinox.run import Damage, put, step_damage, write_step_manifest
-from dantinox.run.manifest import MANIFEST, check_files, damage, entry_of, log_damage, read_manifest
+from dantinox.run import DamagedFile, find_step_damage, write_file, write_step_manifest
+from dantinox.run.manifest import MANIFEST, check_files, describe_damage, find_log_damage, hash_file, read_manifest
 
 
 def test_a_manifest_is_json_that_vouches_for_itself(tmp_path):
-    put(tmp_path, "a.txt", "è\n", {"versions": {"jax": "1"}})
+    write_file(tmp_path, "a.txt", "è\n", {"versions": {"jax": "1"}})
     *lines, last = (tmp_path / MANIFEST).read_text().splitlines(keepends=True)
     record = json.loads("".join(lines))
     sha256 = hashlib.sha256(b"\xc3\xa8\n").hexdigest()
     assert record == {"format": 1, "versions": {"jax": "1"}, "files": {"a.txt": [[sha256, 3]]}}
     assert last == hashlib.sha256("".join(lines).encode()).hexdigest() + "\n"
-    put(tmp_path, "b", b"")
+    write_file(tmp_path, "b", b"")
     assert read_manifest(tmp_path / MANIFEST)["files"]["b"] == [[hashlib.sha256(b"").hexdigest(), 0]]
 
 
 def test_no_changed_byte_of_a_manifest_is_read(tmp_path):
-    put(tmp_path, "a", "content")
+    write_file(tmp_path, "a", "content")
     path = tmp_path / MANIFEST
     content = path.read_bytes()
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(Damage, match="last line is not the SHA-256"):
+        with pytest.raises(DamagedFile, match="last line is not the SHA-256"):
             read_manifest(path)
     for size in range(len(content) - 1):
         path.write_bytes(content[:size])
-        with pytest.raises(Damage, match="last line is not the SHA-256"):
+        with pytest.raises(DamagedFile, match="last line is not the SHA-256"):
             read_manifest(path)
 
 
 def test_a_file_of_any_size_is_read_in_pieces(tmp_path):
     content = os.urandom((1 << 20) + 7)
     (tmp_path / "a").write_bytes(content)
-    assert entry_of(tmp_path / "a") == (hashlib.sha256(content).hexdigest(), len(content))
+    assert hash_file(tmp_path / "a") == (hashlib.sha256(content).hexdigest(), len(content))
     for size in (0, 5, 1 << 20, len(content), len(content) + 1):
-        assert entry_of(tmp_path / "a", size) == (hashlib.sha256(content[:size]).hexdigest(), min(size, len(content)))
+        assert hash_file(tmp_path / "a", size) == (hashlib.sha256(content[:size]).hexdigest(), min(size, len(content)))
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -57,11 +57,11 @@ def test_after_a_crash_between_any_two_writes_a_file_and_its_entry_agree(tmp_pat
         folder = tmp_path / str(crash)
         folder.mkdir()
         if old is not None:
-            put(folder, "a", old)
+            write_file(folder, "a", old)
         monkeypatch.setattr("os.replace", dies)
         replaced.clear()
         try:
-            put(folder, "a", b"new")
+            write_file(folder, "a", b"new")
             assert crash == 3
         except KeyboardInterrupt:
             pass
@@ -69,26 +69,29 @@ def test_after_a_crash_between_any_two_writes_a_file_and_its_entry_agree(tmp_pat
         if (folder / MANIFEST).exists():
             check_files(folder, ["a"])
         assert not (folder / "a").exists() or (folder / "a").read_bytes() == (b"new" if crash > 1 else old)
-        put(folder, "a", b"newer")
+        write_file(folder, "a", b"newer")
         assert len(read_manifest(folder / MANIFEST)["files"]["a"]) == 1
         check_files(folder, ["a"])
 
 
 def test_each_kind_of_damage_is_a_sentence(tmp_path):
-    put(tmp_path, "a", "content")
+    write_file(tmp_path, "a", "content")
     path = tmp_path / "a"
     entries = read_manifest(tmp_path / MANIFEST)["files"]["a"]
-    assert damage(tmp_path, "a", entries) == ""
+    assert describe_damage(tmp_path, "a", entries) == ""
     path.write_text("contend")
     found = hashlib.sha256(b"contend").hexdigest()[:12]
-    assert damage(tmp_path, "a", entries) == f"{path} is damaged: its SHA-256 is {found}…, {entries[0][0][:12]}… was written"
+    assert (
+        describe_damage(tmp_path, "a", entries)
+        == f"{path} is damaged: its SHA-256 is {found}…, {entries[0][0][:12]}… was written"
+    )
     path.write_text("conten")
-    assert damage(tmp_path, "a", entries) == f"{path} is damaged: it has 6 bytes, 7 were written"
+    assert describe_damage(tmp_path, "a", entries) == f"{path} is damaged: it has 6 bytes, 7 were written"
     path.unlink()
-    assert damage(tmp_path, "a", entries) == f"{path} is missing"
+    assert describe_damage(tmp_path, "a", entries) == f"{path} is missing"
     path.mkdir()
-    assert damage(tmp_path, "a", entries) == f"{path} is no file"
-    assert damage(tmp_path, "a", None) == f"{path} is named by no manifest"
+    assert describe_damage(tmp_path, "a", entries) == f"{path} is no file"
+    assert describe_damage(tmp_path, "a", None) == f"{path} is named by no manifest"
 
 
 def test_a_step_answers_for_its_files_and_the_logs_beside_it(tmp_path):
@@ -97,27 +100,27 @@ def test_a_step_answers_for_its_files_and_the_logs_beside_it(tmp_path):
     (step / "state" / "d").write_bytes(b"weights")
     log.write_bytes(b"row 1\nrow 2\n")
     write_step_manifest(step, {"config_sha256": "c"}, {log: 6})
-    assert list(step_damage(step)) == list(log_damage(tmp_path, step)) == []
+    assert list(find_step_damage(step)) == list(find_log_damage(tmp_path, step)) == []
     log.write_bytes(b"row 1\nrow 3\n")
-    assert list(log_damage(tmp_path, step)) == []
+    assert list(find_log_damage(tmp_path, step)) == []
     log.write_bytes(b"row 0\nrow 2\n")
-    (problem,) = log_damage(tmp_path, step)
+    (problem,) = find_log_damage(tmp_path, step)
     assert problem.startswith(f"{log} is damaged: its SHA-256") and problem.endswith("up to step 12")
     (step / "more").write_bytes(b"")
-    assert list(step_damage(step)) == [f"{step / 'more'} is named by no manifest"]
+    assert list(find_step_damage(step)) == [f"{step / 'more'} is named by no manifest"]
     (step / "more").unlink()
     step.rename(step.with_name("13"))
-    assert list(step_damage(step.with_name("13"))) == [f"{step.with_name('13') / MANIFEST} is that of step 12"]
+    assert list(find_step_damage(step.with_name("13"))) == [f"{step.with_name('13') / MANIFEST} is that of step 12"]
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_the_old_file(tmp_path, monkeypatch):
-    put(tmp_path, "a", "old")
+    write_file(tmp_path, "a", "old")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match=r"cannot write .*: No space left on device"):
-        put(tmp_path, "a", "new")
+        write_file(tmp_path, "a", "new")
     assert (tmp_path / "a").read_text() == "old"
     check_files(tmp_path, ["a"])

@@ -18,7 +18,7 @@ from dantinox.run import (
     verify_run,
     weights_digest,
 )
-from dantinox.run.manifest import entry_of
+from dantinox.run.manifest import hash_file
 
 from .small import sentence, some_weights
 
@@ -59,7 +59,7 @@ def test_other_weights_are_told_of(calibrated):
 
 def test_weights_are_hashed_once_while_they_stay_as_they_are(tmp_path, monkeypatch):
     run, hashed = RunDirectory(tmp_path), []
-    monkeypatch.setattr(manifest, "entry_of", lambda path: hashed.append(path) or entry_of(path))
+    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path) or hash_file(path))
     for content in (b"first", b"other"):  # of the same size
         atomic_write(run.weights, content)
         assert {weights_digest(RunDirectory(tmp_path)) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}

@@ -9,18 +9,18 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import Config
 from dantinox.run import (
-    Damage,
+    DamagedFile,
     RunDirectory,
-    log_damage,
+    find_log_damage,
+    find_step_damage,
     manifest,
-    put,
     save_config,
     saved_steps,
-    step_damage,
     verify_files,
     verify_run,
+    write_file,
 )
-from dantinox.run.manifest import MANIFEST, entry_of, read_manifest, write_step_manifest
+from dantinox.run.manifest import MANIFEST, hash_file, read_manifest, write_step_manifest
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(tmp_path) -> RunDirectory:
     run.path.mkdir()
     save_config(run, Config())
     for path in (run.tokenizer, run.weights):
-        put(run.path, path.name, f"content of {path.name}")
+        write_file(run.path, path.name, f"content of {path.name}")
     log = run.log(Config())
     log.write_text("step\n8\n12\n")
     for step, size in ((8, 7), (12, 10)):
@@ -208,8 +208,8 @@ def test_a_file_that_may_not_be_read_is_not_taken_for_damaged(run, monkeypatch):
 
     monkeypatch.setattr("dantinox.run.manifest.open", denied, raising=False)
     with pytest.raises(Exception, match=f"cannot read {state(run)}: Permission denied") as raised:
-        list(step_damage(run.checkpoints / "12"))
-    assert not isinstance(raised.value, Damage)
+        list(find_step_damage(run.checkpoints / "12"))
+    assert not isinstance(raised.value, DamagedFile)
     assert any("d: Permission denied" in problem for problem in verify_run(run).damage)
 
 
@@ -222,8 +222,8 @@ def test_a_manifest_that_is_none_is_a_sentence(run, text):
         assert any(str(path) in problem for problem in verify_run(run).damage)
     with pytest.raises(Exception, match=r"manifest.txt (is damaged|has format 2, this version reads 1)"):
         read_manifest(run.manifest)
-    with pytest.raises(Damage if "2" not in text else Exception):
-        list(log_damage(run.path, run.checkpoints / "12"))
+    with pytest.raises(DamagedFile if "2" not in text else Exception):
+        list(find_log_damage(run.path, run.checkpoints / "12"))
 
 
 def test_a_run_that_goes_on_meanwhile_is_not_damaged(run, monkeypatch):
@@ -233,14 +233,14 @@ def test_a_run_that_goes_on_meanwhile_is_not_damaged(run, monkeypatch):
     def read(path, size=None):
         if path == run.weights and not done:
             done.append(path)
-            put(run.path, path.name, "better weights")
+            write_file(run.path, path.name, "better weights")
         if path.parent.name == "state" and "8" in path.parts:
             shutil.rmtree(run.checkpoints / "8")
-        return entry_of(path, size)
+        return hash_file(path, size)
 
-    monkeypatch.setattr(verify_files, "entry_of", read)
-    monkeypatch.setattr(manifest, "entry_of", read)
-    monkeypatch.setattr(manifest.damage, "__defaults__", (read, False))
+    monkeypatch.setattr(verify_files, "hash_file", read)
+    monkeypatch.setattr(manifest, "hash_file", read)
+    monkeypatch.setattr(manifest.describe_damage, "__defaults__", (read, False))
     found = verify_run(run)
     assert found.damage == [] and done and not (run.checkpoints / "8").exists()
     assert found.files == 3 + 2 + 2  # settings, tokenizer, weights; a file and a manifest in each step

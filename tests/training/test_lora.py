@@ -20,7 +20,7 @@ from dantinox.model.lora import adapted as parts_of
 from dantinox.model.parameters import blueprint
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
-from dantinox.run.adapters import run_weights
+from dantinox.run.adapters import load_run_weights
 from dantinox.training.step import Programs, TrainStep
 from dantinox.training.text_samples import build_sampling_model
 
@@ -128,7 +128,7 @@ def tuned(base):
 def weights_of(run, config=None):
     config = config or load_run_config(run)
     shapes = blueprint(replace(config.architecture(VOCABULARY), scan_layers=False))[1]
-    return run_weights(run, config, shapes, VOCABULARY, lambda path, array: np.array(array))
+    return load_run_weights(run, config, shapes, VOCABULARY, lambda path, array: np.array(array))
 
 
 def logits(model):
