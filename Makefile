@@ -5,7 +5,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PY := $(VENV)/bin/python
 DEMO_RUN := runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: help demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers lint schema models clean
+# `make benchmarks` runs each benchmark with sizes that finish in seconds. The files that benchmarks share or start are left out.
+BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gguf_peer.py,$(wildcard benchmarks/*.py))
+
+.PHONY: help benchmarks demo test test-all test-browser serve-test aot aot-tests faults parity real tokenizers lint schema models clean
 
 help:
 	@echo "make demo          train a small model on this machine's own Python sources, then write with it (under 3 minutes)"
@@ -18,6 +21,7 @@ help:
 	@echo "make parity        logits of every family of models beside those of transformers, which it installs with torch"
 	@echo "make real          a published model, SmolLM2-135M-Instruct, beside recorded numbers of transformers and llama.cpp (3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary beside those of llama.cpp, on 20,000 lines"
+	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make models        rewrite the table of docs/models.md from the families"
@@ -63,6 +67,9 @@ tokenizers: $(VENV)/.dev $(VENV)/.tokenizers
 
 faults: $(VENV)/.dev
 	$(PY) -m pytest -s -m faults tests/faults
+
+benchmarks: $(VENV)/.dev
+	@set -e; for file in $(BENCHMARKS); do echo "$$file --smoke"; PYTHONPATH=. $(PY) $$file --smoke > $(VENV)/benchmark.log 2>&1 || { cat $(VENV)/benchmark.log; exit 1; }; done
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

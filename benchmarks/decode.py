@@ -9,12 +9,13 @@ reading every weight once per step would allow.
 
 import argparse
 import json
-import os
 import time
+
+from common import LLAMA, Parser, use_threads
 
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={**LLAMA, "prompt": 16, "new": 8, "batch": [2], "repeats": 1})
     a.add_argument("--dim", type=int, default=768)
     a.add_argument("--layers", type=int, default=12)
     a.add_argument("--heads", type=int, default=12)
@@ -35,8 +36,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    use_threads(o.threads)  # before jax makes its threads
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -7,7 +7,6 @@ One JSON line: `same_tokens`, the share of greedy tokens behind `prompts` lines 
     python benchmarks/exported.py runs/quickstart --text file.py --peer /path/to/python-with-transformers
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from common import Parser, random_run
 
 
 def answer(folder: Path) -> None:
@@ -42,14 +42,17 @@ def answer(folder: Path) -> None:
 
 
 def main() -> None:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    a.add_argument("run")
-    a.add_argument("--text", required=True, help="a file whose lines are prompts, and are cut up")
-    a.add_argument("--peer", required=True, help="a Python that has torch and transformers")
+    a = Parser(__doc__, smoke={"text": __file__, "prompts": 2, "new": 8, "lines": 20})
+    a.add_argument("run", nargs="?")
+    a.add_argument("--text", help="a file whose lines are prompts, and are cut up")
+    a.add_argument("--peer", help="a Python that has torch and transformers")
     a.add_argument("--prompts", type=int, default=20)
     a.add_argument("--new", type=int, default=64, help="tokens that each prompt is continued by")
     a.add_argument("--lines", type=int, default=10_000)
     o = a.parse_args()
+    if o.smoke and o.run is None:
+        o.run = random_run()
+    a.require(run=o.run, text=o.text, peer=o.peer or ("none" if o.smoke else None))
     import jax.numpy as jnp
 
     from dantinox.generation import load
@@ -74,6 +77,9 @@ def main() -> None:
         family = export_hf(o.run, folder / "hf")["model_type"]
         job = {"prompts": ids, "sequences": sequences, "new": o.new, "lines": lines}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        if not o.peer:
+            print(json.dumps({"family": family, "lines": len(lines), "peer": None}))
+            return
         subprocess.run([o.peer, __file__, "--answer", folder], check=True, timeout=500)
         theirs = dict(np.load(folder / "answer.npz"))
     same = [a == b.tolist() for a, b in zip(cut, np.split(theirs["tokens"], np.cumsum(theirs["lengths"])[:-1]), strict=True)]

@@ -15,13 +15,13 @@ Columns: the mean log-probability of a token in nats under the float32 model, di
 with a loop: 1 to 50 tokens that occur at least 4 times in a row. Intervals of 95 % are bootstrapped over prompts.
 """
 
-import argparse
 import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from common import Parser, random_run
 
 import dantinox
 from dantinox.generation import LoadedModel
@@ -118,14 +118,16 @@ def measured(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run")
+    parser = Parser(__doc__, smoke={"prompts": 2, "seeds": 1, "new": 16})
+    parser.add_argument("run", nargs="?")
     parser.add_argument("--peer", metavar="MODEL.gguf")
     parser.add_argument("--router", action="store_true")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--new", type=int, default=200)
     options = parser.parse_args()
+    options.run = options.run or (random_run(chat_template="plain") if options.smoke else None)
+    parser.require(run=options.run)
     run = dantinox.load(options.run)
     template = ChatTemplate.load(find_chat_template(open_run(options.run)), run.tokenizer)
     half = options.prompts // 2

@@ -13,28 +13,31 @@ are as in the tests.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from common import Parser, random_run, use_threads
 
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={"text": __file__, "prompts": 2, "new": 8, "lines": 20})
     a.add_argument("run", nargs="?")
     a.add_argument("--families", action="store_true", help="small random models in place of a run")
     a.add_argument("--only", nargs="+", help="these families alone (with --families)")
     a.add_argument("--text", help="a file whose lines are prompts, and are cut up")
-    a.add_argument("--peer", required=True, help="a Python that has llama-cpp-python")
+    a.add_argument("--peer", help="a Python that has llama-cpp-python")
     a.add_argument("--types", nargs="+", default=["f32", "q8_0"], choices=("f32", "f16", "bf16", "q8_0"))
     a.add_argument("--prompts", type=int, default=20)
     a.add_argument("--new", type=int, default=64, help="tokens that each prompt is continued by")
     a.add_argument("--lines", type=int, default=10_000)
     a.add_argument("--threads", type=int, default=2)
     o = a.parse_args()
+    if o.smoke and not o.families and o.run is None:
+        o.run = random_run()
+    a.require(peer=o.peer or ("none" if o.smoke else None))
     if not o.families and (o.run is None or o.text is None):
         a.error("give a run and --text, or --families")
     return o
@@ -93,8 +96,7 @@ def main() -> None:
     if o.families:
         families(o)
         return
-    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    use_threads(o.threads)  # before jax makes its threads
     import jax
     import jax.numpy as jnp
 
@@ -124,7 +126,11 @@ def main() -> None:
             subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
             job = {"file": str(file), "sequences": sequences, "prompts": ids, "new": o.new, "lines": lines}
             job["threads"] = o.threads
-            answer, size = ask(o.peer, Path(folder), job), file.stat().st_size
+            size = file.stat().st_size
+            answer = ask(o.peer, Path(folder), job) if o.peer else None
+        if answer is None:
+            print(json.dumps({"type": kind, "megabytes": round(size / 1e6, 2), "peer": None}), flush=True)
+            continue
         theirs = answer["logits"]
         ends = np.cumsum(answer["lengths"])[:-1]
         same = [a == b.tolist() for a, b in zip(cut, np.split(answer["tokens"], ends), strict=True)]

@@ -6,7 +6,6 @@ What is mapped from a file is no memory that is needed: the kernel drops it at w
 /proc/<pid>/status, looked at every 2 ms in a process of its own; from it goes what the process has before it begins.
 """
 
-import argparse
 import json
 import multiprocessing
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from common import Parser
 
 from dantinox.config import TokenizerSection
 from dantinox.interop import hf_folder
@@ -77,7 +77,7 @@ def measured(source: Path, run_dir: Path, found) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, smoke={"gigabytes": 0.2})
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """Decoding speed of one imported model beside transformers and llama.cpp: the same weights in each, in turn in one run.
 
-Makes a random Llama with transformers, imports it, exports it as GGUF, and decodes greedily from the same prompts. Each round
-starts a process for every peer, one after the other; the best of all rounds is printed as a JSON line with the ratios to ours,
-and how many tokens of the first row agree.
+Makes a random Llama with transformers (without `--torch`, a random run with a byte tokenizer), imports it, exports it as GGUF,
+and decodes greedily from the same prompts. Each round starts a process for every peer, one after the other. The best of all
+rounds is printed as a JSON line with the ratios to ours, and how many tokens of the first row agree.
 
     python benchmarks/imported.py --torch /path/to/python-with-torch --llama /path/to/python-with-llama-cpp
     python benchmarks/imported.py … --weights int8                      # beside GGUF q8_0
@@ -13,7 +13,6 @@ This file runs in the environments of the peers too: nothing but the standard li
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,11 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import LLAMA, Parser, random_run, use_threads
+
 GGUF_TYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={**LLAMA, "prompt": 16, "new": 8, "rounds": 1, "batch": [2]})
     for name, default in {
         "dim": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_size": 64, "hidden": 2048, "vocab": 32000, "prompt": 64,
         "new": 128, "threads": 2, "rounds": 2,
@@ -180,8 +181,7 @@ PARTS = {"make": make, "ours": ours, "transformers": transformers, "llamacpp": l
 def main() -> None:
     o = parse()
     if o.part:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+        use_threads(o.threads)
         PARTS[o.part](o)
         return
     with tempfile.TemporaryDirectory() as temporary:
@@ -199,7 +199,12 @@ def compare(o: argparse.Namespace) -> None:
     def dantinox(*arguments: str) -> None:
         subprocess.run([sys.executable, "-m", "dantinox", *arguments], check=True, stdout=sys.stderr)
 
-    if not (o.folder / "hf").exists():
+    if not o.torch and not (o.folder / "run").exists():
+        random_run(o.folder / "run", {
+            "dim": o.dim, "n_heads": o.heads, "kv_heads": o.kv_heads, "head_size": o.head_size, "num_blocks": o.layers,
+            "hidden_dim": o.hidden, "max_context": 2048,
+        })  # fmt: skip
+    if o.torch and not (o.folder / "hf").exists():
         part(o.torch, "make")
     if not (o.folder / "run").exists():
         dantinox("import", str(o.folder / "hf"), "--run_dir", str(o.folder / "run"))

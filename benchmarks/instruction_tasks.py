@@ -8,7 +8,6 @@ prompts with the same seeds. Percentages, with intervals of 95 % bootstrapped ov
 the tasks and its difference from min_p.
 """
 
-import argparse
 import csv
 import json
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from common import Parser, random_run, temporary_folder
 
 import dantinox
 from dantinox.run import find_chat_template, open_run
@@ -80,12 +80,16 @@ TASKS = {"arithmetic": arithmetic, "extraction": extraction, "JSON": json_object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run")
-    parser.add_argument("tuned", type=Path)
+    parser = Parser(__doc__, smoke={"prompts": 2, "seeds": 1})
+    parser.add_argument("run", nargs="?")
+    parser.add_argument("tuned", type=Path, nargs="?")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=4)
     options = parser.parse_args()
+    if options.smoke:
+        options.run, options.tuned = random_run(chat_template="plain"), temporary_folder() / "sampling.csv"
+        options.tuned.write_text("method,setting\nmin_p,min_p=0.1\ntemperature,temperature=0.7\n", encoding="utf-8")
+    parser.require(run=options.run, tuned=options.tuned)
     run = dantinox.load(options.run)
     template = ChatTemplate.load(find_chat_template(open_run(options.run)), run.tokenizer)
     random = np.random.default_rng(0)

@@ -18,7 +18,6 @@ its line says so.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import LLAMA, Parser, use_threads
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
@@ -45,7 +45,18 @@ DTYPES = ("float32", "bfloat16", "int8")
 
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(
+        __doc__,
+        smoke={
+            **LLAMA,
+            "context": [320],
+            "batch": [2],
+            "ratios": [0.3],
+            "dtypes": ["int8"],
+            "full_dtypes": ["float32"],
+            "rounds": 4,
+        },
+    )
     a.add_argument("--dim", type=int, default=768)
     a.add_argument("--layers", type=int, default=12)
     a.add_argument("--heads", type=int, default=12)
@@ -74,8 +85,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads, which importing it does not
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    use_threads(o.threads)  # before jax makes its threads, which importing it does not
     model = build(o)
     for context in o.context:
         for batch in o.batch:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+from common import Parser
+
 STEPS = 5
 SHAPES = {
     "5M": (1_000, {
@@ -92,7 +94,12 @@ def measure(name: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = Parser(__doc__, smoke={"names": ["5M"]})
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(SHAPES)} (default: all)")
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in SHAPES]:
+        parser.error(f"no model {unknown[0]}: choose from {', '.join(SHAPES)}")
     if len(names) == 1:
         print(json.dumps(measure(names[0])), flush=True)
         return
@@ -101,4 +108,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

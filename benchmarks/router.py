@@ -25,6 +25,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+from common import LLAMA, Parser, use_threads
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"greedy": True},
@@ -35,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={**LLAMA, "prompt": 16, "rounds": 2, "batch": [2]})
     a.add_argument("--dim", type=int, default=768)
     a.add_argument("--layers", type=int, default=12)
     a.add_argument("--heads", type=int, default=12)
@@ -56,8 +57,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    use_threads(o.threads)  # before jax makes its threads
     model = build(o)
     if o.lowered:
         import dantinox

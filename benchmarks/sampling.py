@@ -11,7 +11,6 @@ interpreter right before each size (they know no top_a and no tail_free, so thei
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from common import Parser, use_threads
 
 CHAIN = {
     "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,
@@ -160,7 +160,7 @@ def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
 
 
 def main() -> None:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={"vocab": [300], "batch": [2], "repeats": 1})
     a.add_argument("--vocab", type=int, nargs="+", default=[2048, 32000, 128256])
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     a.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -169,8 +169,7 @@ def main() -> None:
     a.add_argument("--peer", help="a Python with torch and transformers")
     a.add_argument("--as_peer", action="store_true", help=argparse.SUPPRESS)
     o = a.parse_args()
-    if hasattr(os, "sched_setaffinity"):  # before jax and torch make their threads
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    use_threads(o.threads)  # before jax and torch make their threads
     for vocab, batch in itertools.product(o.vocab, o.batch):
         if o.as_peer:
             print(json.dumps([transformers(CASES[case], batch, vocab, o.repeats) for case in o.cases]), flush=True)

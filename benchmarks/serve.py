@@ -34,9 +34,12 @@ from typing import NamedTuple
 
 import httpx
 import numpy as np
+from common import SMALL, Parser, random_run
 
 Row = tuple[str, ...]
-STORY = 1500  # tokens, which are characters
+SIZE = {
+    "dim": 384, "n_heads": 6, "kv_heads": 3, "num_blocks": 6, "hidden_dim": 1024, "max_context": 2048, "dtype": "float32",
+}  # fmt: skip
 HEAD: Row = ("", "answered", "refused", "req/s", "tok/s", "of offline", "first token", "between tokens", "total", "refused in")
 
 
@@ -61,7 +64,7 @@ class Target(NamedTuple):
 
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={"slots": 2, "clients": [1, 4], "prompt": 16, "new": 8, "requests": 8, "story": 150})
     a.add_argument("--run_dir", type=Path, help="a run (default: a random model)")
     a.add_argument("--keep", type=Path, metavar="FOLDER", help="make the random run there, for peers")
     a.add_argument("--peer", action="append", default=[], metavar="NAME=URL=MODEL")
@@ -70,38 +73,12 @@ def parse() -> argparse.Namespace:
     a.add_argument("--prompt", type=int, default=64, help="characters")
     a.add_argument("--new", type=int, default=64)
     a.add_argument("--requests", type=int, default=160, help="of each row")
+    a.add_argument("--story", type=int, default=1500, help="tokens of a long prompt, which are characters")
     a.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     o = a.parse_args()
     if o.quick:
         o.requests, o.new = 24, 24
     return o
-
-
-def random_run(folder: Path) -> Path:
-    """A run directory with a vocabulary of bytes and random weights."""
-    from dantinox.config import TokenizerSection, build_config
-    from dantinox.model.parameters import blueprint
-    from dantinox.run import create_run, save_config, save_tokenizer, save_weights
-    from dantinox.text import train_tokenizer
-
-    size = {
-        "dim": 384,
-        "n_heads": 6,
-        "kv_heads": 3,
-        "num_blocks": 6,
-        "hidden_dim": 1024,
-        "max_context": 2048,
-        "dtype": "float32",
-    }
-    config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-    shapes, rng = blueprint(config.architecture(tokenizer.vocab_size))[1], np.random.default_rng(0)
-    run = create_run(folder)
-    save_config(run, config)
-    save_tokenizer(run, tokenizer.to_json())
-    arrays = {name: rng.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
-    save_weights(run.weights, {name: 0.03 * x if x.ndim > 1 else x for name, x in arrays.items()})
-    return run.path
 
 
 def prompt(o: argparse.Namespace, number: int) -> str:
@@ -252,7 +229,7 @@ async def second_turn(target: Target, o: argparse.Namespace) -> np.ndarray:
     """Seconds `[stories, 2]` to the first token of a story, and of the story with its continuation and one more line."""
     firsts = []
     for number in range(8):
-        story = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=STORY))
+        story = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=o.story))
         one = await ask(target, o, number, new=40, text=story)
         two = await ask(target, o, number, new=40, text=story + one.text + "\n> and then what happened?\n")
         firsts.append((one.first, two.first))
@@ -304,7 +281,8 @@ async def load(target: Target, o: argparse.Namespace, alone: Callable[[], float]
     await ask(target, o, 0)
     one, two = np.median(await second_turn(target, o), axis=0)
     print(
-        f"{target.name}, a story of {STORY} tokens: first token in {one:.3f} s, in its second turn {two:.3f} s: {two / one:.2f}"
+        f"{target.name}, a story of {o.story} tokens: first token in {one:.3f} s, "
+        f"in its second turn {two:.3f} s: {two / one:.2f}"
     )
     before = alone()
     for clients in o.clients:
@@ -336,7 +314,7 @@ async def more(target: Target, o: argparse.Namespace, alone: Callable[[], float]
 def main() -> None:
     o = parse()
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = o.run_dir or random_run(o.keep or Path(folder) / "run")
+        run_dir = o.run_dir or random_run(o.keep or Path(folder) / "run", SMALL if o.smoke else SIZE)
         alone = offline(o, run_dir)
         with served(o, run_dir) as target:
             rows, rate = asyncio.run(load(target, o, alone))

@@ -8,7 +8,7 @@ prints of each run how many of its answers have the form of `dantinox.text.built
 runs are asked in the words of the last one's chat template.
 """
 
-import sys
+from common import Parser, random_run
 
 import dantinox
 from dantinox.config import DataSection
@@ -26,8 +26,14 @@ def held_back() -> list[str]:
     return [record["messages"][0]["content"] for record in records[found.cuts[0] :]]
 
 
-def main(*paths: str) -> None:
-    questions = held_back()
+def main() -> None:
+    parser = Parser(__doc__, smoke={"questions": 2})
+    parser.add_argument("runs", nargs="*", metavar="RUN")
+    parser.add_argument("--questions", type=int, help="the first questions only (default: all)")
+    options = parser.parse_args()
+    paths = options.runs or ([random_run(chat_template="plain")] if options.smoke else [])
+    parser.require(RUN=paths or None)
+    questions = held_back()[: options.questions]
     source = RunDirectory(paths[-1]).chat_template
     for path in paths:
         run = dantinox.load(path)
@@ -42,4 +48,4 @@ def main(*paths: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -6,13 +6,14 @@ empty; the others are what a user waits for. With `--chat` the prompt is a messa
     python benchmarks/startup.py RUN [--chat] [--prompt TEXT] [--new 64] [--repeats 4]
 """
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from common import Parser, random_run
 
 
 def measure(run_dir: str, prompt: str, chat: bool, new: int) -> dict[str, float]:
@@ -33,13 +34,15 @@ def measure(run_dir: str, prompt: str, chat: bool, new: int) -> dict[str, float]
 
 
 def main() -> None:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    a.add_argument("run_dir")
+    a = Parser(__doc__, smoke={"new": 8, "repeats": 1})
+    a.add_argument("run_dir", nargs="?")
     a.add_argument("--chat", action="store_true")
     a.add_argument("--prompt", default="def ")
     a.add_argument("--new", type=int, default=64)
     a.add_argument("--repeats", type=int, default=4)
     o = a.parse_args()
+    o.run_dir = o.run_dir or (str(random_run()) if o.smoke else None)
+    a.require(run_dir=o.run_dir)
     for number in range(o.repeats):
         print(json.dumps({"start": number + 1} | measure(o.run_dir, o.prompt, o.chat, o.new)), flush=True)
 

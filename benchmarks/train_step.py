@@ -7,13 +7,14 @@ Prints a JSON line with `"peer": "dantinox"`; compile time is apart.
 
 import argparse
 import json
-import os
 import statistics
 import time
 
+from common import Parser, use_threads
+
 
 def parse() -> argparse.Namespace:
-    a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    a = Parser(__doc__, smoke={"dim": 32, "layers": 1, "hidden": 64, "block": 16, "steps": 12})
     a.add_argument("--dim", type=int, default=128)
     a.add_argument("--layers", type=int, default=4)
     a.add_argument("--heads", type=int, default=4)
@@ -33,8 +34,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    if hasattr(os, "sched_setaffinity"):  # before jax makes its threads
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    use_threads(o.threads)  # before jax makes its threads
     import jax
     import numpy as np
 
