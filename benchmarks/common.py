@@ -68,13 +68,13 @@ def random_run(folder: Path | None = None, size: dict[str, Any] = SMALL, chat_te
     import numpy as np
 
     from dantinox.config import TokenizerSection, build_config
-    from dantinox.model.parameters import blueprint
+    from dantinox.model.parameters import abstract_model
     from dantinox.run import create_run, save_config, save_tokenizer, save_weights
     from dantinox.text import train_tokenizer
 
     config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-    shapes, rng = blueprint(config.architecture(tokenizer.vocab_size))[1], np.random.default_rng(0)
+    shapes, rng = abstract_model(config.architecture(tokenizer.vocab_size))[1], np.random.default_rng(0)
     run = create_run(folder or temporary_folder() / "run")
     save_config(run, config)
     save_tokenizer(run, tokenizer.to_json())

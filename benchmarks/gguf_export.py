@@ -57,7 +57,7 @@ def families(o: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from dantinox.interop.gguf import export_gguf
     from dantinox.interop.hf_weights import to_hf
-    from dantinox.model.parameters import blueprint
+    from dantinox.model.parameters import abstract_model
     from tests.interop.test_gguf import NAMED, SYMBOLS, TOKENIZER, config_of, model_of
 
     rng = np.random.default_rng(4)
@@ -70,7 +70,7 @@ def families(o: argparse.Namespace) -> None:
             wide = array.shape[1 if "experts" in parameter else 0]
             array *= 0.2 if array.ndim == 1 else 0.35 if parameter == "embed" else 1.3 / wide**0.5
             array += float(parameter.endswith("scale") and not family.shifted)
-        model = blueprint(settings.architecture(SYMBOLS))[0]({key: jnp.asarray(array) for key, array in weights.items()})
+        model = abstract_model(settings.architecture(SYMBOLS))[0]({key: jnp.asarray(array) for key, array in weights.items()})
         tokens_BT = rng.integers(0, 64, (2, 40))
         logits_BTV = np.asarray(model(jnp.asarray(tokens_BT), jnp.broadcast_to(jnp.arange(40), (2, 40)))[0])
         with tempfile.TemporaryDirectory() as folder:

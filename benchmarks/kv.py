@@ -37,7 +37,7 @@ from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode import CHUNK
 from dantinox.generation.static_batch import StaticBatch, bucket
 from dantinox.model import KVCache, Transformer, make_cache
-from dantinox.model.compressed_cache import Compressed, Group
+from dantinox.model.compressed_cache import CompressedLayer, HeadGroup
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 
@@ -238,7 +238,7 @@ def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
     keys = jax.random.split(jax.random.key(0), len(leaves))
     cache = jax.tree.unflatten(tree, [noise(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
 
-    def placed(group: Group) -> Group:
+    def placed(group: HeadGroup) -> HeadGroup:
         C, sinks = group.position_BKS.shape[2], group.rule.sinks
         slots = np.arange(C)
         newest = np.where(slots < sinks, slots, last + 1 - C + slots)
@@ -246,7 +246,7 @@ def filled(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
         return replace(group, position_BKS=jnp.array(np.broadcast_to(held, group.position_BKS.shape), jnp.int32))
 
     layers = [
-        replace(layer, groups=tuple(map(placed, layer.groups))) if isinstance(layer, Compressed) else layer
+        replace(layer, groups=tuple(map(placed, layer.groups))) if isinstance(layer, CompressedLayer) else layer
         for layer in cache.layers
     ]
     return replace(cache, layers=tuple(layers))

@@ -73,7 +73,7 @@ def ending_run_dir(tmp_path_factory):
 def make_run(path, end=False):
     """Writes a run directory with a vocabulary of bytes and a model in which the last byte decides the next one."""
     from dantinox.config import TokenizerSection, build_config
-    from dantinox.model.parameters import blueprint
+    from dantinox.model.parameters import abstract_model
     from dantinox.run import create_run, save_config, save_tokenizer, save_weights
     from dantinox.text import train_tokenizer
 
@@ -86,7 +86,7 @@ def make_run(path, end=False):
     random = np.random.default_rng(0)
     weights = {
         name: 0.02 * random.standard_normal(leaf.shape) if len(leaf.shape) > 1 else np.ones(leaf.shape)  # ones: of the norms
-        for name, leaf in blueprint(config.architecture(V))[1].items()
+        for name, leaf in abstract_model(config.architecture(V))[1].items()
     }
     embed_VD = random.standard_normal((V, 32))
     weights["embed"] = embed_VD = embed_VD / np.linalg.norm(embed_VD, axis=1, keepdims=True)

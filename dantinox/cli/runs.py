@@ -45,7 +45,7 @@ def import_(options: argparse.Namespace) -> int:
 
 
 def _import_lines(found: "Imported") -> Iterator[str]:
-    from dantinox.model.parameters import blueprint
+    from dantinox.model.parameters import abstract_model
     from dantinox.report.tables import human_bytes, human_count, table
     from dantinox.run import load_run_config
     from dantinox.text import Tokenizer
@@ -53,7 +53,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     run, tokenizer = found.run, Tokenizer.load(found.run.tokenizer)
     config, templated = load_run_config(run), run.chat_template.is_file()
     model, read, written = config.architecture(tokenizer.vocab_size), _size(found.source), _size(run.weights)
-    parameters = sum(shape.size for shape in blueprint(model)[1].values())
+    parameters = sum(shape.size for shape in abstract_model(model)[1].values())
     given = {key: value for key, value in settings_of(config).items() if key in SAMPLING_SETTINGS}
     changed = {key: value for key, value in given.items() if value != FIELDS[KEYS[key]].default}
     stops = [tokenizer.core.id_to_token(index) for index in tokenizer.stop_ids]

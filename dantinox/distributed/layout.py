@@ -22,7 +22,7 @@ from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, Split, n
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
-from dantinox.model.parameters import Parameters, blueprint
+from dantinox.model.parameters import Parameters, abstract_model
 
 ONE_DEVICE = "one device"
 
@@ -85,7 +85,7 @@ class Layout:
     @cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Of the model's parameters."""
-        return blueprint(self.model)[1]
+        return abstract_model(self.model)[1]
 
     @cached_property
     def splits(self) -> dict[str, Split]:

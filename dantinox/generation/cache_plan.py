@@ -13,7 +13,7 @@ from dantinox.config.model import uneven_keys
 from dantinox.generation.cache_budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
 from dantinox.generation.quantized_weights import HeadOrder
 from dantinox.model import Compression, compute_dtype
-from dantinox.model.cache import spans
+from dantinox.model.cache import uncompressed_slots
 from dantinox.run import KVCalibration
 
 TAU = 16.0  # tokens an importance lasts under `decay: entropy` where a head attends to one key
@@ -98,7 +98,7 @@ def _floor(kv: KVSection) -> int:
 def _compression(
     config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
 ) -> Compression:
-    K, caps_L, floor, tokens = config.kv_heads, spans(config, slots), _floor(kv), kv.budget_tokens
+    K, caps_L, floor, tokens = config.kv_heads, uncompressed_slots(config, slots), _floor(kv), kv.budget_tokens
     whole, least = K * sum(caps_L), least_total(caps_L, K, floor)
     wanted = int((kv.budget or 1) * whole) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
     if least == whole:  # no text of this length has anything to give up

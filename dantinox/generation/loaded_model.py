@@ -22,7 +22,7 @@ from dantinox.generation.result import Result
 from dantinox.generation.static_batch import bucket
 from dantinox.generation.token_settings import seeded
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.platform import use_compilation_cache
 from dantinox.run import (
     KVCalibration,
@@ -228,7 +228,7 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     """The transformer of a run's config with its weights, each placed on its devices as it is read."""
     # The kernel is a matter of the machine that trained, and decoding wants the layers apart.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
-    build, shapes = blueprint(model)
+    build, shapes = abstract_model(model)
     where = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:

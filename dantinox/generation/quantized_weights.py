@@ -14,7 +14,7 @@ from dantinox.config import UserError
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
 from dantinox.model.cache_store import rounded
-from dantinox.model.layers import Linear, biased
+from dantinox.model.layers import Linear, add_bias
 from dantinox.model.moe import ExpertLinear, Rows, grouped_product
 from dantinox.model.transformer import output_layer
 from dantinox.platform import WORTHWHILE, bfloat16_gain, platform_of
@@ -61,7 +61,7 @@ class NarrowLinear(nnx.Module):
         one_product = self.bfloat16_from is not None and len(rows_RI) >= self.bfloat16_from
         y_RO = (self._matmul if one_product else self._matvec_rows)(rows_RI)
         y_RO = y_RO if self.scale is None else y_RO * self.scale[...]
-        return biased(summed(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
+        return add_bias(summed(y_RO.reshape(*lead, *self.shape_out).astype(self.out_dtype)), self.bias)
 
     def _matvec_rows(self, rows_RI: jax.Array) -> jax.Array:
         rows_RI = jax.lax.optimization_barrier(rows_RI.astype(jnp.float32)) / self.one[...]

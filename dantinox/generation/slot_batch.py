@@ -29,7 +29,7 @@ from dantinox.generation.quantized_weights import Split, split, widen
 from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
 from dantinox.generation.token_settings import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
-from dantinox.model.scoring import by_position
+from dantinox.model.scoring import map_positions
 from dantinox.platform import platform_of, release_free_memory
 from dantinox.programs import available_bytes, size
 from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo, init_state
@@ -141,7 +141,7 @@ class SlotBatch(RunningBatch):
         self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
         # Only a compressed cache keeps what a new request must not see.
         self._fresh: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
-        self._ring = min(self._cache_shapes.spans)
+        self._ring = min(self._cache_shapes.uncompressed_slots)
         self.part = min(PART if self._cache_shapes.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
@@ -443,7 +443,7 @@ def _prefill_part(
         logits_V = transformer.logits(x_D)
         return step_info(report, logits_V, logits_V, token, jnp.asarray(False))
 
-    info = by_position(report_of, transformer.config.vocab_size, x_1TD, next_1T)
+    info = map_positions(report_of, transformer.config.vocab_size, x_1TD, next_1T)
     return cache, jax.tree.map(lambda x_1T: x_1T[0], info)
 
 

@@ -21,7 +21,7 @@ from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.packaged_checkpoints import PACKAGED, packaged_checkpoint
 from dantinox.interop.source import Arrays, ExportBundle, Source
 from dantinox.interop.v0 import parameters, read_v0
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run import (
     RunDirectory,
     load_run_config,
@@ -279,7 +279,7 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
     if run.weights_or_adapter != run.weights:
         raise UserError(f"{run.path} holds adapters alone: `dantinox merge-lora` makes a run of them that can be exported")
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
-    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
     weights = load_weights(run.weights, shapes)
     origin = _origin_of(run, config, tokenizer.vocab_size)
     like = None if origin is None else origin["config"]

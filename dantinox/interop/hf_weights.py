@@ -13,7 +13,7 @@ from dantinox.files import escape_name
 from dantinox.interop.hf_config import MOST_LAYERS, config_of, family_of, settings_of
 from dantinox.interop.hf_families import FAMILIES, MTP, Family, Form
 from dantinox.interop.source import Arrays, Tensor, kept_as
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 
 __all__ = ["from_hf", "settings_of", "to_hf"]
 
@@ -164,7 +164,7 @@ def predicting_layers(config: Mapping[str, Any]) -> int:
 
 @lru_cache(maxsize=4)
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in blueprint(model)[1].items()}
+    return {name: tuple(leaf.shape) for name, leaf in abstract_model(model)[1].items()}
 
 
 def _places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:

@@ -10,7 +10,7 @@ from typing import Any
 from dantinox.config import ModelConfig
 from dantinox.config.sections import FIELDS, without
 from dantinox.files import UserError, escape_name, quote, read_json
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run import (
     RunDirectory,
     copy_inherited_files,
@@ -119,7 +119,9 @@ def merge_adapter(out: str | Path, source: RunDirectory, adapter: str | Path | N
         raise UserError(f"{source.path} is no run of adapters: with --adapter and --base it can be what they are for")
     model = replace(config.architecture(symbols), scan_layers=False)
     changes = {} if adapter is None else load_adapter(adapter, model)
-    weights = load_run_weights(source, config, blueprint(model)[1], symbols, merge_on_load(changes, lambda path, array: array))
+    weights = load_run_weights(
+        source, config, abstract_model(model)[1], symbols, merge_on_load(changes, lambda path, array: array)
+    )
     run = create_run(out)
     with run.lock():
         save_weights(run.weights, weights)

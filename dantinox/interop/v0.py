@@ -17,7 +17,7 @@ import yaml
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import first_line, quote, read_json, read_text
 from dantinox.interop.source import Arrays, Tensor, kept_as
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run.weights import StoredArray, read_arrays
 
 # The weights of a run, the best first.
@@ -81,7 +81,7 @@ def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
         left -= {"head/kernel", "lm_head/kernel"}  # equal to the table, or there would be a head
     found: dict[str, tuple[StoredArray, Callable[[np.ndarray], np.ndarray]]] = {}
     kinds: dict[str, Tensor] = {}
-    for ours, leaf in blueprint(model)[1].items():
+    for ours, leaf in abstract_model(model)[1].items():
         theirs, change = _form(ours, model)
         name = next((name for name in theirs if name in run.arrays), None)
         if name is None:

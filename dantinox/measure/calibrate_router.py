@@ -16,7 +16,7 @@ from dantinox.generation import load
 from dantinox.generation.quantized_weights import widen
 from dantinox.measure.texts import in_batches, text_store
 from dantinox.model import Transformer
-from dantinox.model.scoring import by_position
+from dantinox.model.scoring import map_positions
 from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, strategy_of
@@ -192,7 +192,7 @@ def measure(
 def _measure(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     model = widen(model)
     x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], segments_BT=segments_BT)
-    found: tuple[jax.Array, jax.Array] = by_position(
+    found: tuple[jax.Array, jax.Array] = map_positions(
         lambda x_D: logit_metrics(model.logits(x_D)), model.config.vocab_size, x_BTD, at_once=CHUNK_LOGITS
     )
     return found

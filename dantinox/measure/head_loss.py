@@ -14,10 +14,10 @@ from dantinox.generation.cache_budgets import UNIT
 from dantinox.generation.quantized_weights import widen
 from dantinox.measure.texts import in_batches, positions_of
 from dantinox.model import KVCache, Transformer
-from dantinox.model.attention import attention, visible
-from dantinox.model.cache import spans
+from dantinox.model.attention import attention, causal_mask
+from dantinox.model.cache import uncompressed_slots
 from dantinox.model.cache_store import Store
-from dantinox.model.layers import SOFTMAX
+from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.report.console import Progress
 from dantinox.sampling.selection import crossing_key, ordered_keys
 
@@ -45,10 +45,10 @@ class Limited:
     from_B: jax.Array
     best: bool
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         keys_B1S = positions_BT[:, None]
         store = Store.of(k_BTKH, v_BTKH, q_BTKGH.dtype)
-        valid_BKTS = visible(positions_BT, keys_B1S, window)
+        valid_BKTS = causal_mask(positions_BT, keys_B1S, window)
         if self.best:
             weights_BKGTS = attention(q_BTKGH, store, valid_BKTS, softmax).weights_BKGTS
             mean_BKTS = jnp.where(valid_BKTS, jnp.mean(weights_BKGTS, axis=2), 0)
@@ -86,7 +86,7 @@ def read_limited(
     """
     model = widen(model)
     layers = tuple(Limited(kept_K, from_B, best) for kept_K in kept_LK)
-    seen = KVCache(layers, spans(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
+    seen = KVCache(layers, uncompressed_slots(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
     x_BTD, _, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=seen)
     return jax.nn.log_softmax(model.logits(x_BTD[:, start - 1 :]).astype(jnp.float32))
 
@@ -119,7 +119,7 @@ class Offset:
     sizes: tuple[int, ...]
     changes_CBTKGH: jax.Array | None = None
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         def through(kept: int) -> jax.Array:
             kept_K = jnp.full(k_BTKH.shape[2], kept)
             return Limited(kept_K, self.from_B, False).attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, None, softmax)[0]
@@ -149,7 +149,7 @@ def _rises(
 
     def read(offsets_LBTKGH: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         layers = tuple(Offset(offset, from_B, sizes) for offset in offsets_LBTKGH)
-        seen = KVCache(layers, spans(config, T))  # type: ignore[arg-type]
+        seen = KVCache(layers, uncompressed_slots(config, T))  # type: ignore[arg-type]
         x_BTD, after, _ = model.hidden(tokens_BT, positions_of(tokens_BT, lengths_B), cache=seen)
         return x_BTD[:, start:], tuple(layer.changes_CBTKGH for layer in after.layers)  # type: ignore[union-attr]
 

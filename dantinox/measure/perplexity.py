@@ -24,7 +24,7 @@ from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket
 from dantinox.measure.texts import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
 from dantinox.model import Transformer
-from dantinox.model.scoring import by_position
+from dantinox.model.scoring import map_positions
 from dantinox.report import human_count, table
 from dantinox.report.console import Progress
 
@@ -167,7 +167,7 @@ def _scores(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> t
         logits_V = model.logits(x_D)
         return jax.nn.log_softmax(logits_V)[token], jnp.argmax(logits_V) == token
 
-    return by_position(one, model.config.vocab_size, x_BTD, next_BT)
+    return map_positions(one, model.config.vocab_size, x_BTD, next_BT)
 
 
 def perplexity_lines(found: Perplexity) -> list[str]:

@@ -29,9 +29,9 @@ from dantinox.generation.static_batch import StaticBatch, slots_needed
 from dantinox.measure.program_cost import SENT, work_of
 from dantinox.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
-from dantinox.model.cache import spans
+from dantinox.model.cache import uncompressed_slots
 from dantinox.model.flops import adapter_parameters, attention_flops, matrix_parameters, training_flops
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.programs import Bytes, Chip, bytes_of, size
 from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrapped
 from dantinox.sampling import SamplingParams
@@ -196,8 +196,8 @@ def make_plan(
         memory=topology.memory,
         chip=topology.chip,
         dtype=np.dtype(compute_dtype(model)).name,
-        parameters=size(blueprint(model)[1]) // 4,
-        trained=adapter_parameters(trained) or size(blueprint(model)[1]) // 4,
+        parameters=size(abstract_model(model)[1]) // 4,
+        trained=adapter_parameters(trained) or size(abstract_model(model)[1]) // 4,
         matrix_parameters=matrix_parameters(model),
         vocab_size=vocab_size,
         batch=batch,
@@ -288,7 +288,7 @@ def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
     """Slots that all key heads of all layers read."""
     if plan.compression is None:
         heads = [model.of_layer(i).kv_heads if model.latent is None else 1 for i in range(model.num_blocks)]
-        return sum(count * span for count, span in zip(heads, spans(model, plan.slots), strict=True))
+        return sum(count * span for count, span in zip(heads, uncompressed_slots(model, plan.slots), strict=True))
     return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
 
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.cache_store import AnyStore, OneStore, SegmentedStore, StorePrefix
 from dantinox.model.chunked_attention import BLOCK
-from dantinox.model.layers import SOFTMAX, Linear, RMSNorm, Softmax, capped, rms_norm
+from dantinox.model.layers import PLAIN_SOFTMAX, Linear, RMSNorm, Softmax, make_rms_norm, softcap
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import query_scaling, rotate
 
@@ -41,9 +41,9 @@ class Attention(nnx.Module):
         self.qkv = Linear((D,), (K, G + keys_and_values, H), dtype=dtype, rngs=rngs, bias=config.qkv_bias)
         self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.out_bias)
         self.over_heads = config.qk_norm_scope == "layer"
-        self.q_norm = rms_norm(config, (K, G, H) if self.over_heads else H) if config.qk_norm else None
+        self.q_norm = make_rms_norm(config, (K, G, H) if self.over_heads else H) if config.qk_norm else None
         keys_normed = config.qk_norm and not self.shares
-        self.k_norm = rms_norm(config, (K, H) if self.over_heads else H) if keys_normed else None
+        self.k_norm = make_rms_norm(config, (K, H) if self.over_heads else H) if keys_normed else None
         self.v_norm = RMSNorm(H, config.norm_epsilon, scaled=False) if config.v_norm and not self.shares else None
         self.norms_rotated = config.qk_norm_after_rope
         self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         return norm(x, *averaged) if norm is not None and self.norms_rotated else x
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What attention found: its output, the scores that the softmax gets, and the float32 weights it gives."""
 
     out_BTKGH: jax.Array
@@ -96,7 +96,7 @@ class Attended(NamedTuple):
     weights_BKGTS: jax.Array
 
 
-def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softmax: Softmax = SOFTMAX) -> Attended:
+def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softmax: Softmax = PLAIN_SOFTMAX) -> AttentionOutput:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32, grouped queries.
 
     Args:
@@ -106,26 +106,26 @@ def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softma
     if not isinstance(store, SegmentedStore):
         return _attention(q_BTKGH, store, valid_BKTS, softmax)
 
-    def front(used: StorePrefix) -> Attended:
+    def front(used: StorePrefix) -> AttentionOutput:
         seen, slots = _attention(q_BTKGH, used, valid_BKTS[..., : used.ends[-1]], softmax), used.ends[-1]
         rest = [(0, 0)] * 4 + [(0, store.slots - slots)]
-        return Attended(seen.out_BTKGH, jnp.pad(seen.scores_BKGTS, rest), jnp.pad(seen.weights_BKGTS, rest))
+        return AttentionOutput(seen.out_BTKGH, jnp.pad(seen.scores_BKGTS, rest), jnp.pad(seen.weights_BKGTS, rest))
 
     return store.in_use(front)
 
 
-def _attention(q_BTKGH: jax.Array, store: OneStore, valid_BKTS: jax.Array, softmax: Softmax) -> Attended:
+def _attention(q_BTKGH: jax.Array, store: OneStore, valid_BKTS: jax.Array, softmax: Softmax) -> AttentionOutput:
     B, T, K, G, H = q_BTKGH.shape
     # One plain matrix product per key head: with T and G apart, XLA would transpose the whole cache first.
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKMS = store.scores(q_BKMH)
     scores = scores_BKMS.reshape(B, K, G, T, -1)
-    scores = scores if softmax.cap is None else capped(scores, softmax.cap)
+    scores = scores if softmax.cap is None else softcap(scores, softmax.cap)
     masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = _weights(masked, softmax.sinks_KG, store.ends if isinstance(store, StorePrefix) else None)
     weights_BKMS = weights.reshape(scores_BKMS.shape)
     out_BKMV = store.average(weights_BKMS, q_BTKGH.dtype)
-    return Attended(out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights)
+    return AttentionOutput(out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights)
 
 
 def _weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: list[int] | None) -> jax.Array:
@@ -140,14 +140,14 @@ def _weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: list[int
     return weights / (sums + jnp.exp(sinks_KG11 - largest))
 
 
-def visible(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:
+def causal_mask(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:
     """`[B, K, T, S]`: a query sees keys at its own position and before, at most `window` of them, and no padding."""
     query, key = query_BT[:, None, :, None], key_BKS[:, :, None, :]
     seen = (key <= query) & (key >= 0)
     return seen if window is None else seen & (query - key < window)
 
 
-class Reading(NamedTuple):
+class StoreReadout(NamedTuple):
     """What queries found in a store.
 
     Attributes:
@@ -169,9 +169,9 @@ def attend(
     window: int | None,
     probe: Probe | None,
     counted_BT: jax.Array | None = None,
-    softmax: Softmax = SOFTMAX,
+    softmax: Softmax = PLAIN_SOFTMAX,
     largest: bool = False,
-) -> Reading:
+) -> StoreReadout:
     """Attention over a store, of many queries block by block: the scores of all of them never exist.
 
     Args:
@@ -185,23 +185,23 @@ def attend(
         sum_BKS: jax.Array | None, part: Any, probe: Probe | None = None
     ) -> tuple[jax.Array | None, tuple[jax.Array, Any]]:
         q_BRKGH, positions_BR, counted_BR = part
-        valid_BKRS = visible(positions_BR, held_BKS, window)
+        valid_BKRS = causal_mask(positions_BR, held_BKS, window)
         seen = attention(q_BRKGH, store, valid_BKRS, softmax)
         if sum_BKS is not None and largest:
             counted = jnp.where(counted_BR[:, None, None, :, None], seen.weights_BKGTS, 0)
             sum_BKS = jnp.maximum(sum_BKS, jnp.max(counted, axis=(2, 3)))
         elif sum_BKS is not None:
             sum_BKS += jnp.sum(seen.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
-        return sum_BKS, (seen.out_BTKGH, probed(probe, seen, valid_BKRS, positions_BR))
+        return sum_BKS, (seen.out_BTKGH, run_probe(probe, seen, valid_BKRS, positions_BR))
 
     zero_BKS = None if counted_BT is None else jnp.zeros((B, K, store.slots), jnp.float32)
     whole = q_BTKGH, positions_BT, counted_BT
     if T <= BLOCK:
         got_BKS, (out_BTKGH, told) = block(zero_BKS, whole, probe)
-        return Reading(out_BTKGH, got_BKS, told)
+        return StoreReadout(out_BTKGH, got_BKS, told)
     got_BKS, (out_nBRKGH, _) = jax.lax.scan(block, zero_BKS, jax.tree.map(_in_blocks, whole))
     out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, out_nBRKGH.shape[-1])[:, :T]
-    return Reading(out_BTKGH, got_BKS, probed_alone(probe, q_BTKGH, store, positions_BT, held_BKS, window, softmax))
+    return StoreReadout(out_BTKGH, got_BKS, run_probe_on_store(probe, q_BTKGH, store, positions_BT, held_BKS, window, softmax))
 
 
 def _in_blocks(x_BT: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ def _in_blocks(x_BT: jax.Array) -> jax.Array:
     return jnp.moveaxis(padded.reshape(B, -1, BLOCK, *x_BT.shape[2:]), 1, 0)
 
 
-def probed(probe: Probe | None, seen: Attended, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:
+def run_probe(probe: Probe | None, seen: AttentionOutput, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:
     """What `probe(scores_BNS, valid_BS)` tells of each row's newest query; `valid_BNS` where heads hold different keys.
 
     The newest is the last token that is not padding, the first in a row of padding.
@@ -225,19 +225,19 @@ def probed(probe: Probe | None, seen: Attended, valid_BKTS: jax.Array, positions
     return probe(scores_BNS, valid_BKS[:, 0] if valid_BKS.shape[1] == 1 else jnp.repeat(valid_BKS, G, axis=1))
 
 
-def probed_alone(
+def run_probe_on_store(
     probe: Probe | None,
     q_BTKGH: jax.Array,
     store: AnyStore,
     positions_BT: jax.Array,
     held_BKS: jax.Array,
     window: int | None,
-    softmax: Softmax = SOFTMAX,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Any:
-    """`probed` where there are no scores: those of the newest queries are made for it."""
+    """`run_probe` where there are no scores: those of the newest queries are made for it."""
     if probe is None:
         return None
     rows, newest_B = jnp.arange(q_BTKGH.shape[0]), jnp.argmax(positions_BT, axis=1)
     q_B1KGH, positions_B1 = (x[rows, newest_B][:, None] for x in (q_BTKGH, positions_BT))
-    valid_BK1S = visible(positions_B1, held_BKS, window)
-    return probed(probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1)
+    valid_BK1S = causal_mask(positions_B1, held_BKS, window)
+    return run_probe(probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.attention import attend, attention, probed, probed_alone, visible
+from dantinox.model.attention import attend, attention, causal_mask, run_probe, run_probe_on_store
 from dantinox.model.cache_store import BITS, PACKED, AnyStore, LatentStore, SegmentedStore, Store, group_size
-from dantinox.model.compressed_cache import Compressed, Compression
+from dantinox.model.compressed_cache import CompressedLayer, Compression
 from dantinox.model.kernels import kernel_for
-from dantinox.model.layers import SOFTMAX
+from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
 from dantinox.platform import platform_of
 
@@ -42,13 +42,13 @@ class CacheReport(TypedDict):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
 @dataclass(frozen=True)
-class Full:
+class FullLayer:
     """One slot per position: slot s holds position s."""
 
     store: AnyStore
     is_prefill: ClassVar[bool] = False  # whether what it sees is all of this call
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX, row=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX, row=None):
         """`row`: the row of the cache that the only text is written to and read from."""
         after = self.append(k_BTKH, v_BTKH, positions_BT, row)
         store, held_11S = after.store if row is None else after.store.of_row(row), jnp.arange(self.store.slots)[None, None]
@@ -61,21 +61,23 @@ class Full:
         held_S = jnp.arange(store.slots)
         return store, jnp.where(held_S <= last_B[:, None], held_S, -1)[:, None]
 
-    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array, row: jax.Array | None = None) -> "Full":
+    def append(
+        self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array, row: jax.Array | None = None
+    ) -> "FullLayer":
         """The same with new keys and values in it, or in one `row` of it."""
         slots_BT = jnp.where(positions_BT < 0, self.store.slots, positions_BT)
-        return Full(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None], row))
+        return FullLayer(self.store.write(k_BTKH, v_BTKH, slots_BT[:, :, None], row))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])
 @dataclass(frozen=True)
-class Ring:
+class RingLayer:
     """The last W positions of a sliding-window layer: slot p mod W holds the newest position p written there."""
 
     store: Store
     is_prefill: ClassVar[bool] = False
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         """Several queries see the old ring and the new keys side by side: writing first would lose keys the early ones need."""
         after = self.append(k_BTKH, v_BTKH, positions_BT)
         if positions_BT.shape[1] == 1:
@@ -87,17 +89,17 @@ class Ring:
         return out_BTKGH, after, measured
 
     def held(self, last_B: jax.Array) -> tuple[Store, jax.Array]:
-        """As of `Full`."""
+        """As of `FullLayer`."""
         return self.store, self._held(last_B)
 
-    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "Ring":
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "RingLayer":
         """The same with the newest of these keys and values in it."""
         if positions_BT.shape[1] == 1:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
-            return Ring(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
+            return RingLayer(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
         wanted_B1S, first_B11 = self._held(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
         new = type(self.store).of(k_BTKH, v_BTKH, self.store.dtype).take(jnp.clip(wanted_B1S - first_B11, 0))
-        return Ring(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))
+        return RingLayer(new.where((wanted_B1S >= first_B11) & (wanted_B1S >= 0), self.store))
 
     def _held(self, last_B: jax.Array) -> jax.Array:
         """The position in each slot `[B, 1, W]` once `last_B` is the newest written; negative where none is."""
@@ -121,7 +123,7 @@ class NoCache:
     segments_BT: jax.Array | None = None
     kernel: str = "xla"
     platform: str = "auto"
-    kept: Full | Ring | None = None
+    kept: FullLayer | RingLayer | None = None
     parallelism: Parallelism = SINGLE_DEVICE
     is_prefill: ClassVar[bool] = True
 
@@ -133,7 +135,7 @@ class NoCache:
         kind = LatentStore if isinstance(store, LatentStore) else Store
         return kind.of(k_BTKH, v_BTKH, store.dtype).wide(k_BTKH.dtype)
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX, instead=None):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX, instead=None):
         """`instead`: the keys and values to be kept, where they are others than those seen, which are made of them."""
         dtype = k_BTKH.dtype if self.kept is None or instead is not None else self.kept.store.dtype
         store, held_B1T = Store.of(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
@@ -143,27 +145,27 @@ class NoCache:
         if kernel is not None and (probe is None or self.segments_BT is None):
             k_BTKH, v_BTKH = store.wide(k_BTKH.dtype)
             out_BTKGH = self.parallelism.shard_map_heads(kernel)(q_BTKGH, k_BTKH, v_BTKH, self.segments_BT, window, softmax)
-            return out_BTKGH, after, probed_alone(probe, q_BTKGH, store, positions_BT, held_B1T, window, softmax)
-        valid_BKTS = visible(positions_BT, held_B1T, window)
+            return out_BTKGH, after, run_probe_on_store(probe, q_BTKGH, store, positions_BT, held_B1T, window, softmax)
+        valid_BKTS = causal_mask(positions_BT, held_B1T, window)
         if self.segments_BT is not None:
             valid_BKTS &= (self.segments_BT[:, :, None] == self.segments_BT[:, None, :])[:, None]
         seen = attention(q_BTKGH, store, valid_BKTS, softmax)
-        return seen.out_BTKGH, after, probed(probe, seen, valid_BKTS, positions_BT)
+        return seen.out_BTKGH, after, run_probe(probe, seen, valid_BKTS, positions_BT)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
 @dataclass(frozen=True)
-class ReadTwice:
+class TwoPassLayer:
     """A layer of a cache for one call, in which the second half of the tokens repeats the first half at later positions.
 
     The layer keeps the first half only; a compressed one chooses what it keeps by what the second half attends to.
     """
 
-    layer: Full | Ring | Compressed
+    layer: FullLayer | RingLayer | CompressedLayer
     is_prefill: ClassVar[bool] = False
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
-        if isinstance(self.layer, Compressed):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
+        if isinstance(self.layer, CompressedLayer):
             return self.layer.attend_twice(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
         (q, q_again), (k, k_again), (v, v_again), (once_BT, again_BT) = (
             jnp.split(x, 2, axis=1) for x in (q_BTKGH, k_BTKH, v_BTKH, positions_BT)
@@ -178,16 +180,16 @@ class ReadTwice:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer", "slot"], meta_fields=[])
 @dataclass(frozen=True)
-class OneSlot:
+class SlotLayer:
     """A layer of a cache for one call with a single text, whose keys and values are in row `slot` of the layer."""
 
-    layer: Full | Ring | Compressed
+    layer: FullLayer | RingLayer | CompressedLayer
     slot: jax.Array
     is_prefill: ClassVar[bool] = False
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         seen = q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax
-        if isinstance(self.layer, Full):  # large: only what is new is written, only what is in use is copied
+        if isinstance(self.layer, FullLayer):  # large: only what is new is written, only what is in use is copied
             out_BTKGH, layer, measured = self.layer.attend(*seen, row=self.slot)
             return out_BTKGH, replace(self, layer=layer), measured
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, self.slot, 1), self.layer)
@@ -198,7 +200,7 @@ class OneSlot:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layer"], meta_fields=[])
 @dataclass(frozen=True)
-class RecordKeys:
+class RecordingLayer:
     """A layer of a cache, or `NoCache`, for one call whose keys and values other layers read too.
 
     Its `attend` gives the updated layer together with the `SharedKeys` of this call.
@@ -210,7 +212,7 @@ class RecordKeys:
     def is_prefill(self) -> bool:
         return bool(self.layer.is_prefill)
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         out_BTKGH, after, measured = self.layer.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
         return out_BTKGH, (after, SharedKeys(self.layer, k_BTKH, v_BTKH)), measured
 
@@ -236,45 +238,45 @@ class SharedKeys:
     def is_prefill(self) -> bool:
         return bool(self.layer.is_prefill)
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         """`k_BTKH` and `v_BTKH` are None."""
         out_BTKGH, _, measured = self.layer.attend(q_BTKGH, self.k_BTKH, self.v_BTKH, positions_BT, window, probe, softmax)
         return out_BTKGH, None, measured
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["spans", "requested"])
+@partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=["uncompressed_slots", "requested"])
 @dataclass(frozen=True)
 class KVCache:
     """What every layer remembers, a pytree to be donated from step to step.
 
     Attributes:
       layers: None for a layer that reads the keys and values of another.
-      spans: the slots each layer would have uncompressed.
+      uncompressed_slots: the slots that each layer has without compression.
       requested: the share of them that was asked for.
     """
 
-    layers: tuple[Full | Ring | Compressed | None, ...]
-    spans: tuple[int, ...]
+    layers: tuple[FullLayer | RingLayer | CompressedLayer | None, ...]
+    uncompressed_slots: tuple[int, ...]
     requested: float = 1.0
 
     def for_prefill(self, config: ModelConfig, parallelism: Parallelism = SINGLE_DEVICE) -> "KVCache":
         """This empty cache for one call, which reads texts from their beginning with the model's attention kernel."""
         fresh = partial(NoCache, None, config.kernel, config.platform, parallelism=parallelism)
-        layers = tuple(layer if isinstance(layer, Compressed) else fresh(kept=layer) for layer in self.layers)
+        layers = tuple(layer if isinstance(layer, CompressedLayer) else fresh(kept=layer) for layer in self.layers)
         return replace(self, layers=layers)  # type: ignore[arg-type]
 
     @property
     def reconstructs(self) -> bool:
         """Whether any layer chooses what it keeps of a prompt by a second reading of it."""
-        return any(isinstance(layer, Compressed) and layer.reconstructs for layer in self.layers)
+        return any(isinstance(layer, CompressedLayer) and layer.reconstructs for layer in self.layers)
 
     def read_twice(self) -> "KVCache":
-        """This cache for one call with tokens and their repetition, see `ReadTwice`."""
-        return replace(self, layers=tuple(map(ReadTwice, self.layers)))  # type: ignore[arg-type]
+        """This cache for one call with tokens and their repetition, see `TwoPassLayer`."""
+        return replace(self, layers=tuple(map(TwoPassLayer, self.layers)))  # type: ignore[arg-type]
 
     def one_slot(self, slot: jax.Array) -> "KVCache":
-        """This cache for one call with the row `slot` alone, see `OneSlot`."""
-        return replace(self, layers=tuple(None if layer is None else OneSlot(layer, slot) for layer in self.layers))  # type: ignore[misc]
+        """This cache for one call with the row `slot` alone, see `SlotLayer`."""
+        return replace(self, layers=tuple(None if layer is None else SlotLayer(layer, slot) for layer in self.layers))  # type: ignore[misc]
 
     def all_slots(self) -> "KVCache":
         """The cache after a call with `one_slot`."""
@@ -283,7 +285,7 @@ class KVCache:
     @property
     def compressed(self) -> bool:
         """Whether any layer may drop what it has seen."""
-        return any(isinstance(layer, Compressed) for layer in self.layers)
+        return any(isinstance(layer, CompressedLayer) for layer in self.layers)
 
     def report(self) -> CacheReport:
         """What is allocated: the sum of `nbytes` over every leaf, and what it is beside the cache without compression.
@@ -298,7 +300,9 @@ class KVCache:
         payload = sum(store.payload_bytes for store in stores)
         B, dtype = jax.tree.leaves(stores)[0].shape[0], stores[0].dtype
         places = [
-            (B * span * store.heads, store.sizes) for span, layer in zip(self.spans, groups, strict=True) for store in layer
+            (B * span * store.heads, store.sizes)
+            for span, layer in zip(self.uncompressed_slots, groups, strict=True)
+            for store in layer
         ]
         full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in places)
         return {
@@ -321,13 +325,13 @@ def _slot_bytes(sizes: tuple[int, int], dtype: jnp.dtype) -> int:
     return sum(sizes) * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0)
 
 
-def _stores(layer: Full | Ring | Compressed | None) -> list[Any]:
+def _stores(layer: FullLayer | RingLayer | CompressedLayer | None) -> list[Any]:
     if layer is None:
         return []
-    return [group.store for group in layer.groups] if isinstance(layer, Compressed) else [layer.store]
+    return [group.store for group in layer.groups] if isinstance(layer, CompressedLayer) else [layer.store]
 
 
-def spans(config: ModelConfig, slots: int) -> tuple[int, ...]:
+def uncompressed_slots(config: ModelConfig, slots: int) -> tuple[int, ...]:
     """The slots each layer needs for texts of `slots` positions: a windowed layer no more than its window."""
     return tuple(slots if window is None else min(window, slots) for window in config.windows)
 
@@ -348,7 +352,7 @@ def make_cache(
       parted: where all of a text stays, its slots are `SegmentedStore`.
     """
     B = batch
-    all_spans = spans(config, slots)
+    all_spans = uncompressed_slots(config, slots)
     kept = jnp.dtype(dtype)
     if kept == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits:
         kept = BITS
@@ -361,15 +365,15 @@ def make_cache(
         own = config.of_layer(index)
         return Store.empty(B, own.kv_heads, (own.head_size, own.head_size), span, kept)
 
-    def layer(index: int) -> Full | Ring | Compressed | None:
+    def layer(index: int) -> FullLayer | RingLayer | CompressedLayer | None:
         span = all_spans[index]
         if config.kv_source(index) is not None:
             return None
         if compression is not None and any(held < span for _, held in compression.groups[index]):
-            return Compressed.empty(B, config.head_size, compression, index, kept)
+            return CompressedLayer.empty(B, config.head_size, compression, index, kept)
         if span < slots:
-            return Ring(empty(index, span))
-        return Full(SegmentedStore.empty(B, span, partial(empty, index)) if parted else empty(index, span))
+            return RingLayer(empty(index, span))
+        return FullLayer(SegmentedStore.empty(B, span, partial(empty, index)) if parted else empty(index, span))
 
     return KVCache(
         tuple(layer(index) for index in range(config.num_blocks)), all_spans, 1.0 if compression is None else compression.ratio

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.model.layers import SOFTMAX, Softmax
+from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 
 BLOCK = 128  # queries
 GROUPS = 8  # of blocks: those of a group see the same keys, which are sliced once
@@ -27,7 +27,7 @@ def chunked_attention(
     v_BTKH: Array,
     segments_BT: Array | None,
     window: int | None,
-    softmax: Softmax = SOFTMAX,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
     """Causal attention of tokens that stand in order, `[B, T, K, G, H]`; values may have another size than keys.
 

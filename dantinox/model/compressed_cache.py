@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dantinox.config import RopeScaling
-from dantinox.model.attention import Reading, attend
+from dantinox.model.attention import StoreReadout, attend
 from dantinox.model.cache_store import Store
-from dantinox.model.layers import SOFTMAX
+from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.positions import rotary_angles, rotate
 
-MOST_DECAY = 0.999
+MAX_DECAY = 0.999
 FUTURE = 512  # positions behind a prompt that `expected_attention` averages the rotation over
 Rotation = tuple[float, RopeScaling | None] | None  # of a layer, as `ModelConfig.rotation` gives it
 
@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
     meta_fields=["rule", "first", "decays", "rotation"],
 )
 @dataclass(frozen=True)
-class Group:
+class HeadGroup:
     """Key heads with the same number of slots; position −1 marks an empty slot.
 
     Attributes:
@@ -107,14 +107,14 @@ class Group:
     @property
     def _queries_K1(self) -> jax.Array:
         """How many queries an importance is the sum over."""
-        return 1 / (1 - jnp.minimum(self._decay_K1, MOST_DECAY))
+        return 1 / (1 - jnp.minimum(self._decay_K1, MAX_DECAY))
 
     def _worth(self, position_BKS: jax.Array, importance_BKS: jax.Array | None, last_B11: jax.Array) -> jax.Array:
         """What tokens are ranked by."""
         if self.rule.fixed == "position":
             return position_BKS.astype(jnp.float32)
         if importance_BKS is None:
-            return hashed(position_BKS, self.first + jnp.arange(position_BKS.shape[1])[:, None])
+            return position_hash(position_BKS, self.first + jnp.arange(position_BKS.shape[1])[:, None])
         if not self.rule.recency:
             return importance_BKS
         return importance_BKS + self._queries_K1 / (1 + last_B11 - position_BKS)
@@ -122,7 +122,7 @@ class Group:
     def _protected(self, position_BKS: jax.Array, last_B11: jax.Array) -> jax.Array:
         return (position_BKS < self.rule.sinks) | (position_BKS > last_B11 - self._recent)
 
-    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe, softmax) -> tuple["Group", Reading]:
+    def attend_one(self, q_B1KGH, k_B1KH, v_B1KH, positions_B1, window, probe, softmax) -> tuple["HeadGroup", StoreReadout]:
         """Takes the new token in, in place of another if there is no room; then everything held is attended to."""
         B, K, C = self.position_BKS.shape
         t_B11 = positions_B1[:, :, None]
@@ -147,7 +147,7 @@ class Group:
 
     def attend_many(
         self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, again: Tokens | None = None
-    ) -> tuple["Group", Reading]:
+    ) -> tuple["HeadGroup", StoreReadout]:
         """Reads part of a prompt: its queries see what is held and each other, then the tokens that stay are chosen.
 
         Args:
@@ -201,7 +201,7 @@ class Group:
         position_BKS = jnp.where(busy_B11, position_BKS, self.position_BKS)
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), found
 
-    def _read_again(self, union: Store, position_BKU, again: Tokens, window, softmax) -> Reading:
+    def _read_again(self, union: Store, position_BKU, again: Tokens, window, softmax) -> StoreReadout:
         """What the repeated tokens find in the union and each other, with the largest weight that each key gets from them."""
         B, K, _ = position_BKU.shape
         store = union.join(Store.of(again.k_BTKH, again.v_BTKH, self.store.dtype))
@@ -210,7 +210,7 @@ class Group:
         counted_BT = again.positions_BT >= 0
         return attend(again.q_BTKGH, store, again.positions_BT, position, window, None, counted_BT, softmax, largest=True)
 
-    def _in_order(self) -> "Group":
+    def _in_order(self) -> "HeadGroup":
         """The same by position, empty slots first: what is new then follows without a gap."""
         index_BKS = jnp.argsort(self.position_BKS, axis=2)
         position_BKS = jnp.take_along_axis(self.position_BKS, index_BKS, axis=2)
@@ -229,13 +229,13 @@ class Group:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=[])
 @dataclass(frozen=True)
-class Compressed:
+class CompressedLayer:
     """A layer whose key heads lie in groups, the order that of the model's heads."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[HeadGroup, ...]
 
     @classmethod
-    def empty(cls, batch: int, head_size: int, rule: Compression, layer: int, dtype: DTypeLike) -> "Compressed":
+    def empty(cls, batch: int, head_size: int, rule: Compression, layer: int, dtype: DTypeLike) -> "CompressedLayer":
         groups, first = [], 0
         for heads, slots in rule.groups[layer]:
             store = Store.empty(batch, heads, (head_size, head_size), slots, dtype)
@@ -243,7 +243,7 @@ class Compressed:
             importance_BKS = None if rule.fixed else jnp.zeros((batch, heads, slots), jnp.float32)
             decays = rule.decays[layer][first : first + heads]
             rotation = rule.rotations[layer] if rule.rotations else None
-            groups.append(Group(store, position_BKS, importance_BKS, rule, first, decays, rotation))
+            groups.append(HeadGroup(store, position_BKS, importance_BKS, rule, first, decays, rotation))
             first += heads
         return cls(tuple(groups))
 
@@ -252,11 +252,11 @@ class Compressed:
         """Whether a prompt must be read twice: `attend_twice`."""
         return self.groups[0].rule.prompt == "reconstruction"
 
-    def attend_twice(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend_twice(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         """`attend` of the first half of T tokens, which the second half repeats at later positions."""
         return self._attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, twice=True)
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=SOFTMAX):
+    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         if self.reconstructs and positions_BT.shape[1] > 1:
             raise ValueError("this cache reads prompts twice: use generation.decode.read_prompt")
         return self._attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, twice=False)
@@ -280,11 +280,11 @@ class Compressed:
         outs = [reading.out_BTKGH for reading in found]
         out_BTKGH = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
         if probe is None:
-            return out_BTKGH, Compressed(tuple(groups)), None
+            return out_BTKGH, CompressedLayer(tuple(groups)), None
         S = max(reading.probed[0].shape[2] for reading in found)
         wide = [[jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in reading.probed] for reading in found]
         scores_BNS, valid_BNS = (jnp.concatenate(column, axis=1) for column in zip(*wide, strict=True))
-        return out_BTKGH, Compressed(tuple(groups)), probe(scores_BNS, valid_BNS)
+        return out_BTKGH, CompressedLayer(tuple(groups)), probe(scores_BNS, valid_BNS)
 
 
 def _scores_and_validity(scores_BNS: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -292,7 +292,7 @@ def _scores_and_validity(scores_BNS: jax.Array, valid: jax.Array) -> tuple[jax.A
     return scores_BNS, jnp.broadcast_to(valid if valid.ndim == 3 else valid[:, None], scores_BNS.shape)
 
 
-def hashed(position: jax.Array, head: jax.Array) -> jax.Array:
+def position_hash(position: jax.Array, head: jax.Array) -> jax.Array:
     """A number in [0, 1) that depends on position and head and on nothing else (the finaliser of MurmurHash3)."""
     x = position.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + head.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)

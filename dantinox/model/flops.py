@@ -2,8 +2,8 @@
 
 from dantinox.config import ModelConfig
 from dantinox.config.model import GATED
-from dantinox.model.cache import spans
-from dantinox.model.lora import places_of, sizes
+from dantinox.model.cache import uncompressed_slots
+from dantinox.model.lora import layer_projections, projection_sizes
 
 
 def matrix_parameters(model: ModelConfig) -> int:
@@ -38,8 +38,8 @@ def attention_flops(model: ModelConfig, keys: int) -> int:
     """
     if model.latent is not None:
         size = model.head_size + model.latent.rotated_size + model.latent.value_size
-        return 2 * model.n_heads * size * sum(spans(model, keys))
-    return sum(4 * model.n_heads * model.of_layer(i).head_size * span for i, span in enumerate(spans(model, keys)))
+        return 2 * model.n_heads * size * sum(uncompressed_slots(model, keys))
+    return sum(4 * model.n_heads * model.of_layer(i).head_size * span for i, span in enumerate(uncompressed_slots(model, keys)))
 
 
 def training_flops(model: ModelConfig, length: int) -> int:
@@ -57,8 +57,8 @@ def adapter_parameters(model: ModelConfig) -> int:
     if model.lora is None:
         return 0
     return model.lora.rank * sum(
-        sum(sizes(model, layer)[target])
+        sum(projection_sizes(model, layer)[target])
         for layer in range(model.num_blocks)
-        for target in places_of(model, layer)
+        for target in layer_projections(model, layer)
         if target in model.lora.targets
     )

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import UserError
 from dantinox.model.chunked_attention import BLOCK, chunked_attention
-from dantinox.model.layers import SOFTMAX, Softmax
+from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.platform import platform_of
 
 Kernel = Callable[..., Array]
@@ -27,7 +27,7 @@ def cudnn_attention(
     v_BTKH: Array,
     segments_BT: Array | None,
     window: int | None,
-    softmax: Softmax = SOFTMAX,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
     """cuDNN's fused attention: a plain softmax. Documents are told apart by a bias `[B, 1, T, T]` in the queries' dtype."""
     B, T, K, G, H = q_BTKGH.shape
@@ -51,7 +51,7 @@ def splash_attention(
     v_BTKH: Array,
     segments_BT: Array | None,
     window: int | None,
-    softmax: Softmax = SOFTMAX,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
     """JAX's Pallas kernel for TPUs, which skips the blocks that no query sees."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -88,7 +88,7 @@ def kernel_for(
     platform: str,
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    softmax: Softmax = SOFTMAX,
+    softmax: Softmax = PLAIN_SOFTMAX,
     value_size: int | None = None,
 ) -> Kernel | None:
     """The kernel for queries `[B, T, K, G, H]` of a dtype; None: all scores at once.

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Probe
-from dantinox.model.layers import Linear, RMSNorm, Softmax, product
+from dantinox.model.layers import Linear, RMSNorm, Softmax, cast_tensordot
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import rotate, yarn_gain
 
@@ -32,7 +32,7 @@ class UpProjection(nnx.Module):
 
     def __call__(self, latent_BTR: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys `[B, T, N, H]` and values `[B, T, N, V]`."""
-        both = product(latent_BTR, self.kernel[...], 1, self.dtype, self.dtype)
+        both = cast_tensordot(latent_BTR, self.kernel[...], 1, self.dtype, self.dtype)
         return both[..., : self.key_size], both[..., self.key_size :]
 
     def queries(self, q_BTNH: jax.Array) -> jax.Array:

@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.parallelism import Parallelism
 
-PRODUCT = "product"  # the name of what a `Linear` gives, for those who keep it for the backward pass
+LINEAR_OUTPUT = "product"  # the name of what a `Linear` gives, for those who keep it for the backward pass
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def product(
+def cast_tensordot(
     x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, rounded: jax.Array | None = None
 ) -> jax.Array:
     """x · w over the last `axes` axes of x and the first of w: operands rounded to `dtype`, sums in float32, then `out_dtype`.
@@ -49,7 +49,7 @@ def _product_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operand
     return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 
-product.defvjp(lambda x, w, *others: (product(x, w, *others), (x, w, others[-1])), _product_backward)
+cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])), _product_backward)
 
 
 class Linear(nnx.Module):
@@ -78,11 +78,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, summed: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         """x · kernel + bias. `summed` adds up what devices made of their parts of x, before the bias is added."""
-        y = product(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
-        return biased(summed(checkpoint_name(y, PRODUCT)), self.bias)
+        y = cast_tensordot(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
+        return add_bias(summed(checkpoint_name(y, LINEAR_OUTPUT)), self.bias)
 
 
-def biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """y + bias in the dtype of y, or y where there is none."""
     return y if bias is None else y + bias[...].astype(y.dtype)
 
@@ -91,7 +91,7 @@ class Softmax(NamedTuple):
     """How scores become weights, where that is more than a softmax.
 
     Attributes:
-      cap: scores are first `capped` at it.
+      cap: scores are first `softcap` at it.
       sinks_KG: float32, a logit per query head that stands among the scores and has no value (Agarwal et al. 2025, gpt-oss).
     """
 
@@ -99,10 +99,10 @@ class Softmax(NamedTuple):
     sinks_KG: jax.Array | None = None
 
 
-SOFTMAX = Softmax()
+PLAIN_SOFTMAX = Softmax()
 
 
-def capped(scores: jax.Array, cap: float) -> jax.Array:
+def softcap(scores: jax.Array, cap: float) -> jax.Array:
     """cap · tanh(scores / cap) (Gemma Team 2024, section 2)."""
     return cap * jnp.tanh(scores / cap)
 
@@ -144,18 +144,18 @@ class LayerNorm(nnx.Module):
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
         y = y if self.scale is None else y * self.scale[...]
-        return biased(y, self.bias).astype(x.dtype)
+        return add_bias(y, self.bias).astype(x.dtype)
 
 
-def rms_norm(config: ModelConfig, shape: int | tuple[int, ...]) -> RMSNorm:
+def make_rms_norm(config: ModelConfig, shape: int | tuple[int, ...]) -> RMSNorm:
     """The RMS-normalisation of vectors of this shape."""
     return RMSNorm(shape, config.norm_epsilon, config.norm_zero_centered, config.norm_scale)
 
 
-def normalisation(config: ModelConfig) -> RMSNorm | LayerNorm:
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The normalisation of the residual stream that `config.norm` asks for."""
     if config.norm == "rmsnorm":
-        return rms_norm(config, config.dim)
+        return make_rms_norm(config, config.dim)
     return LayerNorm(config.dim, config.norm_epsilon, config.norm_scale, config.norm_bias)
 
 
@@ -182,7 +182,7 @@ GATED: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 PLAIN: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
 
 
-def gated(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def gated_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """`config.activation` as a function of gate and up."""
     return _gated(config.activation, config.swiglu_limit, config.swiglu_alpha)
 
@@ -200,7 +200,7 @@ class GatedFeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
-        self.function = gated(config)
+        self.function = gated_activation(config)
         self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
         self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
 
@@ -223,6 +223,6 @@ class PlainFeedForward(nnx.Module):
         return self.down(self.function(self.up(parallelism.copy_to_tp(x_BTD))), parallelism.reduce_from_tp)
 
 
-def feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
+def make_feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
     """The feed-forward layer that `config.activation` asks for."""
     return (PlainFeedForward if config.activation in PLAIN else GatedFeedForward)(config, **kwargs)

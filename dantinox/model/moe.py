@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import PLAIN, Linear, RMSNorm, feed_forward, gated, normalisation
+from dantinox.model.layers import PLAIN, Linear, RMSNorm, gated_activation, make_feed_forward, make_norm
 from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.platform import platform_of
 
@@ -150,7 +150,7 @@ class Experts(nnx.Module):
         E, D, F = config.experts.count, config.dim, config.hidden_dim
         linear = partial(ExpertLinear, E, dtype=dtype, platform=config.platform, rngs=rngs, bias=config.mlp_bias)
         self.gated = config.activation not in PLAIN
-        self.function: Any = gated(config) if self.gated else PLAIN[config.activation]
+        self.function: Any = gated_activation(config) if self.gated else PLAIN[config.activation]
         if self.gated:
             self.gate_up = linear(D, (2, F))
         else:
@@ -177,7 +177,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
         width, shared = config.experts.shared_dim, None
         if width:
-            shared = feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
+            shared = make_feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.shared = nnx.data(shared)
         gate = Linear((config.dim,), (1,), dtype=dtype, rngs=rngs) if config.experts.shared_gate else None
         self.shared_gate = nnx.data(gate)
@@ -226,8 +226,8 @@ class BranchedExperts(MixtureOfExperts):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         super().__init__(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
-        self.shared_norm, self.shared_post_norm = normalisation(config), normalisation(config)
-        self.experts_norm, self.experts_post_norm = normalisation(config), normalisation(config)
+        self.shared_norm, self.shared_post_norm = make_norm(config), make_norm(config)
+        self.experts_norm, self.experts_post_norm = make_norm(config), make_norm(config)
 
     def __call__(self, x_BTD: Array, parallelism: Parallelism) -> tuple[Array, Routing]:
         assert self.shared is not None

@@ -18,7 +18,7 @@ from dantinox.model.transformer import Transformer
 Parameters = dict[str, jax.Array]
 
 
-def blueprint(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
+def abstract_model(config: ModelConfig) -> tuple[Callable[[Parameters], Transformer], dict[str, jax.ShapeDtypeStruct]]:
     """`build(parameters) -> Transformer`, inside or outside of jit, and the shape of every parameter; nothing is allocated."""
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=_OneKey()))  # type: ignore[arg-type]
     graph, state = nnx.split(abstract)
@@ -42,7 +42,7 @@ class _OneKey:
         return self._key
 
 
-def rolled(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The weights of a model with its layers apart as those of one with `scan_layers`; the numbers are the same."""
     result: dict[str, Any] = {name: array for name, array in parameters.items() if not name.startswith("blocks/")}
     for name in parameters:
@@ -56,7 +56,7 @@ def rolled(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
     return result
 
 
-def unrolled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def unstack_layers(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The weights with their layers apart, as files hold them and decoding wants them. Others stay as they are."""
     result: dict[str, Any] = {}
     period = 1 + max((int(name.split("/")[1]) for name in parameters if name.startswith("rolled/")), default=0)
@@ -70,9 +70,9 @@ def unrolled(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def initial_parameters(config: ModelConfig, seed: int) -> Parameters:
+def init_parameters(config: ModelConfig, seed: int) -> Parameters:
     """Fresh random weights; the same for the same seed on the same kind of device."""
-    return parameters_of(Transformer(config, rngs=nnx.Rngs(params=random_key(seed))))
+    return get_parameters(Transformer(config, rngs=nnx.Rngs(params=random_key(seed))))
 
 
 def random_key(seed: int) -> jax.Array:
@@ -80,7 +80,7 @@ def random_key(seed: int) -> jax.Array:
     return jax.random.key(seed, impl="rbg")
 
 
-def parameters_of(model: Transformer) -> Parameters:
+def get_parameters(model: Transformer) -> Parameters:
     """The weights of a model, path to array."""
     return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import GATED, PLAIN, Linear, normalisation, rms_norm
+from dantinox.model.layers import GATED, PLAIN, Linear, make_norm, make_rms_norm
 from dantinox.model.parallelism import Parallelism
 
 
@@ -26,7 +26,7 @@ class PerLayerEmbedding(nnx.Module):
         self.dtype, self.dim, self.size = dtype, D, P
         self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, L, P), jnp.float32))
         self.projection = Linear((D,), (L, P), dtype=dtype, rngs=rngs)
-        self.norm = rms_norm(config, P)
+        self.norm = make_rms_norm(config, P)
 
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         """The inputs `[L, B, T, P]` of the layers; `x_BTD`: the embeddings that the first layer gets."""
@@ -45,7 +45,7 @@ class PerLayerInput(nnx.Module):
         self.function = (GATED | PLAIN)[config.activation]
         self.gate = Linear((D,), (P,), dtype=dtype, rngs=rngs)
         self.out = Linear((P,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
-        self.norm = normalisation(config)
+        self.norm = make_norm(config)
 
     def __call__(self, x_BTD: jax.Array, input_BTP: jax.Array) -> jax.Array:
         return x_BTD + self.norm(self.out(self.function(self.gate(x_BTD)) * input_BTP))

@@ -10,7 +10,7 @@ from dantinox.model.transformer import Transformer
 LOGITS_AT_ONCE = 1 << 22  # 16 MiB in float32
 
 
-def by_position(function: Callable[..., Any], vocab_size: int, *values_BT: Any, at_once: int = LOGITS_AT_ONCE) -> Any:
+def map_positions(function: Callable[..., Any], vocab_size: int, *values_BT: Any, at_once: int = LOGITS_AT_ONCE) -> Any:
     """`function` of the values at each position, of as many positions together as `at_once` logits allow.
 
     Args:
@@ -32,6 +32,6 @@ def token_logprobs(model: Transformer, x_BTD: jax.Array, tokens_BT: jax.Array) -
       x_BTD: the final hidden states, as `model.hidden` returns them.
       tokens_BT: the token that follows each position. Runs inside `jax.jit`.
     """
-    return by_position(
+    return map_positions(
         lambda x_D, token: jax.nn.log_softmax(model.logits(x_D))[token], model.config.vocab_size, x_BTD, tokens_BT
     )

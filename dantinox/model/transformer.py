@@ -13,10 +13,19 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import Angles, Attention, Probe
-from dantinox.model.cache import KVCache, NoCache, RecordKeys, SharedKeys
+from dantinox.model.cache import KVCache, NoCache, RecordingLayer, SharedKeys
 from dantinox.model.latent_attention import LatentAttention
-from dantinox.model.layers import PRODUCT, Linear, biased, capped, dropout, feed_forward, normalisation, product
-from dantinox.model.lora import adapt, hold
+from dantinox.model.layers import (
+    LINEAR_OUTPUT,
+    Linear,
+    add_bias,
+    cast_tensordot,
+    dropout,
+    make_feed_forward,
+    make_norm,
+    softcap,
+)
+from dantinox.model.lora import add_adapters, cast_frozen_table
 from dantinox.model.moe import BranchedExperts, MixtureOfExperts, unrouted
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.per_layer import PerLayerEmbedding, PerLayerInput
@@ -35,7 +44,7 @@ def _but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 # What is kept for the backward pass; with none, only weights that lie in parts on several devices are made anew.
 REMAT = {
     "full": None,
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "dots": jax.checkpoint_policies.save_only_these_names(LINEAR_OUTPUT),
     "none": _but_gathered,
 }
 
@@ -61,15 +70,15 @@ class Block(nnx.Module):
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
         self.dropout_rate, self.multiplier = config.dropout_rate, config.residual_multiplier
-        self.norm1 = normalisation(config) if before else _unchanged
-        self.post_norm1 = normalisation(config) if after else _unchanged
+        self.norm1 = make_norm(config) if before else _unchanged
+        self.post_norm1 = make_norm(config) if after else _unchanged
         attending = Attention if config.latent is None else LatentAttention
         self.attention = attending(config, layer, dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.parallel = config.parallel_blocks
         branched = config.routes(layer) and config.experts is not None and config.experts.branch_norms
-        self.norm2 = normalisation(config) if before and not self.parallel and not branched else _unchanged
-        self.post_norm2 = normalisation(config) if after else _unchanged
-        feeding: Callable = feed_forward
+        self.norm2 = make_norm(config) if before and not self.parallel and not branched else _unchanged
+        self.post_norm2 = make_norm(config) if after else _unchanged
+        feeding: Callable = make_feed_forward
         if config.routes(layer):
             feeding = BranchedExperts if branched else MixtureOfExperts
         self.ffn = feeding(config.of_layer(layer), dtype=dtype, rngs=rngs, out_gain=out_gain)
@@ -78,7 +87,7 @@ class Block(nnx.Module):
         self.layer_input = PerLayerInput(config, dtype=dtype, rngs=rngs, out_gain=out_gain) if reads_input else None
         self.layer_scalar = nnx.Param(jnp.ones(1, jnp.float32)) if config.layer_scalar else None
         if config.lora is not None:
-            adapt(self, layer, config, rngs=rngs)
+            add_adapters(self, layer, config, rngs=rngs)
 
     def __call__(
         self,
@@ -146,19 +155,19 @@ class Transformer(nnx.Module):
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.max_context, D), jnp.float32)) if learned else None
         )
         self.per_layer = nnx.data(PerLayerEmbedding(config, dtype=self.dtype, rngs=rngs) if config.per_layer_dim else None)
-        self.norm_embed = normalisation(config) if config.norm_embeddings else None
+        self.norm_embed = make_norm(config) if config.norm_embeddings else None
         blocks = [Block(config, layer, dtype=self.dtype, rngs=rngs) for layer in range(config.num_blocks)]
         self.blocks = nnx.List([] if config.scan_layers else blocks)
         if config.scan_layers:
             self.rolled = nnx.List([stacked(blocks[kind :: config.period]) for kind in range(config.period)])
-        self.norm_f = normalisation(config)
+        self.norm_f = make_norm(config)
         untied = None if config.weight_tying else output_layer(D, V, dtype=self.dtype, rngs=rngs)
         self.head = nnx.data(untied)
         self.head_bias = nnx.Param(jnp.zeros(V, jnp.float32)) if config.head_bias else None
         per_layer = None if self.per_layer is None else self.per_layer.embed
         for table in (self.embed, self.position_embed, per_layer, None if untied is None else untied.kernel):
             if table is not None:
-                hold(table, config.lora)
+                cast_frozen_table(table, config.lora)
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, **kwargs: Any) -> tuple[jax.Array, KVCache | None, dict]:
         """`hidden` and `logits` in a row: (logits `[B, T, V]`, cache, aux)."""
@@ -215,7 +224,7 @@ class Transformer(nnx.Module):
             if source is not None:
                 memory = shared[source]
             elif layer in sources:
-                memory = RecordKeys(memory)
+                memory = RecordingLayer(memory)
             run: Callable = partial(self._through, block, probe, share_trace=cache is not None)
             if self._recomputes:
                 run = jax.checkpoint(run, policy=REMAT[self.config.remat])
@@ -284,11 +293,11 @@ class Transformer(nnx.Module):
         if self.head is not None and rounded_DV is None:
             logits = self.head(x_BTD)
         else:
-            logits = product(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
-        logits = biased(self.parallelism.all_gather(logits), self.head_bias)
+            logits = cast_tensordot(x_BTD, self.output_weights(), 1, self.dtype, jnp.float32, rounded_DV)
+        logits = add_bias(self.parallelism.all_gather(logits), self.head_bias)
         if self.config.logits_scaling != 1:
             logits = logits / self.config.logits_scaling
-        return logits if self.config.final_softcap is None else capped(logits, self.config.final_softcap)
+        return logits if self.config.final_softcap is None else softcap(logits, self.config.final_softcap)
 
     def output_weights(self) -> jax.Array:
         """The weights `[D, V]` that logits are made with."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from dantinox.config import Config, LoraConfig, ModelConfig
 from dantinox.files import UserError, escape_name, wrap_os_errors
-from dantinox.model.lora import Place, places_of, sizes
+from dantinox.model.lora import Projection, layer_projections, projection_sizes
 from dantinox.run.directory import RunDirectory, load_run_config, open_base
 from dantinox.run.manifest import write_file
 from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_pieces
@@ -30,7 +30,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 class AdapterDelta(NamedTuple):
     """What an adapter adds to a kernel: scale · A B, with A `[in, r]` and B `[r, out]`, to its outputs `place.part`."""
 
-    place: Place
+    place: Projection
     a_IR: np.ndarray
     b_RO: np.ndarray
     scale: float
@@ -108,7 +108,7 @@ def read_adapter(
       UserError: the file cannot be read, is damaged, or does not fit the model.
     """
     file = SafetensorsFile(path)
-    known = [places_of(model, layer) for layer in range(model.num_blocks)]
+    known = [layer_projections(model, layer) for layer in range(model.num_blocks)]
     found: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for name in file.tensors:
         match = TENSOR.fullmatch(name)
@@ -122,7 +122,7 @@ def read_adapter(
         raise UserError(f"{path} holds no adapter")
     changes: dict[str, list[AdapterDelta]] = {}
     for (layer, target), pair in sorted(found.items()):
-        place, (ins, outs) = known[int(layer)][target], sizes(model, int(layer))[target]
+        place, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
         module = f"layers.{layer}.{MODULES[place.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
         for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):

@@ -19,7 +19,7 @@ from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.head_loss import divergence, read_limited, rows_at_once
 from dantinox.measure.texts import batches, in_batches, positions_of
 from dantinox.model import CacheReport, KVCache, Transformer, make_cache
-from dantinox.model.compressed_cache import Compressed
+from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.report.console import Progress
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
@@ -114,17 +114,17 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
     cache = make_cache(model.config, B, *plan)
     _, read, _ = read_prompt(model, tokens_BT, positions_of(tokens_BT, lengths_B), cache)
     assert read is not None
-    layers = tuple(_without(layer, last_B) if isinstance(layer, Compressed) else layer for layer in read.layers)
+    layers = tuple(_without(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
     x_B1D, _, _ = model.hidden(last_B1, last_B[:, None], cache=replace(read, layers=layers))
     return jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1)
 
 
-def _without(layer: Compressed, position_B: jax.Array) -> Compressed:
+def _without(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
     """The layer with the slot of one position of each row empty; a full cache writes it anew in its place."""
     gone_B11 = position_B[:, None, None]
     groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
-    return Compressed(tuple(groups))
+    return CompressedLayer(tuple(groups))
 
 
 @jax.jit

@@ -10,8 +10,8 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.distributed import make_layout
-from dantinox.model.lora import frozen
-from dantinox.model.parameters import initial_parameters
+from dantinox.model.lora import frozen_parameters
+from dantinox.model.parameters import init_parameters
 from dantinox.platform import platform_of
 from dantinox.text import Batch, Preferences, prepare_data
 from dantinox.training.launch import base_template, plan_lines
@@ -73,8 +73,8 @@ def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] 
 
     batch = layout.put_batch(read, config.training.batch_size, config.training.grad_accum)
     state = train_step.initial_state()
-    places = layout.shardings(frozen(layout.shapes, model))
-    base = jax.jit(lambda: frozen(initial_parameters(model, config.training.seed), model), out_shardings=places)()
+    places = layout.shardings(frozen_parameters(layout.shapes, model))
+    base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=places)()
 
     def step() -> Metrics:
         nonlocal state

@@ -12,7 +12,7 @@ import optax
 
 from dantinox.config.sections import TrainingSection
 from dantinox.distributed import AXES, Layout
-from dantinox.model.lora import ADAPTERS
+from dantinox.model.lora import ADAPTER_SUFFIXES
 from dantinox.model.parameters import Parameters
 
 Schedule = Callable[[Any], jax.Array]
@@ -68,7 +68,7 @@ def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def _fan_axes(name: str, ndim: int) -> tuple[int, int] | None:
     """Where, among the axes of a hidden matrix, those that are fed begin, and where those that come out."""
-    if not name.startswith(("blocks/", "rolled/")) or not name.endswith(("kernel", *ADAPTERS)):
+    if not name.startswith(("blocks/", "rolled/")) or not name.endswith(("kernel", *ADAPTER_SUFFIXES)):
         return None
     stacked = name.startswith("rolled/") + ("/experts/" in name)
     return stacked, ndim - 1 if name.endswith(("attention/out/kernel", "o_proj/lora_a")) else stacked + 1
@@ -118,7 +118,7 @@ def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = N
 
 def _decay_mask(parameters: Parameters) -> dict[str, bool]:
     """Weight decay is for matrices and tables: not for scales, biases and sinks."""
-    return {name: name.endswith(("kernel", "embed", *ADAPTERS)) for name in parameters}
+    return {name: name.endswith(("kernel", "embed", *ADAPTER_SUFFIXES)) for name in parameters}
 
 
 def _adamw(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:

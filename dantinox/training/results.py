@@ -8,7 +8,7 @@ from typing import Any
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import barrier, fetch_to_host, is_rank0
 from dantinox.files import UserError
-from dantinox.model.parameters import blueprint, unrolled
+from dantinox.model.parameters import abstract_model, unstack_layers
 from dantinox.report import Console, plot_loss
 from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
@@ -22,9 +22,9 @@ def export_weights(run: RunDirectory, model: ModelConfig, state: State, facts: d
     weights = fetch_to_host(state.weights)
     if is_rank0():
         if model.lora is None:
-            save_weights(run.weights, unrolled(weights), facts)
+            save_weights(run.weights, unstack_layers(weights), facts)
         else:
-            save_adapter(run, unrolled(weights), model, facts)
+            save_adapter(run, unstack_layers(weights), model, facts)
     barrier()
 
 
@@ -39,7 +39,7 @@ def write_summary(
     console: Console,
 ) -> None:
     """Writes the summary of a finished training, and with `logging.plot` the plot of its loss."""
-    sizes = {name: math.prod(leaf.shape) for name, leaf in blueprint(replace(model, lora=None))[1].items()}
+    sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {
         "parameters": sum(sizes.values()),

@@ -13,8 +13,8 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, differences, dump_config
 from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, quote
-from dantinox.model.lora import held
-from dantinox.model.parameters import Parameters, blueprint, rolled
+from dantinox.model.lora import to_frozen_dtype
+from dantinox.model.parameters import Parameters, abstract_model, stack_layers
 from dantinox.platform import platform_of
 from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest
 from dantinox.run.adapters import load_run_weights
@@ -119,7 +119,7 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> di
     if config.training.init_from is None or model.lora is not None:
         return None
     given = _load_source_weights(config, model, fingerprint, None, lambda _, array: np.array(array, np.float32))
-    return rolled(given, model) if model.scan_layers else given
+    return stack_layers(given, model) if model.scan_layers else given
 
 
 def frozen_weights(
@@ -135,18 +135,18 @@ def frozen_weights(
     """
     if model.lora is None:
         return {}
-    shapes = blueprint(replace(model, scan_layers=False))[1]
+    shapes = abstract_model(replace(model, scan_layers=False))[1]
     there = model.scan_layers or layout.mesh is not None  # else one by one, and the host never has them all
 
     def place(name: str, array: np.ndarray) -> dict[str, Any]:
-        parts = held(name, array, shapes)
+        parts = to_frozen_dtype(name, array, shapes)
         return parts if there else layout.put_parameters(parts)
 
     read = _load_source_weights(config, replace(model, lora=None), fingerprint, run, place)
     weights = {name: array for parts in read.values() for name, array in parts.items()}
     if not there:
         return weights
-    return layout.put_parameters(rolled(weights, model) if model.scan_layers else weights)
+    return layout.put_parameters(stack_layers(weights, model) if model.scan_layers else weights)
 
 
 def _load_source_weights(
@@ -159,5 +159,5 @@ def _load_source_weights(
             f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
             f"leave the settings of tokenizer out, and it is taken from there"
         )
-    _, shapes = blueprint(replace(model, scan_layers=False))
+    _, shapes = abstract_model(replace(model, scan_layers=False))
     return load_run_weights(source, load_run_config(source), shapes, model.vocab_size, place)

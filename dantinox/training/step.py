@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import BATCH, Layout
 from dantinox.model import compute_dtype
-from dantinox.model.lora import drop_out, frozen, trained
-from dantinox.model.parameters import Parameters, blueprint, initial_parameters, random_key
+from dantinox.model.lora import enable_dropout, frozen_parameters, trainable_parameters
+from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import platform_of
 from dantinox.programs import compiled, size
 from dantinox.text import Batch, Preferences
@@ -103,7 +103,7 @@ class TrainStep:
     ):
         self.config, self.model, self.layout = config, model, layout or Layout(model)
         self.optimizer = optimizer(config.training, steps, factor, self.layout)
-        parameters = trained(blueprint(model)[1], model)
+        parameters = trainable_parameters(abstract_model(model)[1], model)
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
         count: Any = jax.ShapeDtypeStruct((), jnp.int32)
         moments = jax.eval_shape(self.optimizer.init, parameters)
@@ -115,7 +115,7 @@ class TrainStep:
         places = None if layout.mesh is None else layout.shardings(self.shapes)
 
         def fresh() -> Parameters:
-            return trained(initial_parameters(model, self.config.training.seed), model)
+            return trainable_parameters(init_parameters(model, self.config.training.seed), model)
 
         if given is not None:
             parameters = layout.put_parameters(given)
@@ -136,8 +136,8 @@ class TrainStep:
     def _step(self, state: State, batch: Batch, base: Parameters = {}) -> tuple[State, Metrics]:  # noqa: B006
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        one, own = PartitionSpec(), trained(layout.specs, model)
-        inputs, outputs = (own, PartitionSpec(BATCH), one, frozen(layout.specs, model)), (own, one, one, one)
+        one, own = PartitionSpec(), trainable_parameters(layout.specs, model)
+        inputs, outputs = (own, PartitionSpec(BATCH), one, frozen_parameters(layout.specs, model)), (own, one, one, one)
         of_devices = layout.shard_map(self._gradient, inputs, outputs)
         gradients, loss, counts_LE, rewards = of_devices(state.parameters, batch, key, base)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
@@ -158,12 +158,12 @@ class TrainStep:
     ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
         """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
-        build, _ = blueprint(model)
+        build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(count_targets(batch)), 1.0)
 
         def objective(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
-            drop_out(built, key)
+            enable_dropout(built, key)
             total = batch_losses(built, part, t.dpo_beta, rngs=nnx.Rngs(dropout=key))
             loss = total.nats + t.z_loss * total.penalty
             if total.routing is None:
@@ -184,12 +184,14 @@ class TrainStep:
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
         eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
-        base = layout.place_shapes(frozen(layout.shapes, model))
+        base = layout.place_shapes(frozen_parameters(layout.shapes, model))
         batch, eval_batch = (layout.place_batch(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
         train = self.program.trace(self.shapes, batch, base)
         evaluation = make_eval_step(model, layout, t.dpo_beta).trace(self.shapes.parameters, eval_batch, base)
         platform = platform_of(model.platform)
-        options = platform.compiler_options(compute_dtype(model) == jnp.float32, size(blueprint(replace(model, lora=None))[1]))
+        options = platform.compiler_options(
+            compute_dtype(model) == jnp.float32, size(abstract_model(replace(model, lora=None))[1])
+        )
         if t.deterministic and platform.name == "gpu":
             options |= {"xla_gpu_deterministic_ops": "true"}
         return {
@@ -241,24 +243,24 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
     Args:
       beta: of preferences.
     """
-    layout, (build, _) = layout or Layout(model), blueprint(model)
+    layout, (build, _) = layout or Layout(model), abstract_model(model)
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
         return layout.psum(batch_losses(layout.build_model(build, parameters | base), batch, beta)._replace(routing=None))
 
-    specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
+    specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
     of_devices = layout.shard_map(evaluate, specs, PartitionSpec())
     return jax.jit(lambda parameters, batch, base={}: of_devices(parameters, batch, base))
 
 
 def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any:
     """`pair_logprobs` of pairs as one `jax.jit`: (parameters, pairs, frozen) → [P, 2], each where its pair is."""
-    layout, (build, _) = layout or Layout(model), blueprint(model)
+    layout, (build, _) = layout or Layout(model), abstract_model(model)
 
     def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
         return pair_logprobs(layout.build_model(build, parameters | base), pairs)
 
-    specs = trained(layout.specs, model), PartitionSpec(BATCH), frozen(layout.specs, model)
+    specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
     return jax.jit(layout.shard_map(reference, specs, PartitionSpec(BATCH)))
 
 
@@ -273,7 +275,7 @@ class Programs:
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compiled(train_lowered, train.options)
-        base, whole = frozen(step.layout.shapes, step.model), blueprint(replace(step.model, lora=None))[1]
+        base, whole = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
         self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, size(whole) // 4)
 
     def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:

@@ -13,7 +13,7 @@ from dantinox.files import UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.token_settings import sampling_params
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint, unrolled
+from dantinox.model.parameters import abstract_model, unstack_layers
 from dantinox.text import Tokenizer
 
 Sampler = Callable[[Transformer], str]
@@ -50,8 +50,8 @@ def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Tran
     Weights from a host's memory go to as many devices as can share them.
     """
     apart = replace(model, scan_layers=False)
-    build, shapes = blueprint(apart)
-    parameters = unrolled(weights)
+    build, shapes = abstract_model(apart)
+    parameters = unstack_layers(weights)
     if any(isinstance(array, np.ndarray) for array in parameters.values()):
         mesh = tensor_mesh(apart, max_tensor_parallel(apart, jax.local_device_count()))
         parameters = jax.device_put(parameters, weight_shardings(mesh, shapes))

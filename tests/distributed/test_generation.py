@@ -11,7 +11,7 @@ from dantinox.generation.cache_plan import plan_cache
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams
 
 DEVICES, V, TENSOR = 8, 62, 4  # a vocabulary that four do not divide
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_one_device(changes, weights, length):
 
 def test_weights_of_a_file_go_to_their_devices():
     model = settings().architecture(V)
-    _, shapes = blueprint(model)
+    _, shapes = abstract_model(model)
     places = weight_shardings(tensor_mesh(model, TENSOR), shapes)
     assert places["blocks/0/attention/qkv/kernel"].spec[1] == places["blocks/1/ffn/down/kernel"].spec[0] == "tensor"
     assert places["blocks/0/norm1/scale"].is_fully_replicated

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox.model.lora import frozen, held
-from dantinox.model.parameters import blueprint, rolled
+from dantinox.model.lora import frozen_parameters, to_frozen_dtype
+from dantinox.model.parameters import abstract_model, stack_layers
 from dantinox.training.step import TrainStep, make_eval_step
 
 from .mesh import V, layout_of, rows, settings, store_of
@@ -22,12 +22,12 @@ def trained(mesh="", **changes):
     config = settings("dense", mesh, **LORA | changes)
     model, layout, t = config.trained_architecture(V), layout_of(config), config.training
     random, one = np.random.default_rng(0), settings("dense", **LORA | changes | {"model__scan_layers": False})
-    shapes, base = blueprint(one.trained_architecture(V))[1], {}
-    for name, leaf in blueprint(one.architecture(V))[1].items():
+    shapes, base = abstract_model(one.trained_architecture(V))[1], {}
+    for name, leaf in abstract_model(one.architecture(V))[1].items():
         wide = 0.2 * random.standard_normal(leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
-        base |= held(name, wide.astype(np.float32), shapes)
-    base = layout.put_parameters(rolled(base, model) if model.scan_layers else base)
-    assert base.keys() == frozen(layout.shapes, model).keys()
+        base |= to_frozen_dtype(name, wide.astype(np.float32), shapes)
+    base = layout.put_parameters(stack_layers(base, model) if model.scan_layers else base)
+    assert base.keys() == frozen_parameters(layout.shapes, model).keys()
     training = TrainStep(config, model, t.steps, layout)
     step, state = training.program, training.initial_state()
     losses = []

@@ -14,7 +14,7 @@ from dantinox.config import UserError
 from dantinox.distributed import AXES, BATCH
 from dantinox.measure.plan import Collectives, make_plan, plan_lines
 from dantinox.measure.topology import Topology, find_topology
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.text import Preferences
 from dantinox.training.step import TrainStep, make_reference_step, select_rows
 
@@ -152,7 +152,7 @@ def check_cost(kind: str, optimizer: str, mesh: str, chunks: int = 1, **changes)
     assert got.work.flops <= 1.1 / 8 * alone.work.flops
     assert got.work.bytes <= 1.5 * adamw.work.bytes
     assert got.arguments <= 1.05 * got.state * config.distributed.data / 8  # whose devices have copies
-    shapes = blueprint(config.architecture(V))[1]
+    shapes = abstract_model(config.architecture(V))[1]
     layers = {name: (shape.shape[0] if name.startswith("rolled/") else 1) for name, shape in shapes.items()}
     weights = sum(layers[name] for name, shape in shapes.items() if len(shape.shape) - name.startswith("rolled/") > 1)
     # Forward and backward, in each part of a batch; Muon gathers the roots of the matrices of each shape, too.

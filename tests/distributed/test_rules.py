@@ -7,7 +7,7 @@ import pytest
 from dantinox.config import UserError, build_config
 from dantinox.distributed import make_layout, mesh_sizes
 from dantinox.distributed.rules import AXES, RULES, find_rule, name_in_layer, split_parameter
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 
 from .mesh import KINDS, V, settings
 
@@ -40,7 +40,7 @@ def parameters():
     """Name in its layer, shape there, and model of every parameter."""
     for kind, changes in ARCHITECTURES:
         model = settings(kind, **changes).trained_architecture(V)
-        for name, leaf in blueprint(model)[1].items():
+        for name, leaf in abstract_model(model)[1].items():
             inner, layers = name_in_layer(name)
             yield inner, leaf.shape[layers:], model
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_divided_is_said(kind, mesh, changes, sentence):
     with pytest.raises(UserError) as raised:
         [
             split_parameter(name, shape, sizes)
-            for name, shape in ((name_in_layer(n)[0], leaf.shape) for n, leaf in blueprint(model)[1].items())
+            for name, shape in ((name_in_layer(n)[0], leaf.shape) for n, leaf in abstract_model(model)[1].items())
         ]
     assert str(raised.value) == sentence
 

@@ -12,7 +12,7 @@ from training.small import VOCABULARY, Workshop, small_config, small_store
 from training.test_resume import Stumbles, outcome
 
 from dantinox.distributed import make_layout
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights
 from dantinox.text import TokenStore
@@ -61,7 +61,7 @@ def test_a_run_leaves_what_it_leaves_on_one_device(workshop, monkeypatch):
         config, said[devices] = small_config(**changes), []
         run = workshop.train(str(devices), config, sample=partial(sample, to=said[devices]))
         rows[devices] = read_csv(run.log(config)), [row for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
-        weights[devices] = load_weights(run.weights, blueprint(config.architecture(VOCABULARY))[1])
+        weights[devices] = load_weights(run.weights, abstract_model(config.architecture(VOCABULARY))[1])
         assert sorted(path.name for path in run.samples.iterdir()) == ["step_12.txt", "step_6.txt"]
         words = "data 1 × fsdp 4 × expert 1 × tensor 2" if devices == 8 else "one device"
         summary = json.loads(run.summary(config).read_text())

@@ -18,7 +18,7 @@ from dantinox.generation.decode import _generate_toks
 from dantinox.generation.quantized_weights import with_head_order
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import attention, kernels, make_cache
-from dantinox.model.compressed_cache import Compressed
+from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 
@@ -54,7 +54,7 @@ def made(*arguments):
 
 
 def groups_of(cache) -> list:
-    return [group for layer in cache.layers if isinstance(layer, Compressed) for group in layer.groups]
+    return [group for layer in cache.layers if isinstance(layer, CompressedLayer) for group in layer.groups]
 
 
 # Budgets

@@ -23,7 +23,7 @@ from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_folder import open_tensors, write_tensors
 from dantinox.interop.hf_multimodal import text_model
 from dantinox.interop.hf_weights import from_hf, to_hf
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, LLAMA3, LOCAL, LONGROPE, PROPORTIONAL, SWITCHED, YARN
@@ -146,7 +146,7 @@ def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
         (folder / "back").mkdir()
         (folder / "back" / "config.json").write_text(json.dumps(written | {"pad_token_id": None}))
         write_tensors(folder / "back", tensors, tensors.tensors)
-    built = blueprint(model)[0]({name: jnp.asarray(arrays[name]) for name in arrays})
+    built = abstract_model(model)[0]({name: jnp.asarray(arrays[name]) for name in arrays})
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     return np.asarray(built(jnp.asarray(tokens_BT), positions_BT)[0], np.float32)
 

@@ -14,7 +14,7 @@ from dantinox.interop.hf_config import config_of, settings_of
 from dantinox.interop.hf_folder import open_tensors
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.interop.source import Arrays
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 
 from .families import FAMILIES
 
@@ -47,7 +47,7 @@ def imported(family):
 @most
 def test_logits_and_greedy_tokens_are_those_of_transformers(family):
     settings, arrays = imported(family)
-    model = blueprint(settings.architecture(SYMBOLS, "cpu"))[0]({name: jnp.asarray(arrays[name]) for name in arrays})
+    model = abstract_model(settings.architecture(SYMBOLS, "cpu"))[0]({name: jnp.asarray(arrays[name]) for name in arrays})
     expected = np.load(CHECKPOINTS / family / "expected.npz")
     tokens_BT = expected["tokens"]
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)

@@ -19,7 +19,7 @@ from dantinox.interop.hf_folder import open_tensors
 from dantinox.interop.hf_multimodal import MULTIMODAL, text_model
 from dantinox.interop.hf_weights import from_hf
 from dantinox.interop.source import Arrays
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import train_tokenizer
 
@@ -60,7 +60,7 @@ def test_logits_of_text_are_those_of_transformers(name):
     settings["model"]["dtype"] = "float32"
     architecture = build_config(settings).architecture(SYMBOLS, "cpu")
     arrays = from_hf(config, architecture, tensors)
-    model = blueprint(architecture)[0]({key: jnp.asarray(arrays[key]) for key in arrays})
+    model = abstract_model(architecture)[0]({key: jnp.asarray(arrays[key]) for key in arrays})
     expected = np.load(MODELS / name / "expected.npz")
     tokens_BT = jnp.asarray(expected["tokens"])
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)

@@ -10,7 +10,7 @@ from dantinox.distributed.rules import in_layer, rule_of
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_families import FAMILIES
 from dantinox.interop.model_table import BEGIN, HEADER, model_table, with_table
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 
 SYMBOLS = 67
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -52,5 +52,5 @@ def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
     assert ROWS[family]["compressed cache"] == ("no" if refused(kv={"budget": 0.5}) else "yes")
     lora = {"lora": {"rank": 2}} if has else {}
     model = build_config(settings | lora | (start if has else {})).trained_architecture(SYMBOLS, "cpu")
-    for name, leaf in blueprint(model)[1].items():  # a parameter without a rule cannot be split
+    for name, leaf in abstract_model(model)[1].items():  # a parameter without a rule cannot be split
         assert rule_of(in_layer(name)[0], len(leaf.shape)), name

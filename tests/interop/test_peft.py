@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from dantinox.config import UserError, build_config
 from dantinox.interop.peft import load_adapter, merge_adapter
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run.adapters import merge_adapters, peft_config
 
 FOLDER = Path(__file__).parent / "peft"
@@ -45,7 +45,7 @@ def base_weights():
 def test_what_peft_wrote_gives_the_logits_that_peft_computes(name):
     expected, changes = np.load(FOLDER / "expected.npz"), {} if name == "base" else load_adapter(FOLDER / name, MODEL)
     weights = {path: merge_adapters(array, changes.get(path, [])) for path, array in base_weights().items()}
-    build, shapes = blueprint(MODEL)
+    build, shapes = abstract_model(MODEL)
     assert {path: array.shape for path, array in weights.items()} == {path: leaf.shape for path, leaf in shapes.items()}
     logits, _, _ = build(weights)(jnp.asarray(expected["tokens"]), jnp.arange(9)[None])
     np.testing.assert_allclose(logits, expected[name], atol=2e-5)

@@ -15,7 +15,7 @@ from dantinox.cli import main
 from dantinox.config import UserError, build_config
 from dantinox.generation import load
 from dantinox.interop.v0 import parameters, read_v0
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.text import Tokenizer
 
 V, D, N, K, H, F, L, T = 11, 16, 4, 2, 4, 24, 2, 9
@@ -122,7 +122,7 @@ def logits(path, tokens):
     run = read_v0(path)
     settings = {f"{section}.{key}": value for section, keys in run.settings.items() for key, value in keys.items()}
     model = build_config({}, settings | {"model.dtype": "float32"}).architecture(V)
-    built = blueprint(model)[0](dict(parameters(run, model)))
+    built = abstract_model(model)[0](dict(parameters(run, model)))
     return np.asarray(read(built, np.asarray(tokens)[None], np.arange(len(tokens))[None]))
 
 

@@ -17,7 +17,7 @@ from dantinox.config import UserError, build_config
 from dantinox.generation import load
 from dantinox.measure import calibrate_kv as kv
 from dantinox.measure.calibrate_kv import choose, measure, row_ends
-from dantinox.model.parameters import parameters_of
+from dantinox.model.parameters import get_parameters
 from dantinox.run import accept_run, load_kv_calibration, load_run_config, open_run, save_config, save_weights, weights_digest
 from dantinox.text import prepare_data
 
@@ -175,7 +175,7 @@ def source(run_dir, tmp_path_factory):
     shutil.copytree(run_dir, path)
     run = load(path)
     random = np.random.default_rng(1)
-    parameters = {name: np.array(array) for name, array in parameters_of(run.model).items()}
+    parameters = {name: np.array(array) for name, array in get_parameters(run.model).items()}
     for name, array in parameters.items():
         if name.endswith("qkv/kernel"):
             parameters[name] = (random.standard_normal(array.shape) * np.array([0.05, 0.8])[:, None, None]).astype(np.float32)
@@ -339,7 +339,7 @@ def test_a_tiny_context(run_path):
 
 def test_weights_that_are_no_numbers(run_path):
     run = open_run(run_path)
-    parameters = {name: np.array(array) for name, array in parameters_of(load(run_path).model).items()}
+    parameters = {name: np.array(array) for name, array in get_parameters(load(run_path).model).items()}
     parameters["embed"][:] = np.nan
     save_weights(run.weights, parameters)
     assert "its weights are damaged" in sentence(run_path, sequences=3)

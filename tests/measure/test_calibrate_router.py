@@ -19,7 +19,7 @@ from dantinox.measure import calibrate_router as calibrate
 from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
 from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration, largest_varentropy, meaning, problems
 from dantinox.measure.texts import read_text
-from dantinox.model.parameters import parameters_of
+from dantinox.model.parameters import get_parameters
 from dantinox.report.tables import percent
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, strategy_of
@@ -48,7 +48,7 @@ def source(run_dir, tmp_path_factory):
     shutil.copytree(run_dir, path)
     run = load(path)
     random = np.random.default_rng(1)
-    parameters = {name: np.asarray(array) for name, array in parameters_of(run.model).items()}
+    parameters = {name: np.asarray(array) for name, array in get_parameters(run.model).items()}
     V, D = parameters["embed"].shape
     loud_V1 = 4 * random.random((V, 1)) ** 2
     parameters["embed"] = (loud_V1 * parameters["embed"]).astype(np.float32)
@@ -234,7 +234,7 @@ def test_no_text_and_too_little_of_it(run_path, tmp_path):
 
 def test_weights_that_are_no_numbers(run_path):
     run = open_run(run_path)
-    parameters = {name: np.array(array) for name, array in parameters_of(load(run_path).model).items()}
+    parameters = {name: np.array(array) for name, array in get_parameters(load(run_path).model).items()}
     parameters["embed"][:] = np.nan
     save_weights(run.weights, parameters)
     assert "its weights are damaged" in sentence(run_path)

@@ -13,7 +13,7 @@ from generation import builder
 from dantinox.measure import head_loss as eviction
 from dantinox.measure.head_loss import SINKS, Limited, loss_rises, read_limited
 from dantinox.model import KVCache
-from dantinox.model.cache import spans
+from dantinox.model.cache import uncompressed_slots
 
 B, T, K, G, H = 2, 14, 2, 2, 4
 
@@ -93,7 +93,7 @@ def test_the_estimate_is_the_quadratic_part_of_the_divergence(monkeypatch):
     @nnx.jit(graph_updates=False)
     def logits_of(model, scale_LK):
         layers = tuple(Scaled(limited, scale_K) for scale_K in scale_LK)
-        return model(tokens, positions, cache=KVCache(layers, spans(model.config, T)))[0]
+        return model(tokens, positions, cache=KVCache(layers, uncompressed_slots(model.config, T)))[0]
 
     def log_p(scale_LK):
         logits = np.asarray(logits_of(model, jnp.asarray(scale_LK)), np.float64)

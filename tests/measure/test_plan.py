@@ -24,7 +24,7 @@ from dantinox.measure.plan import (
 )
 from dantinox.measure.topology import CUDNN_MODULE, _h100_answers, find_topology
 from dantinox.model.flops import attention_flops
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.programs import CHIPS
 from dantinox.training.step import TrainStep
 
@@ -88,7 +88,7 @@ LATENT = LatentConfig(6, 4, 10)
 )
 def test_matrix_parameters_are_the_shapes_of_the_kernels(config, changes):
     model = replace(config.architecture(259), **changes)
-    kernels = {name: leaf.size for name, leaf in blueprint(model)[1].items() if name.endswith("kernel")}
+    kernels = {name: leaf.size for name, leaf in abstract_model(model)[1].items() if name.endswith("kernel")}
     assert matrix_parameters(model) == sum(kernels.values()) + (16 * 259 if model.weight_tying else 0)
 
 

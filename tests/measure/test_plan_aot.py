@@ -15,7 +15,7 @@ from dantinox.measure.plan import generation_programs, kernels_in, training_prog
 from dantinox.measure.program_cost import Work, work_of
 from dantinox.measure.topology import COMPILERS, find_topology
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.programs import Bytes, bytes_of, size
 from dantinox.training.step import TrainStep
 
@@ -216,7 +216,7 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
     with target.assumed():
         programs = {planned.name: others for planned, *others in training_programs(config, model, TrainStep, layout)}
         found = target.compile(*programs[name])
-    shapes, text = blueprint(model)[1], found.as_text()
+    shapes, text = abstract_model(model)[1], found.as_text()
     return Meshed(
         kernels_in(text), work_of(text), bytes_of(found), size(shapes), sum(len(shape.shape) > 1 for shape in shapes.values())
     )

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.model import make_cache
-from dantinox.model.attention import attend, attention, visible
+from dantinox.model.attention import attend, attention, causal_mask
 from dantinox.model.cache_store import Store
 
 from . import reference
@@ -171,7 +171,7 @@ def test_many_queries_are_read_in_blocks(window):
     held, counted = jnp.arange(S)[None, None], positions >= 120
     store = Store.of(k, v, jnp.float32)
     found = jax.jit(lambda: attend(q, store, positions, held, window, lambda *told: told, counted))()
-    valid = visible(positions, held, window)
+    valid = causal_mask(positions, held, window)
     seen = attention(q, store, valid)
     np.testing.assert_allclose(found.out_BTKGH, seen.out_BTKGH, atol=1e-5)
     np.testing.assert_allclose(found.got_BKS, np.einsum("bkgts,bt->bks", seen.weights_BKGTS, counted) / G, atol=1e-5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.model import KVCache, make_cache
 from dantinox.model import cache_store as stores
-from dantinox.model.cache import Full, NoCache, ReadTwice, Ring
+from dantinox.model.cache import FullLayer, NoCache, RingLayer, TwoPassLayer
 
 from . import reference
 from .builder import Built, build, config, places, texts
@@ -258,7 +258,7 @@ def test_report(dtype):
     report = cache.report()
     slots = [24, 1, 4, 23, 24, 24]
     assert report["slots"] == [[[2, size]] for size in slots]
-    assert [type(layer) for layer in cache.layers] == [Full, Ring, Ring, Ring, Full, Full]
+    assert [type(layer) for layer in cache.layers] == [FullLayer, RingLayer, RingLayer, RingLayer, FullLayer, FullLayer]
     assert report["bytes"] == sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(cache))
     assert report["bytes"] == 2 * 5 * 2 * sum(slots) * 10 * jnp.dtype(dtype).itemsize
     assert report["dtype"] == jnp.dtype(dtype).name
@@ -360,8 +360,8 @@ def test_a_layer_read_twice_keeps_the_first_half(window):
     q, k, v = (jnp.asarray(random.standard_normal((B, 2 * T, K, *size)), jnp.float32) for size in ((3, H), (H,), (H,)))
     positions_BT = jnp.broadcast_to(jnp.arange(2 * T), (B, 2 * T))
     store = stores.Store.empty(B, K, (H, H), T if window is None else window, jnp.float32)
-    layer = Full(store) if window is None else Ring(store)
-    out, after, _ = ReadTwice(layer).attend(q, k, v, positions_BT, window)
+    layer = FullLayer(store) if window is None else RingLayer(store)
+    out, after, _ = TwoPassLayer(layer).attend(q, k, v, positions_BT, window)
     wanted, _, _ = NoCache().attend(q, k, v, positions_BT, window)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     once, kept, _ = layer.attend(q[:, :T], k[:, :T], v[:, :T], positions_BT[:, :T], window)

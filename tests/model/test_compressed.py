@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.model import Compression
-from dantinox.model.cache import Full
+from dantinox.model.cache import FullLayer
 from dantinox.model.cache_store import PACKED, Store
-from dantinox.model.compressed_cache import FUTURE, Compressed, expected_attention, hashed
+from dantinox.model.compressed_cache import FUTURE, CompressedLayer, expected_attention, position_hash
 from dantinox.model.layers import Softmax
 
 from .kv_reference import HeadReference
@@ -59,9 +59,9 @@ class Layout:
             recent=self.recent,
         )
 
-    def empty(self, policy: str, dtype="float32") -> Compressed:
+    def empty(self, policy: str, dtype="float32") -> CompressedLayer:
         kept = PACKED if dtype == "int4" else jnp.dtype(dtype)
-        return Compressed.empty(ROWS, SIZE, self.rule(policy), 0, kept)
+        return CompressedLayer.empty(ROWS, SIZE, self.rule(policy), 0, kept)
 
     def references(self, policy: str) -> list[list[HeadReference]]:
         """One for every row and key head."""
@@ -85,8 +85,8 @@ LAYOUTS = {
     "short window": Layout(2, ((1, 12), (2, 8)), 12, sinks=2, recent=3, window=5, pool=3),
     "long window": Layout(4, ((1, 13), (1, 7)), 30, sinks=0, recent=1, window=20, pool=5),
 }
-HASHES = np.asarray(hashed(jnp.arange(4 * CHUNK + STEPS), jnp.arange(3)[:, None]))
-attend = jax.jit(Compressed.attend, static_argnames=("window", "probe"))
+HASHES = np.asarray(position_hash(jnp.arange(4 * CHUNK + STEPS), jnp.arange(3)[:, None]))
+attend = jax.jit(CompressedLayer.attend, static_argnames=("window", "probe"))
 
 
 @dataclass
@@ -145,7 +145,7 @@ def compare(policy: str, layout: Layout, seed: int, calls) -> float:
     return float(np.mean([reference.closest >= NEAR for heads in references for reference in heads]))
 
 
-def heads_of(cache: Compressed):
+def heads_of(cache: CompressedLayer):
     """Positions `[B, S]`, importances, keys and values of each head, in NumPy."""
     for group in cache.groups:
         leaves = group.position_BKS, group.importance_BKS, group.store.k_BKHS.swapaxes(2, 3), group.store.v_BKSH
@@ -212,14 +212,14 @@ def test_pooling_across_chunks():
     """The last token held and the first new one are neighbours, whatever slots are empty. Here the tokens weigh 1, 2, 1 and
     then 30, 1: of the first chunk's last query 0, 1 and 2 have 2/4 after pooling; of the second's 3 has 30/35, and so has 2."""
     rule = Compression(groups=(((1, 4),),), decays=((1.0,),), window=1, pool=3, sinks=0, recent=1)
-    cache = Compressed.empty(1, 1, rule, 0, jnp.float32)
+    cache = CompressedLayer.empty(1, 1, rule, 0, jnp.float32)
     for weights, positions in (([1, 2, 1], [0, 1, 2]), ([30, 1, 1], [3, 4, -1])):
         k_BTKH = np.log(np.array(weights, np.float32))[None, :, None, None]
         _, cache, _ = attend(cache, np.ones((*k_BTKH.shape, 1), np.float32), k_BTKH, k_BTKH, np.array([positions]), None)
     assert cache.groups[0].position_BKS.ravel().tolist() == [0, 2, 3, 4]
 
 
-def after_reading(policy: str, layout: Layout, calls) -> tuple[Compressed, Text]:
+def after_reading(policy: str, layout: Layout, calls) -> tuple[CompressedLayer, Text]:
     text, cache = Text.of(layout, seed=0), layout.empty(policy)
     for counts in calls:
         _, cache, _ = attend(cache, *text.next(counts), layout.span)
@@ -260,7 +260,7 @@ def test_only_what_is_held_counts(layout, policy, count):
     for slot in range(max(slots for _, slots in layout.groups)):
         expected_BK = np.concatenate([x[:, :, min(slot, x.shape[2] - 1)] for x in seen], axis=1)
         for side in ("k_BKHS", "v_BKSH"):
-            changed = Compressed(tuple(with_other(group, side, slot) for group in before.groups))
+            changed = CompressedLayer(tuple(with_other(group, side, slot) for group in before.groups))
             other_out, other, _ = attend(changed, q, k, v, positions_BT, layout.span)
             differs_BK = (np.asarray(out) != np.asarray(other_out)).any(axis=(1, 3, 4))
             np.testing.assert_array_equal(differs_BK, expected_BK, f"{side}, slot {slot}")
@@ -357,7 +357,11 @@ def test_sinks_and_a_cap_of_scores_are_those_of_each_head():
     """Nothing is dropped here: every head must give what a cache of everything gives."""
     layout = Layout(2, ((1, 80), (2, 70)), None, sinks=2, recent=3, window=5, pool=3)
     softmax = Softmax(2.0, jnp.asarray(np.random.default_rng(0).standard_normal((3, 2)), jnp.float32))
-    text, held, whole = Text.of(layout, 0), layout.empty("snapkv+ema"), Full(Store.empty(ROWS, 3, (SIZE, SIZE), 80, "float32"))
+    text, held, whole = (
+        Text.of(layout, 0),
+        layout.empty("snapkv+ema"),
+        FullLayer(Store.empty(ROWS, 3, (SIZE, SIZE), 80, "float32")),
+    )
     read = jax.jit(lambda memory, *x: memory.attend(*x, None, None, softmax)[:2])
     for counts in [(CHUNK, 3, 9), (1, 1, 1)]:
         inputs = text.next(counts)
@@ -409,7 +413,7 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
     prompt = {"expected_attention": "expected", "kvzip": "reconstruction"}[policy]
     rule = Compression((((K, C),),), ((0.9,) * K,), None, 1, None, prompt, ((100.0, None),), H, True, sinks, recent)
     random = np.random.default_rng(7)
-    cache = Compressed.empty(B, H, rule, 0, jnp.float32)
+    cache = CompressedLayer.empty(B, H, rule, 0, jnp.float32)
     counts, read = [np.array([12, 9]), np.array([5, 12])], np.zeros(B, int)
     held = [[[] for _ in range(K)] for _ in range(B)]  # (position, score, key, value) of each head
     for count in counts:
@@ -470,4 +474,4 @@ def test_a_cache_that_reads_twice_refuses_to_read_once():
     rule = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
     x = jnp.zeros((1, 4, 1, 2))
     with pytest.raises(ValueError, match="reads prompts twice"):
-        Compressed.empty(1, 2, rule, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)
+        CompressedLayer.empty(1, 2, rule, 0, jnp.float32).attend(x[:, :, :, None], x, x, jnp.arange(4)[None], None)

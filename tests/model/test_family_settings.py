@@ -10,8 +10,8 @@ import pytest
 from dantinox.config import LoraConfig, RopeScaling
 from dantinox.model import Compression
 from dantinox.model.cache import make_cache
-from dantinox.model.lora import places
-from dantinox.model.parameters import blueprint
+from dantinox.model.lora import projections
+from dantinox.model.parameters import abstract_model
 from dantinox.run.adapters import AdapterDelta, merge_adapters
 
 from . import reference
@@ -63,7 +63,7 @@ each = pytest.mark.parametrize("name", VARIANTS)
 
 def run_of(model):
     """The compiled logits of a model, (tokens, positions, cache) -> (logits, cache)."""
-    build, shapes = blueprint(model)
+    build, shapes = abstract_model(model)
     run = quick(lambda weights, tokens, positions, cache=None: build(weights)(tokens, positions, cache=cache)[:2])
     return run, {path: np.asarray(leaf) for path, leaf in drawn(shapes).items()}
 
@@ -104,7 +104,7 @@ def nested(weights):
 def test_adapters_beside_the_weights_are_merged_weights(name):
     """Of every projection of a layer: logits to 1e-5 of the largest."""
     plain = config(**VARIANTS[name])
-    targets = places(plain.activation)
+    targets = projections(plain.activation)
     tuned = replace(plain, lora=LoraConfig(2, 1.5, tuple(targets)))
     run, weights = run_of(tuned)
     changes: dict = {}

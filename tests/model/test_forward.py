@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dantinox.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from dantinox.model import make_cache
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.model.transformer import Block
 
 from . import reference
@@ -255,7 +255,7 @@ def test_equal_layers_of_a_cached_model_are_traced_once(changes, traces, monkeyp
     calls, call = [], Block.__call__
     monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(self) or call(self, *args))
     model_config, x_BT = config(**changes), jnp.zeros((1, 7), jnp.int32)
-    build_model, shapes = blueprint(model_config)
+    build_model, shapes = abstract_model(model_config)
     cache = make_cache(model_config, 1, 8, "float32")
     jax.eval_shape(lambda parameters, cache: build_model(parameters).hidden(x_BT, x_BT, cache=cache)[0], shapes, cache)
     assert len(calls) == traces

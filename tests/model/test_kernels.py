@@ -11,7 +11,7 @@ from dantinox.config import UserError
 from dantinox.model import chunked_attention as chunked
 from dantinox.model.chunked_attention import chunked_attention
 from dantinox.model.kernels import KERNELS, kernel_for
-from dantinox.model.layers import SOFTMAX, Softmax, product
+from dantinox.model.layers import PLAIN_SOFTMAX, Softmax, cast_tensordot
 
 B, K, G, H = 2, 2, 3, 8
 
@@ -137,7 +137,7 @@ def test_chunked_attention_holds_no_square_of_the_length():
 
 
 def test_the_kernel_that_is_taken():
-    def taken(name, platform, T=256, size=64, dtype=jnp.bfloat16, softmax=SOFTMAX):
+    def taken(name, platform, T=256, size=64, dtype=jnp.bfloat16, softmax=PLAIN_SOFTMAX):
         kernel = kernel_for(name, platform, (1, T, 2, 2, size), dtype, softmax)
         kernel = getattr(kernel, "func", kernel)
         return next((name for name, known in KERNELS.items() if known is kernel), "xla")
@@ -166,7 +166,7 @@ def test_the_kernel_that_is_taken():
 def test_products_and_their_derivatives(dtype, tolerance):
     r = np.random.default_rng(0)
     x, w, d_y = (r.standard_normal(shape).astype(np.float32) for shape in ((5, 3, 4), (3, 4, 6, 2), (5, 6, 2)))
-    y, back = jax.vjp(partial(product, axes=2, dtype=jnp.dtype(dtype), out_dtype=jnp.float32), x, w)
+    y, back = jax.vjp(partial(cast_tensordot, axes=2, dtype=jnp.dtype(dtype), out_dtype=jnp.float32), x, w)
     d_x, d_w = back(jnp.asarray(d_y))
     wide = x.astype(np.float64), w.astype(np.float64), d_y.astype(np.float64)
     for mine, axes, operands in (

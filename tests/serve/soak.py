@@ -270,7 +270,7 @@ class Process:
 def make_run(folder: Path) -> None:
     """A small model with random weights and a vocabulary of bytes."""
     from dantinox.config import TokenizerSection, build_config
-    from dantinox.model.parameters import blueprint
+    from dantinox.model.parameters import abstract_model
     from dantinox.run import create_run, save_config, save_tokenizer, save_weights
     from dantinox.text import train_tokenizer
 
@@ -280,7 +280,7 @@ def make_run(folder: Path) -> None:
     run, rng = create_run(folder), np.random.default_rng(0)
     save_config(run, config)
     save_tokenizer(run, tokenizer.to_json())
-    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
     save_weights(run.weights, {name: 0.1 * rng.standard_normal(x.shape) + (x.ndim == 1) for name, x in shapes.items()})
 
 

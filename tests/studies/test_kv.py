@@ -18,7 +18,7 @@ from dantinox.generation import load
 from dantinox.generation.quantized_weights import prepare, with_head_order
 from dantinox.measure import head_loss as eviction
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run import (
     KVCalibration,
     create_run,
@@ -190,7 +190,7 @@ def toy(tmp_path_factory):
     })  # fmt: skip
     run = create_run(path)
     weights = np.random.default_rng(1)
-    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
     filled = {name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
     save_config(run, config)
     save_weights(run.weights, {name: (0.5 * x).astype(np.float32) for name, x in filled.items()})

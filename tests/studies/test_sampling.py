@@ -16,7 +16,7 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router_settings import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
 from dantinox.measure.texts import batches
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.run import (
     create_run,
     open_run,
@@ -304,7 +304,7 @@ def make_run(path, tokenizer, draw, **sections):
     """A run with weights drawn by shape; normalisations keep their scale of 1."""
     size = {"dim": 16, "n_heads": 2, "num_blocks": 1, "max_context": CONTEXT, "weight_tying": False, "dtype": "float32"}
     config, run = build_config({"model": size, **sections}), create_run(path)
-    shapes = blueprint(config.architecture(tokenizer.vocab_size))[1]
+    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
     weights = {name: (draw if len(x.shape) > 1 else np.ones)(x.shape).astype(np.float32) for name, x in shapes.items()}
     save_config(run, config)
     save_weights(run.weights, weights)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.model import Transformer
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights, save_tokenizer
 from dantinox.text import TokenStore
@@ -89,7 +89,7 @@ class Failing(TokenStore):
 
 
 def _weights(run, config):
-    return load_weights(run.weights, blueprint(config.architecture(VOCABULARY))[1])
+    return load_weights(run.weights, abstract_model(config.architecture(VOCABULARY))[1])
 
 
 def test_the_exported_weights_are_those_of_the_best_evaluation(workshop):
@@ -132,7 +132,7 @@ def test_the_share_of_the_chip_is_logged_where_its_figures_are_known(workshop, m
     monkeypatch.setattr("dantinox.training.training_log.chip_of", lambda device: chip)
     run = workshop.train("run", config)
     row = read_csv(run.log(config))[-1]
-    shapes = {name: leaf.shape for name, leaf in blueprint(config.architecture(VOCABULARY))[1].items()}
+    shapes = {name: leaf.shape for name, leaf in abstract_model(config.architecture(VOCABULARY))[1].items()}
     N = sum(np.prod(shape) for name, shape in shapes.items() if len(shape) > 1)  # tied: the table is the output layer
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 6 * (N + 2 * 16 * 8) / 1e9)
     assert f"mfu {row['mfu']:.4g}" in workshop.notes.getvalue()

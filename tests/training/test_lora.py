@@ -15,9 +15,17 @@ from dantinox import cli
 from dantinox.config import LoraConfig, UserError, build_config
 from dantinox.model.flops import adapter_parameters, attention_flops, training_flops
 from dantinox.model.layers import Linear
-from dantinox.model.lora import Adapted, Place, drop_out, frozen, held, is_adapter, places
+from dantinox.model.lora import (
+    AdaptedLinear,
+    Projection,
+    enable_dropout,
+    frozen_parameters,
+    is_adapter,
+    projections,
+    to_frozen_dtype,
+)
 from dantinox.model.lora import adapted as parts_of
-from dantinox.model.parameters import blueprint
+from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
 from dantinox.run.adapters import load_run_weights
@@ -27,14 +35,14 @@ from dantinox.training.text_samples import build_sampling_model
 from .small import SETTINGS, VOCABULARY, Workshop, small_config, small_store
 from .test_resume import TIMES, Stumbles
 
-QKV = {name: place for name, place in places("swiglu").items() if place.module == "attention/qkv"}
+QKV = {name: place for name, place in projections("swiglu").items() if place.module == "attention/qkv"}
 
 
 def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
     """A layer, and its numbers in float64: kernel, and A, B of every target."""
     rngs = nnx.Rngs(0)
     linear = Linear(shape_in, shape_out, dtype=jnp.float32, rngs=rngs)
-    layer = Adapted(linear, targets, LoraConfig(2, 1.5, tuple(targets), held=held), rngs=rngs)
+    layer = AdaptedLinear(linear, targets, LoraConfig(2, 1.5, tuple(targets), held=held), rngs=rngs)
     random = np.random.default_rng(0)
     for name in targets:
         adapter = getattr(layer, name)
@@ -45,7 +53,11 @@ def adapted(targets, shape_in=(6,), shape_out=(2, 5, 3), held="float32"):
 
 @pytest.mark.parametrize(
     ("targets", "shape_in", "shape_out"),
-    [(QKV, (6,), (2, 5, 3)), ({"v_proj": QKV["v_proj"]}, (6,), (2, 5, 3)), ({"o_proj": Place("attention/out")}, (2, 3), (7,))],
+    [
+        (QKV, (6,), (2, 5, 3)),
+        ({"v_proj": QKV["v_proj"]}, (6,), (2, 5, 3)),
+        ({"o_proj": Projection("attention/out")}, (2, 3), (7,)),
+    ],
     ids=["qkv", "v", "out"],
 )
 def test_a_layer_and_its_derivatives_are_those_of_the_formula(targets, shape_in, shape_out):
@@ -82,16 +94,16 @@ def test_a_layer_and_its_derivatives_are_those_of_the_formula(targets, shape_in,
 
 def test_weights_in_int8_are_rounded_by_output_and_multiply_as_that():
     model = small_config(training__init_from="x", lora__rank=2, lora__base_weights="int8").trained_architecture(VOCABULARY)
-    shapes = blueprint(model)[1]
+    shapes = abstract_model(model)[1]
     name = "blocks/0/attention/out/kernel"
     w = np.random.default_rng(0).standard_normal(shapes[name].shape).astype(np.float32)
     w[..., 3] = 0
-    parts = held(name, w, shapes)
+    parts = to_frozen_dtype(name, w, shapes)
     scale = np.abs(w.reshape(-1, 16)).max(0) / 127
     np.testing.assert_allclose(parts["blocks/0/attention/out/scale"], np.where(scale > 0, scale, 1 / 127), rtol=1e-6)
     np.testing.assert_allclose(parts[name] * parts["blocks/0/attention/out/scale"], w, atol=float(scale.max()) / 1.99)
-    assert parts[name].dtype == np.int8 and held("embed", w, shapes)["embed"].dtype == jnp.bfloat16
-    layer, _ = adapted({"o_proj": Place("attention/out")}, w.shape[:-1], (16,), held="int8")
+    assert parts[name].dtype == np.int8 and to_frozen_dtype("embed", w, shapes)["embed"].dtype == jnp.bfloat16
+    layer, _ = adapted({"o_proj": Projection("attention/out")}, w.shape[:-1], (16,), held="int8")
     layer.kernel, layer.scale = (
         nnx.Param(jnp.asarray(parts[name])),
         nnx.Param(jnp.asarray(parts["blocks/0/attention/out/scale"])),
@@ -127,7 +139,7 @@ def tuned(base):
 
 def weights_of(run, config=None):
     config = config or load_run_config(run)
-    shapes = blueprint(replace(config.architecture(VOCABULARY), scan_layers=False))[1]
+    shapes = abstract_model(replace(config.architecture(VOCABULARY), scan_layers=False))[1]
     return load_run_weights(run, config, shapes, VOCABULARY, lambda path, array: np.array(array))
 
 
@@ -158,7 +170,7 @@ def test_a_run_of_adapters_learns_and_holds_nothing_else(base, tuned):
 def test_merged_weights_give_the_logits_of_adapters_beside_the_base(tuned):
     run, config, sampled = tuned
     assert any(is_adapter("/".join(map(str, path))) for path, _ in nnx.to_flat_state(nnx.state(sampled)))
-    build, _ = blueprint(config.architecture(VOCABULARY))
+    build, _ = abstract_model(config.architecture(VOCABULARY))
     np.testing.assert_allclose(logits(build(weights_of(run))), logits(sampled), atol=1e-5)
 
 
@@ -171,7 +183,7 @@ def test_state_and_memory_are_of_the_adapters_alone(base):
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))
     assert 2 * adapters <= moments <= 2 * adapters + 16  # and two counts
     assert (programs.memory.parameters, programs.memory.optimizer) == (adapters, moments)
-    held = sum(4 * np.prod(leaf.shape) for leaf in frozen(blueprint(model)[1], model).values())
+    held = sum(4 * np.prod(leaf.shape) for leaf in frozen_parameters(abstract_model(model)[1], model).values())
     assert programs.memory.frozen == held == 4 * programs.memory.frozen_count
     line = programs.memory.line()
     assert line.startswith("5.06k parameters, 736 of them trained: weights 17.3 kB, adapters 2.94 kB, optimizer 5.90 kB")
@@ -182,7 +194,7 @@ def test_state_and_memory_are_of_the_adapters_alone(base):
 )
 def test_parameters_and_flops_are_those_of_the_shapes(base, changes):
     model = lora_config(base, **changes).trained_architecture(VOCABULARY)
-    shapes = blueprint(model)[1]
+    shapes = abstract_model(model)[1]
     n = sum(np.prod(leaf.shape) for name, leaf in shapes.items() if is_adapter(name))
     N = sum(np.prod(leaf.shape) for name, leaf in shapes.items() if not is_adapter(name) and leaf.ndim > 1)
     assert adapter_parameters(model) == n
@@ -198,7 +210,7 @@ def test_fresh_adapters_change_nothing(base):
         bound = np.prod(p.shape[:-1]) ** -0.5
         assert not np.any(p) if name.endswith("lora_b") else 0.5 * bound < np.max(np.abs(p)) <= bound
     before = weights_of(base)
-    build, _ = blueprint(config.architecture(VOCABULARY))
+    build, _ = abstract_model(config.architecture(VOCABULARY))
     np.testing.assert_array_equal(logits(build_sampling_model(model, adapters | before)), logits(build(before)))
 
 
@@ -261,7 +273,7 @@ def test_adapters_on_adapters_and_all_weights_from_them(base, tuned):
 
 
 def test_dropout_is_of_what_adapters_read_and_of_training_alone(base):
-    layer, numbers = adapted({"o_proj": Place("attention/out")}, (6,), (4,))
+    layer, numbers = adapted({"o_proj": Projection("attention/out")}, (6,), (4,))
     layer.rate, x = 0.5, np.random.default_rng(0).standard_normal((5, 6))
     still = np.asarray(layer(jnp.asarray(x, jnp.float32)))
     layer.key = nnx.Variable(jax.random.key(3))
@@ -272,10 +284,10 @@ def test_dropout_is_of_what_adapters_read_and_of_training_alone(base):
     np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
     for scanned in (False, True):
         config = lora_config(base, lora__dropout=0.5, model__num_blocks=2, model__scan_layers=scanned)
-        build, shapes = blueprint(config.trained_architecture(VOCABULARY))
+        build, shapes = abstract_model(config.trained_architecture(VOCABULARY))
         model = build({name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()})
         assert {part.key for part in parts_of(model)} == {None}
-        drop_out(model, jax.random.key(0))
+        enable_dropout(model, jax.random.key(0))
         keys = np.concatenate([jax.random.key_data(part.key[...]).reshape(-1, 2) for part in parts_of(model)])
         assert len(np.unique(keys, axis=0)) == len(keys) == 8, "one for each of four modules in each of two layers"
 
@@ -301,7 +313,7 @@ def test_experts_stay_and_attention_learns(base):
     """Without a base to read: the shapes say what is trained."""
     config = lora_config(base, moe__use_moe=True, lora__base_weights="bfloat16", moe__shared_experts=1)
     model = config.trained_architecture(VOCABULARY)
-    shapes = blueprint(model)[1]
+    shapes = abstract_model(model)[1]
     assert {name.split("/")[4] for name in shapes if is_adapter(name)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert shapes["blocks/0/ffn/experts/down/kernel"].dtype == shapes["blocks/0/ffn/shared/down/kernel"].dtype == jnp.bfloat16
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from dantinox.model.parameters import blueprint, initial_parameters
+from dantinox.model.parameters import abstract_model, init_parameters
 from dantinox.report import read_csv, read_jsonl
 from dantinox.training.optimizer import MUON_MOMENTUM, matrix_shape, optimizer, orthogonalise, schedule
 
@@ -14,7 +14,7 @@ from .small import VOCABULARY, small_config
 
 
 def shapes(**changes):
-    return {name: leaf.shape for name, leaf in blueprint(small_config(**changes).architecture(VOCABULARY))[1].items()}
+    return {name: leaf.shape for name, leaf in abstract_model(small_config(**changes).architecture(VOCABULARY))[1].items()}
 
 
 def factors(name, steps=101, warmup=10, low=0.1, **more):
@@ -94,7 +94,7 @@ def test_muon_directions_agree_with_optax():
     config = small_config(
         training__weight_decay=0.0, training__grad_clip=0.0, training__schedule="constant", training__warmup_steps=0
     )
-    parameters = initial_parameters(config.architecture(VOCABULARY), 0)
+    parameters = init_parameters(config.architecture(VOCABULARY), 0)
     inside = {name: p for name, p in parameters.items() if matrix_shape(name, p.shape)}
     gradients = {name: jax.random.normal(jax.random.key(i), p.shape) for i, (name, p) in enumerate(inside.items())}
     flat = {name: g.reshape(matrix_shape(name, g.shape)) for name, g in gradients.items()}
@@ -116,7 +116,7 @@ def test_weight_decay_acts_on_matrices_only(kind):
     config = small_config(
         training__optimizer=kind, training__weight_decay=0.5, training__warmup_steps=0, model__norm="layernorm"
     )
-    parameters = {n: p + 1.0 for n, p in initial_parameters(config.architecture(VOCABULARY), 0).items()}
+    parameters = {n: p + 1.0 for n, p in init_parameters(config.architecture(VOCABULARY), 0).items()}
     rule = optimizer(config.training, 24)
     updates, _ = rule.update(jax.tree.map(jnp.zeros_like, parameters), rule.init(parameters), parameters)
     for name, p in parameters.items():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation.loaded_model import load_model
-from dantinox.model.parameters import blueprint, initial_parameters, rolled, unrolled
+from dantinox.model.parameters import abstract_model, init_parameters, stack_layers, unstack_layers
 from dantinox.training.step import TrainStep, update_router_biases
 
 from .small import VOCABULARY, small_config, small_store
@@ -39,7 +39,7 @@ def trained(scan_layers, optimizer="adamw", **changes):
         state, metrics = step(state, store.batch(i))
         losses.append(float(metrics.loss))
     counts = np.asarray(metrics.expert_counts)
-    return losses, counts, {name: np.asarray(x) for name, x in unrolled(state.parameters).items()}
+    return losses, counts, {name: np.asarray(x) for name, x in unstack_layers(state.parameters).items()}
 
 
 @pytest.mark.exhaustive
@@ -73,11 +73,11 @@ def test_losses_and_weights_are_those_of_layers_apart(optimizer, changes):
 def test_rolled_and_apart_again_is_what_it_was():
     model, other = (small_config(**SETTINGS, model__scan_layers=s).architecture(VOCABULARY) for s in (True, False))
     assert model.period == 2
-    apart = initial_parameters(other, 1)
-    stacked = rolled(apart, model)
-    assert {name: x.shape for name, x in blueprint(model)[1].items()} == {name: x.shape for name, x in stacked.items()}
-    jax.tree.map(np.testing.assert_array_equal, stacked, initial_parameters(model, 1))
-    jax.tree.map(np.testing.assert_array_equal, unrolled(stacked), apart)
+    apart = init_parameters(other, 1)
+    stacked = stack_layers(apart, model)
+    assert {name: x.shape for name, x in abstract_model(model)[1].items()} == {name: x.shape for name, x in stacked.items()}
+    jax.tree.map(np.testing.assert_array_equal, stacked, init_parameters(model, 1))
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), apart)
     np.testing.assert_array_equal(stacked["rolled/1/attention/qkv/kernel"][1], apart["blocks/3/attention/qkv/kernel"])
 
 
@@ -106,9 +106,9 @@ def test_a_run_with_rolled_layers_is_one_like_any_other(workshop):
 @pytest.mark.parametrize("what", ["cache", "probe"])
 def test_a_rolled_model_does_not_decode(what):
     model = small_config(**SETTINGS, model__scan_layers=True).architecture(VOCABULARY)
-    built, _ = blueprint(model)
+    built, _ = abstract_model(model)
     with pytest.raises(ValueError, match="decode with its layers apart"):
-        built(initial_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
+        built(init_parameters(model, 0)).hidden(np.zeros((1, 2), np.int32), np.arange(2)[None], **{what: object()})
 
 
 def test_a_bias_rises_where_an_expert_has_few_tokens():
