@@ -81,7 +81,7 @@ def random_run(folder: Path | None = None, size: dict[str, Any] = SMALL, chat_te
     arrays = {name: rng.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
     save_weights(run.weights, {name: 0.03 * x if x.ndim > 1 else x for name, x in arrays.items()})
     if chat_template:
-        from dantinox.text.chat import BUILTIN
+        from dantinox.text.chat_template import BUILTIN
 
         run.chat_template.write_text(BUILTIN[chat_template][0], encoding="utf-8")
     return run.path

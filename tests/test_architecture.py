@@ -128,10 +128,10 @@ def test_nothing_in_a_file_is_ever_run(path):
 def test_the_yaml_loader_is_a_safe_one():
     import yaml
 
-    from dantinox.config import files
+    from dantinox.config import yaml_files
 
-    assert issubclass(files._Loader, yaml.SafeLoader)
-    assert not issubclass(files._Loader, yaml.FullLoader)
+    assert issubclass(yaml_files._Loader, yaml.SafeLoader)
+    assert not issubclass(yaml_files._Loader, yaml.FullLoader)
 
 
 def test_only_one_room_spells_mesh_axes():

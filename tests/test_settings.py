@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dantinox.config import Config, UserError, build_config, dump_config
-from dantinox.config.generation import order_of
+from dantinox.config.generation_settings import order_of
 from dantinox.config.sections import FIELDS, idle
 from dantinox.distributed import mesh_sizes
 from dantinox.sampling import SamplingParams

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dantinox.config import Config, UserError
-from dantinox.config.files import flat_name
 from dantinox.config.flags import Parser, overrides
+from dantinox.config.yaml_files import flat_name
 from dantinox.files import check_writable
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from dantinox.cli.common import (
     whole_number,
 )
 from dantinox.config import UserError, overlay
-from dantinox.config.files import load_training
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import AXES, DistributedSection
 from dantinox.config.starting_config import DEFAULT
+from dantinox.config.yaml_files import load_training
 from dantinox.files import atomic_write, check_writable_folder
 from dantinox.report.console import steady_progress
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from dantinox.cli.common import add_run, print_result, whole_number
 from dantinox.config import UserError
-from dantinox.config.files import load_training
 from dantinox.config.flags import Parser
+from dantinox.config.yaml_files import load_training
 from dantinox.files import check_writable, check_writable_folder
 from dantinox.report.console import show_progress
 from dantinox.report.plots import BY, plot_runs

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from dantinox.cli.common import check_plot, plain_warnings, print_lines, print_result, use_compilation_cache, whole_number
 from dantinox.config import UserError, dump_config, load_config
-from dantinox.config.files import build_training, load_training
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.starting_config import DEFAULT, starting_config
 from dantinox.config.sweep_file import load_sweep
+from dantinox.config.yaml_files import build_training, load_training
 from dantinox.files import atomic_write, quote
 
 

@@ -8,8 +8,8 @@ import types
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-from dantinox.config.files import ALIASES, allowed, did_you_mean, flat_name, nearest_key, parse_value
 from dantinox.config.sections import FIELDS
+from dantinox.config.yaml_files import ALIASES, allowed, did_you_mean, flat_name, nearest_key, parse_value
 from dantinox.files import UserError
 
 SHORT_NAMES = {"data_path": "data.path"}

@@ -25,7 +25,7 @@ from dantinox.config.base import (
     as_tuple,
     field,
 )
-from dantinox.config.generation import GenerationSection, generation_conflicts
+from dantinox.config.generation_settings import GenerationSection, generation_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
 from dantinox.config.model import (

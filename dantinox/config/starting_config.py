@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from dantinox.config.files import build_config
 from dantinox.config.sections import FIELDS
+from dantinox.config.yaml_files import build_config
 from dantinox.files import quote
 
 DEFAULT = "quickstart"

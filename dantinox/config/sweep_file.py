@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dantinox.config.files import REQUEST, allowed, build_training, did_you_mean, find_config, nearest_key, read_yaml
 from dantinox.config.sections import FIELDS, Config
 from dantinox.config.starting_config import DEFAULT
+from dantinox.config.yaml_files import REQUEST, allowed, build_training, did_you_mean, find_config, nearest_key, read_yaml
 from dantinox.files import UserError, escape_name, quote
 
 KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")

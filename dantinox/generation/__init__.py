@@ -1,7 +1,7 @@
 """Text generation: the engine, its batches, and the Python API over it."""
 
 from dantinox.generation.constraints import Constraint
-from dantinox.generation.generate import generate
+from dantinox.generation.generate_ids import generate
 from dantinox.generation.loaded_model import LoadedModel, load
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.result import Result

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError
-from dantinox.config.generation import order_of
+from dantinox.config.generation_settings import order_of
 from dantinox.config.sampling_steps import EDITS
 from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any, Unpack
 
 from dantinox.config import Config, GenerationSection, UserError, with_generation
-from dantinox.config.generation import steps_on
+from dantinox.config.generation_settings import steps_on
 from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import Tokenizer

@@ -33,7 +33,7 @@ from dantinox.run import (
     write_file,
 )
 from dantinox.text import Tokenizer
-from dantinox.text.chat import MAX_TEMPLATE_BYTES
+from dantinox.text.chat_template import MAX_TEMPLATE_BYTES
 from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import GenerationSection
-from dantinox.config.generation import ROUTED
+from dantinox.config.generation_settings import ROUTED
 from dantinox.config.router_settings import EVERY, STRATEGIES
 from dantinox.config.sampling_steps import NUMBERS, STEPS
 from dantinox.generation import LoadedModel

@@ -18,7 +18,7 @@ from dantinox.measure.texts import text_store
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.report import human_bytes, human_count, table
-from dantinox.report.metrics import read_csv
+from dantinox.report.metric_files import read_csv
 from dantinox.run import RunDirectory, open_run
 from dantinox.text import Batch, Preferences, TokenStore, open_store
 

@@ -5,7 +5,7 @@ import sys
 from typing import TextIO
 
 from dantinox.report.console import Console
-from dantinox.report.metrics import MetricsLog, read_csv, read_jsonl
+from dantinox.report.metric_files import MetricsLog, read_csv, read_jsonl
 from dantinox.report.plots import plot_loss
 from dantinox.report.tables import human_bytes, human_count, table
 from dantinox.report.trackers import trackers

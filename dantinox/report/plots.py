@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.files import UserError, atomic_write, require_extra
-from dantinox.report.metrics import read_csv, read_jsonl
+from dantinox.report.metric_files import read_csv, read_jsonl
 from dantinox.report.tables import human_count
 
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"

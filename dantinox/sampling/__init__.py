@@ -1,6 +1,6 @@
 """Sampling: logits in, a token out."""
 
-from dantinox.config.generation import kobold_order
+from dantinox.config.generation_settings import kobold_order
 from dantinox.sampling.chain import SampleInfo, sample, trace
 from dantinox.sampling.named_steps import process_logits
 from dantinox.sampling.params import ProgramOptions, SamplingParams

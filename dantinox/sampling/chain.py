@@ -11,7 +11,7 @@ from jax import Array, lax
 
 import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
-from dantinox.config.generation import GREEDY_BELOW, ROUTED
+from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED
 from dantinox.config.sampling_steps import EDITS, PENALTIES, STEPS
 from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, draws_behind, guide_score
 from dantinox.sampling.draw import draw, row_key

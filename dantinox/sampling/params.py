@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import Config, GenerationSection, UserError, build_config
-from dantinox.config.generation import GREEDY_BELOW, ROUTED, order_of, steps_on
+from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED, order_of, steps_on
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import (
     EDITS,

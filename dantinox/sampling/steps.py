@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.config.generation import GREEDY_BELOW
+from dantinox.config.generation_settings import GREEDY_BELOW
 from dantinox.sampling.selection import crossing_key, first_in_order, nth_true, ordered_keys, total
 
 Number = Array | float

@@ -1,7 +1,7 @@
 """Tokenizers, corpora, and the token store with its batches. No module here imports jax."""
 
 from dantinox.text.build_store import Progress, has_changed, open_store, prepare_data, vocabulary_size
-from dantinox.text.chat import ChatTemplate
+from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, Preferences
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Batch, Counts, TokenStore

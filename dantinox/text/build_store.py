@@ -14,7 +14,7 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
-from dantinox.text.chat import ChatTemplate
+from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
 from dantinox.text.conversations import Conversations, Encoded, options_of
 from dantinox.text.corpus import Corpus, Extent, cut_up

@@ -8,7 +8,7 @@ import numpy as np
 
 from dantinox.config import DataSection
 from dantinox.files import UserError, quote
-from dantinox.text.chat import ChatTemplate, Message
+from dantinox.text.chat_template import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
 

@@ -39,7 +39,7 @@ from dantinox.programs import exit_now
 from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, Tokenizer, TokenStore
-from dantinox.training.checkpoints import Checkpoints, TrainingProgress
+from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
 from dantinox.training.dpo_reference import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.memory import check_memory, keep_freed_memory, out_of_memory
 from dantinox.training.results import export_weights, write_summary

@@ -12,7 +12,7 @@ from dantinox.model.parameters import abstract_model, unstack_layers
 from dantinox.report import Console, plot_loss
 from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
-from dantinox.training.checkpoints import TrainingProgress
+from dantinox.training.checkpoint_store import TrainingProgress
 from dantinox.training.step import State
 from dantinox.training.training_log import tokens_per_step
 

@@ -12,10 +12,10 @@ import yaml
 from dantinox import cli
 from dantinox.cli.common import given_prompt
 from dantinox.config import UserError, build_config, dump_config, load_config
-from dantinox.config.files import load_training
 from dantinox.config.flags import Parser, add_config_flags, overrides
 from dantinox.config.sections import FIELDS
 from dantinox.config.starting_config import starting_config
+from dantinox.config.yaml_files import load_training
 from dantinox.training.resume import total_steps
 
 

@@ -5,8 +5,8 @@ import argparse
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.config.files import FIELDS
 from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.yaml_files import FIELDS
 
 
 def given(*argv: str, sections: tuple[str, ...] | None = None) -> dict:

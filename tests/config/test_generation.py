@@ -15,7 +15,7 @@ from dantinox.config import (
     overlay,
 )
 from dantinox.config.flags import Parser, add_config_flags, overrides
-from dantinox.config.generation import PRESETS, ROUTED, kobold_order, step_order, steps_on
+from dantinox.config.generation_settings import PRESETS, ROUTED, kobold_order, step_order, steps_on
 from dantinox.config.router_settings import RouterSection, bases_of
 from dantinox.config.sampling_steps import SETTINGS, STEPS
 

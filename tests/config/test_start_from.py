@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 from dantinox.config import UserError, build_config, dump_config, load_config
-from dantinox.config.files import build_training, load_training
 from dantinox.config.model import ARCHITECTURE, OF_WEIGHTS, SETTING_OF, ModelConfig
 from dantinox.config.sections import FIELDS
+from dantinox.config.yaml_files import build_training, load_training
 
 BASE = {
     "model.dim": 48, "model.n_heads": 6, "model.num_blocks": 3, "model.max_context": 64, "model.activation": "geglu",

@@ -71,7 +71,7 @@ def test_a_base_is_a_file_or_a_config_of_the_package(sweep, tmp_path):
 
 def load_sweep_base(name):
     from dantinox.config import load_config
-    from dantinox.config.files import find_config
+    from dantinox.config.yaml_files import find_config
 
     return load_config(find_config(name)).data.path
 

@@ -17,7 +17,7 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_weights
 from dantinox.text import TokenStore
 from dantinox.training import loop
-from dantinox.training.checkpoints import Checkpoints
+from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from dantinox import load
 from dantinox.config import UserError
 from dantinox.run import RunDirectory, verify_run
-from dantinox.training.checkpoints import Checkpoints
+from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.step import TrainStep
 
 from .damages import DAMAGES, STEPS, architecture, config, counterpart, files_of, launch, small_run

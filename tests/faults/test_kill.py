@@ -16,7 +16,7 @@ from training.small import VOCABULARY, Workshop, small_config
 
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import SAVING_SUFFIX, RunDirectory, find_step_damage, saved_steps, verify_run
-from dantinox.training.checkpoints import Checkpoints
+from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.step import TrainStep
 
 from .dies import WATCHED

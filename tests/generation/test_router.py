@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.config.generation import ROUTED
+from dantinox.config.generation_settings import ROUTED
 from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.static_batch import StaticBatch

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dantinox.report.metrics as metrics
+import dantinox.report.metric_files as metrics
 from dantinox.config import UserError
 from dantinox.report import MetricsLog, read_csv, read_jsonl
-from dantinox.report.metrics import COLUMNS
+from dantinox.report.metric_files import COLUMNS
 
 
 @pytest.fixture

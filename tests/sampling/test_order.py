@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.config.generation import PRESETS, kobold_order
+from dantinox.config.generation_settings import PRESETS, kobold_order
 from dantinox.config.sampling_steps import EDITS
 from dantinox.sampling import SamplingParams, init_state, process_logits, sample
 from dantinox.sampling.chain import _apply, _keys, _shared

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from traced import traced
 
-from dantinox.config.generation import PRESETS, GenerationSection, step_order
+from dantinox.config.generation_settings import PRESETS, GenerationSection, step_order
 from dantinox.config.sampling_steps import NUMBERS, SETTINGS, STEPS
 from dantinox.sampling import SamplingParams, chain, history, init_state, process_logits, steps
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.config.generation import order_of
+from dantinox.config.generation_settings import order_of
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import RequestError, Unavailable
 from dantinox.serve.options import Options

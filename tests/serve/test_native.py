@@ -7,7 +7,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from dantinox.config.generation import GenerationSection
+from dantinox.config.generation_settings import GenerationSection
 from dantinox.config.router_settings import RouterSection
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import UserError
-from dantinox.config.generation import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
+from dantinox.config.generation_settings import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
 from dantinox.config.overlay import settings_of
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import STEPS

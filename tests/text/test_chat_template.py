@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.text import ChatTemplate, Tokenizer, chat, train_tokenizer
+from dantinox.text import ChatTemplate, Tokenizer, chat_template, train_tokenizer
 
 from .chat_cases import CASES, CHATML, CONVERSATIONS, EXPECTED, USER
 
@@ -116,7 +116,7 @@ def test_the_plain_template_is_text_and_the_end_token(kind):
     ],
 )  # fmt: skip
 def test_a_template_that_reaches_out_or_does_not_end_is_one_sentence(source, sentence, monkeypatch):
-    monkeypatch.setattr(chat, "CPU_SECONDS", 0)
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0)
     with pytest.raises(UserError) as caught:
         ChatTemplate(source, BYTES).encode([USER])
     assert str(caught.value) == f"the chat template {sentence}"
