@@ -24,7 +24,7 @@ from dantinox.model.lora import (
     projections,
     to_frozen_dtype,
 )
-from dantinox.model.lora import adapted as parts_of
+from dantinox.model.lora import adapted_linears as parts_of
 from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import load_run_config, open_run, weights_digest
