@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.distributed.rules import name_in_layer, rule_of
+from dantinox.distributed.rules import name_in_layer, find_rule
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_families import FAMILIES
 from dantinox.interop.model_table import BEGIN, HEADER, model_table, with_table
@@ -53,4 +53,4 @@ def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
     lora = {"lora": {"rank": 2}} if has else {}
     model = build_config(settings | lora | (start if has else {})).trained_architecture(SYMBOLS, "cpu")
     for name, leaf in abstract_model(model)[1].items():  # a parameter without a rule cannot be split
-        assert rule_of(name_in_layer(name)[0], len(leaf.shape)), name
+        assert find_rule(name_in_layer(name)[0], len(leaf.shape)), name
