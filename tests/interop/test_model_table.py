@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.distributed.rules import name_in_layer, find_rule
+from dantinox.distributed.rules import find_rule, name_in_layer
 from dantinox.interop.hf_config import settings_of
 from dantinox.interop.hf_families import FAMILIES
 from dantinox.interop.model_table import BEGIN, HEADER, model_table, with_table
