@@ -54,7 +54,7 @@ def measure(name: str) -> dict[str, object]:
 
     from dantinox.config import build_config
     from dantinox.platform import release_free_memory
-    from dantinox.programs import bytes_of, compiled
+    from dantinox.programs import compile_program, memory_usage
     from dantinox.text import Batch
     from dantinox.training.memory import keep_freed_memory
     from dantinox.training.step import TrainStep
@@ -66,9 +66,9 @@ def measure(name: str) -> dict[str, object]:
     model, rows, length = config.architecture(vocabulary), config.training.batch_size, config.model.max_context
     training = TrainStep(config, model, STEPS)
     train = training.traced()["train"]
-    step = compiled(train.program.lower(), train.options)
+    step = compile_program(train.program.lower(), train.options)
     del train
-    planned = bytes_of(step)
+    planned = memory_usage(step)
     random = np.random.default_rng(0)
     time.sleep(1)  # threads of the compiler end
     release_free_memory()

@@ -39,7 +39,7 @@ def main() -> None:
     import numpy as np
 
     from dantinox.config import build_config
-    from dantinox.programs import compiled
+    from dantinox.programs import compile_program
     from dantinox.text import Batch
     from dantinox.training.memory import keep_freed_memory
     from dantinox.training.step import TrainStep
@@ -59,7 +59,7 @@ def main() -> None:
     start = time.perf_counter()
     training = TrainStep(config, model, o.steps)
     train = training.traced()["train"]
-    step = compiled(train.program.lower(), train.options)
+    step = compile_program(train.program.lower(), train.options)
     compile_s = time.perf_counter() - start
     state = training.initial_state()
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Compiled programs: shared traces, target chips, memory analysis; and `exit_now`, the one way to end the process at once."""
+"""Compiled programs: shared traces, target chips and memory analysis; and `exit_now`, which ends the process immediately."""
 
 import functools
 import math
@@ -14,10 +14,10 @@ _shares_traces = True
 
 
 def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
-    """A decorator: the function is traced once for equal arguments and inlined at every call.
+    """Returns a decorator that traces a function once for equal arguments and inlines the trace at every call.
 
-    The program is the same as without it. Its operations carry the source line of the call, not their own: see
-    `separate_traces`.
+    The compiled program is the same as without the decorator. Its operations have the source line of the call instead of their
+    own: see `separate_traces`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -34,11 +34,11 @@ def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
 
 @contextmanager
 def separate_traces() -> Iterator[None]:
-    """Programs traced inside name the source line of every operation, also within functions of `shared_trace`.
+    """Gives every operation of a program traced inside its own source line, also within functions of `shared_trace`.
 
-    Tracing takes longer. Earlier programs of the process are dropped, and so are those traced inside when the block ends.
-    Programs in the persistent compilation cache may name the lines of another version; inside, only those with the same lines
-    are used.
+    Tracing takes longer. The block drops all earlier programs of the process, and at its end the programs traced inside.
+    Programs in the persistent compilation cache may have the source lines of another version. The block therefore uses only
+    cached programs with equal source lines.
     """
     global _shares_traces
     key_has_lines = "jax_compilation_cache_include_metadata_in_key"
@@ -56,16 +56,17 @@ def separate_traces() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Chip:
-    """An accelerator by its maker's figures.
+    """The manufacturer's figures of an accelerator.
 
     Attributes:
-      kind: what its driver calls it.
-      flops: of dense bfloat16 products, per second.
-      memory: bytes.
-      bandwidth: of that memory, bytes per second.
-      link: bytes per second that it can send to the chips next to it, by all its links together: half of what its maker counts
-        in both directions.
-      source: where the figures are published.
+      platform: its platform in jax, `gpu` or `tpu`.
+      kind: its name in the driver, jax's `device_kind`.
+      flops: floating-point operations per second of dense bfloat16 matmuls.
+      memory: bytes of memory.
+      bandwidth: memory bandwidth in bytes per second.
+      link: bytes per second that all its links together can send to other chips. Manufacturers count both directions; this is
+        half of that.
+      source: the publication of the figures.
     """
 
     platform: str
@@ -77,7 +78,7 @@ class Chip:
     source: str
 
 
-# A TPU's memory is published in GB of 2³⁰ bytes: XLA finds 15.75 of them to give to programs on a v5e.
+# A TPU's memory is published in units of 2³⁰ bytes: on a v5e, programs can use 15.75 of its 16.
 CHIPS = {
     "h100": Chip(
         "gpu", "NVIDIA H100 80GB HBM3", 989.4e12, 80 * 10**9, 3.35e12, 450e9, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
@@ -88,14 +89,14 @@ CHIPS = {
 }
 
 
-def chip_of(device: jax.Device) -> Chip | None:
-    """The figures of a device, None where there are none."""
+def find_chip(device: jax.Device) -> Chip | None:
+    """Returns the figures of a device, or None if `CHIPS` does not have it."""
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """What a compiled program takes; `alias` is the part of the output that stands in the place of donated arguments."""
+class MemoryUsage:
+    """The bytes of memory that a compiled program needs; `alias` is the part of the output that reuses donated arguments."""
 
     arguments: int
     temp: int
@@ -107,19 +108,19 @@ class Bytes:
         return self.arguments + self.temp + self.output - self.alias
 
 
-def bytes_of(compiled: Any) -> Bytes:
-    """Reads a compiled program."""
+def memory_usage(compiled: Any) -> MemoryUsage:
+    """Returns the memory that a compiled program needs."""
     found = compiled.memory_analysis()
-    return Bytes(*(getattr(found, f"{kind}_size_in_bytes") for kind in ("argument", "temp", "output", "alias")))
+    return MemoryUsage(*(getattr(found, f"{kind}_size_in_bytes") for kind in ("argument", "temp", "output", "alias")))
 
 
-def size(tree: Any) -> int:
-    """Bytes of arrays or shapes."""
+def tree_bytes(tree: Any) -> int:
+    """Returns the total bytes of a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def compiled(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """Compiles with these options of the compiler, or with none where this jaxlib does not know one of them."""
+def compile_program(lowered: Any, options: Mapping[str, Any]) -> Any:
+    """Compiles a lowered program with these compiler options, or without any if this jaxlib does not support one of them."""
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:
@@ -129,7 +130,7 @@ def compiled(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 
 def available_bytes(device: jax.Device) -> int | None:
-    """Free memory of an accelerator, or of the machine where the device is its CPU."""
+    """Returns the free memory of an accelerator, or of the machine if the device is its CPU; None if it is unknown."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -147,7 +148,7 @@ def _meminfo_available() -> int | None:
 
 
 def _container_available() -> int | None:
-    """What a cgroup v2 limit leaves, where there is one."""
+    """Returns the bytes that a cgroup v2 limit leaves, or None without a limit."""
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open("/sys/fs/cgroup/memory.current") as current:
             return int(limit.read()) - int(current.read())
@@ -156,5 +157,5 @@ def _container_available() -> int | None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends this process without flushing, joining threads or running exit handlers, which a running compilation would block."""
+    """Ends this process without flushing, joining threads or running exit handlers; a running compilation would block them."""
     os._exit(code)

@@ -81,9 +81,9 @@ def init_flags(command: Parser) -> None:
 def init(options: argparse.Namespace) -> int:
     if options.file.exists():
         raise UserError(f"{options.file} is there already: choose another name")
-    from dantinox.platform import platform_of
+    from dantinox.platform import get_platform
 
-    cpus = os.cpu_count() if platform_of().name == "cpu" else None
+    cpus = os.cpu_count() if get_platform().name == "cpu" else None
     atomic_write(options.file, starting_config(options.file, cpus))
     return 0
 

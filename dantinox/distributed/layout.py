@@ -189,7 +189,7 @@ class Layout:
 
     def bytes_per_device(self, tree: Any) -> int:
         """What a device holds of such a tree of shapes."""
-        return programs.size(tree) if self.mesh is None else bytes_per_device(self.place_shapes(tree))
+        return programs.tree_bytes(tree) if self.mesh is None else bytes_per_device(self.place_shapes(tree))
 
     def place_shapes(self, tree: Any) -> Any:
         """Shapes of such a tree, placed."""

@@ -17,7 +17,7 @@ from dantinox.model.cache_store import rounded
 from dantinox.model.layers import Linear, add_bias
 from dantinox.model.moe import ExpertLinear, Rows, grouped_product
 from dantinox.model.transformer import output_layer
-from dantinox.platform import WORTHWHILE, bfloat16_gain, platform_of
+from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 
 HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHTS = ("auto", "float32", "bfloat16", "int8")
@@ -167,7 +167,7 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
         model.head.kernel = nnx.Param(model.embed[...].T)
     if weights == "auto":
         # Of `[I, O]` and a single row a GPU would make sums of products, and transpose the weights for them on every call.
-        narrow = "compute" if platform_of(model.config.platform).name == "cpu" else "bfloat16"
+        narrow = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
         weights = "float32" if model.dtype == jnp.float32 else narrow
     if weights != "float32" and model.config.position in ("rope", "none"):  # else positions are added before it is rounded
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
@@ -188,12 +188,12 @@ NARROW: dict[type, type] = {Linear: NarrowLinear, ExpertLinear: NarrowExperts}
 
 def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
     """From how many rows on narrow weights are multiplied in bfloat16; None: never."""
-    on = platform_of(platform)
+    on = get_platform(platform)
     if products == "float32" or weights not in ("bfloat16", "int8"):
         return None
-    if products == "auto" and on.name == "cpu" and bfloat16_gain() < WORTHWHILE:
+    if products == "auto" and on.name == "cpu" and bfloat16_gain() < MIN_BFLOAT16_GAIN:
         return None
-    return 1 + on.narrow_rows[weights == "int8"]
+    return 1 + on.max_matvec_rows[weights == "int8"]
 
 
 def widen(model: Transformer) -> Transformer:

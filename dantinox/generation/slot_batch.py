@@ -30,8 +30,8 @@ from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
 from dantinox.generation.token_settings import seeded, stop_token_ids
 from dantinox.model import KVCache, make_cache
 from dantinox.model.scoring import map_positions
-from dantinox.platform import platform_of, release_free_memory
-from dantinox.programs import available_bytes, size
+from dantinox.platform import get_platform, release_free_memory
+from dantinox.programs import available_bytes, tree_bytes
 from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL
 from dantinox.sampling.params import WORDS
@@ -135,7 +135,7 @@ class SlotBatch(RunningBatch):
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._loaded, self._config = context, model, config
         self._model = split(model.prepared(config.generation, head_order(self._architecture, kv, calibration)))
-        segmented = platform_of(self._architecture.platform).parted_cache
+        segmented = get_platform(self._architecture.platform).segmented_cache
         compiled = jax.jit(make_cache, static_argnums=range(6))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
         self._cache_shapes: KVCache = jax.eval_shape(lambda: self._make_cache(self.count))
@@ -374,7 +374,7 @@ def _fitting_slots(architecture: Any, plan: Any, context: int) -> int:
     Raises:
       UserError: not even one does.
     """
-    needed = size(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
+    needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
     free = available_bytes(jax.devices()[0])
     if free is None:
         return USUAL_SLOTS

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
-from dantinox.platform import bfloat16_gain, cache_folder, platform_of, use_compilation_cache
+from dantinox.platform import bfloat16_gain, cache_folder, get_platform, use_compilation_cache
 from dantinox.report import human_bytes
 
 PACKAGES = ("dantinox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "matplotlib")
@@ -28,7 +28,7 @@ def examine() -> Iterator[str]:
         stats = device.memory_stats() or {}
         memory = f", {human_bytes(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
         yield f"device {device.id}: {device.platform} {device.device_kind}{memory}"
-    cpu = platform_of().name == "cpu"
+    cpu = get_platform().name == "cpu"
     size, dtype = (1024, jnp.float32) if cpu else (8192, jnp.bfloat16)
     flops = 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
     yield f"matrix products: {flops / 1e9:.0f} GFLOP/s in {jnp.dtype(dtype).name}"

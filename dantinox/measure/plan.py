@@ -32,7 +32,7 @@ from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.model.flops import adapter_parameters, attention_flops, matrix_parameters, training_flops
 from dantinox.model.parameters import abstract_model
-from dantinox.programs import Bytes, Chip, bytes_of, size
+from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
 from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrapped
 from dantinox.sampling import SamplingParams
 
@@ -90,7 +90,7 @@ class Program:
     flops: int
     again: int
     traffic: int
-    bytes: Bytes | None = None
+    bytes: MemoryUsage | None = None
     needs: int | None = None
     fits: bool | None = None
     kernels: Mapping[str, int] = field(default_factory=dict)
@@ -196,8 +196,8 @@ def make_plan(
         memory=topology.memory,
         chip=topology.chip,
         dtype=np.dtype(compute_dtype(model)).name,
-        parameters=size(abstract_model(model)[1]) // 4,
-        trained=adapter_parameters(trained) or size(abstract_model(model)[1]) // 4,
+        parameters=tree_bytes(abstract_model(model)[1]) // 4,
+        trained=adapter_parameters(trained) or tree_bytes(abstract_model(model)[1]) // 4,
         matrix_parameters=matrix_parameters(model),
         vocab_size=vocab_size,
         batch=batch,
@@ -212,7 +212,7 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
     """Bytes of the experts that so many tokens leave alone, if all of them take different ones."""
     if model.experts is None:
         return 0
-    held = size([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if "experts" in path and path[-1] != "one"])
+    held = tree_bytes([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if "experts" in path and path[-1] != "one"])
     taken = min(model.experts.count, tokens * model.experts.top_k)
     return held - held * taken // model.experts.count
 
@@ -230,7 +230,7 @@ def training_programs(config: Config, model: ModelConfig, training: Training, la
         (state, batch, base), _ = program.in_avals
         traffic = (
             layout.bytes_per_device((state, base))
-            + size(batch) // layout.batch_shards
+            + tree_bytes(batch) // layout.batch_shards
             + layout.bytes_per_device(program.out_info)
             - untouched
         )
@@ -298,7 +298,7 @@ def _compiled(topology: Topology, planned: Program, program: Any, options: Mappi
     try:
         compiled = topology.compile(program, options)
         text = compiled.as_text()
-        found, kernels, work = bytes_of(compiled), kernels_in(text), work_of(text)
+        found, kernels, work = memory_usage(compiled), kernels_in(text), work_of(text)
         collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in SENT if work.count[kind]}
         needs = found.peak
     except jax.errors.JaxRuntimeError as error:

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dantinox.config import UserError
 from dantinox.files import escape_name, first_line
-from dantinox.programs import CHIPS, Chip, available_bytes, chip_of, compiled
+from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, find_chip
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
@@ -76,7 +76,7 @@ class Topology:
 
     def compile(self, traced: Any, options: Mapping[str, Any]) -> Any:
         """A program that was traced on arguments of these devices, with further options of the compiler."""
-        return compiled(traced.lower(), {**self.options, **options})
+        return compile_program(traced.lower(), {**self.options, **options})
 
 
 def find_topology(name: str | None = None) -> Topology:
@@ -91,7 +91,7 @@ def find_topology(name: str | None = None) -> Topology:
         memory = available_bytes(devices[0])
         if platform == "cpu" and memory is not None:
             memory //= len(devices)  # they are simulated and share it
-        return Topology(name or platform, platform, devices, memory, chip_of(devices[0]))
+        return Topology(name or platform, platform, devices, memory, find_chip(devices[0]))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
     if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPUS):

@@ -23,7 +23,7 @@ from dantinox.model.compressed_cache import CompressedLayer, Compression
 from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 
 
 class CacheReport(TypedDict):
@@ -354,7 +354,7 @@ def make_cache(
     B = batch
     all_spans = uncompressed_slots(config, slots)
     kept = jnp.dtype(dtype)
-    if kept == jnp.bfloat16 and platform_of(config.platform).bfloat16_bits:
+    if kept == jnp.bfloat16 and get_platform(config.platform).bfloat16_cache_as_bits:
         kept = BITS
     elif kept == jnp.int4:
         kept = PACKED

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from dantinox.config import UserError
 from dantinox.model.chunked_attention import BLOCK, chunked_attention
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 
 Kernel = Callable[..., Array]
 LANES = 128  # of a TPU; splash takes lengths that are multiples of it
@@ -102,7 +102,7 @@ def kernel_for(
     Raises:
       UserError: the kernel that is named does not take such queries.
     """
-    T, H, own = shape[1], shape[-1], platform_of(platform).kernel
+    T, H, own = shape[1], shape[-1], get_platform(platform).attention_kernel
     other = value_size is not None and value_size != H
     if name == "auto":
         fitting = own is not None and T > BLOCK and not _refusal(own, platform, T, H, dtype, softmax, other)
@@ -117,8 +117,8 @@ def _refusal(
 ) -> str:
     """Why a kernel does not take queries of this length, head size and dtype on a platform; "" if it does."""
     needed = {"cudnn": "gpu", "splash": "tpu"}.get(name)
-    if needed and platform_of(platform).name != needed:
-        return f"needs a {needed.upper()}, and this is a {platform_of(platform).name.upper()}"
+    if needed and get_platform(platform).name != needed:
+        return f"needs a {needed.upper()}, and this is a {get_platform(platform).name.upper()}"
     if name == "cudnn" and (head_size % 8 or head_size > 128 or jnp.dtype(dtype) == jnp.float32):
         return f"takes bfloat16 and heads of up to 128 that are multiples of 8, got {jnp.dtype(dtype).name} and {head_size}"
     if name == "cudnn" and softmax.cap is not None:

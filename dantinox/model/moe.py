@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.layers import PLAIN, Linear, RMSNorm, gated_activation, make_feed_forward, make_norm
 from dantinox.model.parallelism import GATHERED, Parallelism
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 
 TILE = 64  # rows that a CPU multiplies at once, or all where there are fewer
 FEW = 16  # rows, up to which each is multiplied alone if there are as many experts: of decoding
@@ -272,7 +272,7 @@ def grouped_product(x_MI: Array, w_EIO: Array, rows: Rows, platform: str) -> Arr
     if len(x_MI) <= min(FEW, len(w_EIO)):  # what no expert here is for takes the last one
         chosen = [lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M]
         return jnp.stack([jnp.matmul(x, w, preferred_element_type=jnp.float32) for x, w in zip(x_MI, chosen, strict=True)])
-    if platform_of(platform).name == "cpu":  # where `ragged_dot` multiplies all rows by all experts
+    if get_platform(platform).name == "cpu":  # where `ragged_dot` multiplies all rows by all experts
         return tiled_product(x_MI, w_EIO, rows.sizes_E)
     return lax.ragged_dot(x_MI, w_EIO, rows.sizes_E, preferred_element_type=jnp.float32)
 

@@ -30,7 +30,7 @@ from dantinox.model.moe import BranchedExperts, MixtureOfExperts, unrouted
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
 from dantinox.model.per_layer import PerLayerEmbedding, PerLayerInput
 from dantinox.model.positions import rotary_angles, sinusoidal
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 from dantinox.programs import shared_trace
 
 
@@ -51,7 +51,7 @@ REMAT = {
 
 def compute_dtype(config: ModelConfig) -> DTypeLike:
     """The dtype of activations: `auto` is what the platform likes."""
-    return jnp.dtype(platform_of(config.platform).compute if config.dtype == "auto" else config.dtype)
+    return jnp.dtype(get_platform(config.platform).compute_dtype if config.dtype == "auto" else config.dtype)
 
 
 def _unchanged(x_BTD: jax.Array) -> jax.Array:

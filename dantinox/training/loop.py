@@ -34,7 +34,7 @@ from dantinox.config import Config
 from dantinox.distributed import StopSync, all_reduce_max, barrier, broadcast_from_rank0, fetch_to_host, is_rank0, make_layout
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
-from dantinox.platform import platform_of, release_free_memory
+from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import exit_now
 from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
@@ -90,7 +90,7 @@ def train(
       KeyboardInterrupt: after SIGINT, when the checkpoint is on the disk.
       SystemExit: after SIGTERM, with code 143, when the checkpoint is on the disk.
     """
-    if platform_of().name == "cpu":
+    if get_platform().name == "cpu":
         keep_freed_memory()
     with stop_request() as stop:
         trainer = Trainer(config, run, tokenizer, store, console, sample, stop)
@@ -158,7 +158,7 @@ class Trainer:
             compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
             self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
-        if platform_of().name == "cpu":
+        if get_platform().name == "cpu":
             release_free_memory()
         self.log.files.cut(self.step)
         self.console.start(self.steps, self.step)

@@ -11,7 +11,7 @@ import jax
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 from dantinox.platform import release_free_memory
-from dantinox.programs import available_bytes, bytes_of, size
+from dantinox.programs import available_bytes, memory_usage, tree_bytes
 from dantinox.report import human_bytes, human_count
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -48,14 +48,16 @@ class MemoryPlan:
 def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0) -> MemoryPlan:
     """Reads the plan of a compiled step; `state` and `frozen` are its arguments, of arrays or shapes."""
     device = jax.local_devices()[0]
-    peak, available = bytes_of(compiled).peak, available_bytes(device)
+    peak, available = memory_usage(compiled).peak, available_bytes(device)
     if available is not None and device.platform == "cpu":
         available //= jax.local_device_count()  # they are simulated and share it
     resident = 0
     if device.platform == "cpu":
         release_free_memory()
         resident = int((used_gb() or 0) * 1e9)
-    return MemoryPlan(size(state.parameters), size(state.optimizer), peak, available, size(frozen), frozen_count, resident)
+    return MemoryPlan(
+        tree_bytes(state.parameters), tree_bytes(state.optimizer), peak, available, tree_bytes(frozen), frozen_count, resident
+    )
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:

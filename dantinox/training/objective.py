@@ -9,7 +9,7 @@ from flax import nnx
 
 from dantinox.model import Transformer
 from dantinox.model.moe import Routing
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 from dantinox.text import Preferences
 
 # Logits held at a time: 64 MiB in float32. More than that goes in chunks.
@@ -57,7 +57,7 @@ def next_token_losses(
       batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 where a target counts).
       rngs: with a `dropout` stream, dropout is on.
       chunk_logits: a batch with more logits than this is scored in chunks of tokens, whose logits are computed again in
-        the backward pass, so that `[B, T, V]` never exists. A chunk has at least the platform's `loss_tokens`.
+        the backward pass, so that `[B, T, V]` never exists. A chunk has at least the platform's `min_loss_chunk_tokens`.
     """
     nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
     targets = jnp.sum(mask_N)
@@ -106,7 +106,7 @@ def _per_token_losses(
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
     own = model.parallelism.local_shard  # of the tokens that several devices have
     x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
-    size = max(platform_of(model.config.platform).loss_tokens, chunk_logits // model.config.vocab_size)
+    size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
     in_parts = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
     nats_N, squares_N = in_parts(model, None, x_ND, targets_N, mask_N)
     return nats_N, squares_N, mask_N, aux
@@ -127,7 +127,7 @@ def _token_losses(
 ) -> tuple[jax.Array, jax.Array]:
     logits_NV = model.logits(x_ND, rounded_DV)
     normaliser_N = jax.nn.logsumexp(logits_NV, axis=-1)
-    if platform_of(model.config.platform).name == "cpu":
+    if get_platform(model.config.platform).name == "cpu":
         target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     else:  # the derivative of that is a scatter, for which the derivatives of all logits would be written once more, in float32
         target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
@@ -144,7 +144,7 @@ def _chunked_token_losses(
     )
 
     rounded_DV = None
-    if platform_of(model.config.platform).name != "cpu":  # which multiplies in float32 what it then need not round
+    if get_platform(model.config.platform).name != "cpu":  # which multiplies in float32 what it then need not round
         rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once, not chunk by chunk
 
     @jax.checkpoint

@@ -15,7 +15,7 @@ from dantinox.distributed import ONE_DEVICE, Layout
 from dantinox.files import UserError, quote
 from dantinox.model.lora import to_frozen_dtype
 from dantinox.model.parameters import Parameters, abstract_model, stack_layers
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 from dantinox.run import RunDirectory, load_run_config, open_base, weights_digest
 from dantinox.run.adapters import load_run_weights
 from dantinox.text import Tokenizer, vocabulary_size
@@ -83,7 +83,7 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     before, here = saved.get("devices", ONE_DEVICE), now["devices"]
     others = f"was trained on {before} and goes on with {here}, which add up in another order: not bit for bit as it would have"
     chance = "this GPU does not add up in a fixed order: the run may not go on bit for bit (training.deterministic: true does)"
-    notes = [f"the run {others}"] * (before != here) + [chance] * (platform_of().name == "gpu" and not deterministic)
+    notes = [f"the run {others}"] * (before != here) + [chance] * (get_platform().name == "gpu" and not deterministic)
     return notes + [
         f"{name} was {versions.get(name)} when the checkpoint was written and is {version}: the run may not go on bit for bit"
         for name, version in now["versions"].items()

@@ -19,8 +19,8 @@ from dantinox.distributed import BATCH, Layout
 from dantinox.model import compute_dtype
 from dantinox.model.lora import enable_dropout, frozen_parameters, trainable_parameters
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
-from dantinox.platform import platform_of
-from dantinox.programs import compiled, size
+from dantinox.platform import get_platform
+from dantinox.programs import compile_program, tree_bytes
 from dantinox.text import Batch, Preferences
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import LossSums, batch_losses, count_targets, pair_logprobs
@@ -188,9 +188,9 @@ class TrainStep:
         batch, eval_batch = (layout.place_batch(abstract_batch(count, length, t.objective)) for count in (rows, eval_rows))
         train = self.program.trace(self.shapes, batch, base)
         evaluation = make_eval_step(model, layout, t.dpo_beta).trace(self.shapes.parameters, eval_batch, base)
-        platform = platform_of(model.platform)
+        platform = get_platform(model.platform)
         options = platform.compiler_options(
-            compute_dtype(model) == jnp.float32, size(abstract_model(replace(model, lora=None))[1])
+            compute_dtype(model) == jnp.float32, tree_bytes(abstract_model(replace(model, lora=None))[1])
         )
         if t.deterministic and platform.name == "gpu":
             options |= {"xla_gpu_deterministic_ops": "true"}
@@ -274,9 +274,9 @@ class Programs:
         # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
-        self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compiled(train_lowered, train.options)
+        self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compile_program(train_lowered, train.options)
         base, whole = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
-        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, size(whole) // 4)
+        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(whole) // 4)
 
     def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
         """The summed losses of a validation batch of `eval_rows` rows."""
@@ -284,6 +284,6 @@ class Programs:
 
     def _compile(self, lowered: Any, options: dict[str, str]) -> None:
         try:
-            self._evaluate.set_result(compiled(lowered, options))
+            self._evaluate.set_result(compile_program(lowered, options))
         except BaseException as error:
             self._evaluate.set_exception(error)

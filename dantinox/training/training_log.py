@@ -13,7 +13,7 @@ from dantinox.config import Config, ModelConfig
 from dantinox.distributed import Layout, NullOutput, is_rank0
 from dantinox.files import UserError
 from dantinox.model.flops import training_flops
-from dantinox.programs import chip_of
+from dantinox.programs import find_chip
 from dantinox.report import Console, MetricsLog, trackers
 from dantinox.report.tables import human_time
 from dantinox.run import RunDirectory
@@ -103,7 +103,7 @@ class TrainingLog:
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
         row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
         row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
-        chip = chip_of(jax.devices()[0])
+        chip = find_chip(jax.devices()[0])
         if chip is not None:  # a share of the published bfloat16 FLOP/s
             row["mfu"] = row["tokens_per_s"] * training_flops(self.model, context) / chip.flops / self.layout.devices
         return row

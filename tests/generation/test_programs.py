@@ -13,7 +13,7 @@ from dantinox.generation.quantized_weights import split
 from dantinox.generation.slot_batch import _prefill_part
 from dantinox.generation.static_batch import StaticBatch, bucket
 from dantinox.model import make_cache
-from dantinox.programs import size
+from dantinox.programs import tree_bytes
 from dantinox.sampling import SamplingParams
 
 from . import builder
@@ -87,13 +87,13 @@ def test_a_chunk_ahead_changes_nothing(ahead):
 
 def test_another_step_is_one_more_program_each():
     """Prefill and decoding are two programs; a step added to the plan compiles both once more and nothing else does."""
-    model, prompt, size = builder.model(), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
+    model, prompt, cache_size = builder.model(), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
     generate(model, prompt, 40, greedy=True)
-    before = size()
+    before = cache_size()
     generate(model, prompt, 40, greedy=True, repetition_penalty=1.2)
-    assert size() == before + 2
+    assert cache_size() == before + 2
     generate(model, prompt, 40, greedy=True, repetition_penalty=1.4)
-    assert size() == before + 2
+    assert cache_size() == before + 2
 
 
 def test_a_temperature_is_a_number_not_a_program(programs):
@@ -194,6 +194,6 @@ def test_reading_a_prompt_into_a_slot_copies_no_whole_row(wide):
     cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", parted=True))
     tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
     compiled = _prefill_part.lower(split(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
-    memory, row = compiled.memory_analysis(), size(cache) // 4
+    memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4
     assert memory.temp_size_in_bytes < row // 2, "half of a row: two of four layers"
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 10

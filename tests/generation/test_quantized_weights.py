@@ -108,10 +108,10 @@ def test_what_was_measured_decides_on_a_cpu(monkeypatch, gain, first):
 
 def test_the_measurement_is_remembered(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(platform, "_measured_gain", lambda: 1.75)
+    monkeypatch.setattr(platform, "_measure_gain", lambda: 1.75)
     platform.bfloat16_gain.cache_clear()
     assert platform.bfloat16_gain() == 1.75
-    monkeypatch.setattr(platform, "_measured_gain", lambda: 9.0)
+    monkeypatch.setattr(platform, "_measure_gain", lambda: 9.0)
     platform.bfloat16_gain.cache_clear()
     assert platform.bfloat16_gain() == 1.75
     (tmp_path / "dantinox" / "products.json").write_text("{")

@@ -16,7 +16,7 @@ from dantinox.measure.program_cost import Work, work_of
 from dantinox.measure.topology import COMPILERS, find_topology
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
-from dantinox.programs import Bytes, bytes_of, size
+from dantinox.programs import MemoryUsage, memory_usage, tree_bytes
 from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.aot
@@ -69,7 +69,7 @@ class Compiled(NamedTuple):
 
     lowered: str
     text: str
-    bytes: Bytes
+    bytes: MemoryUsage
     kept: int
 
 
@@ -94,8 +94,8 @@ def compiled(topology: str, case: str, name: str) -> Compiled:
         lowered = program.lower()
         found = target.compile(program, options)
     out = program.out_info[0]
-    kept = size(out if name == "train" else out[0]) if name != "evaluation" else 0
-    return Compiled(lowered.as_text(), found.as_text(), bytes_of(found), kept)
+    kept = tree_bytes(out if name == "train" else out[0]) if name != "evaluation" else 0
+    return Compiled(lowered.as_text(), found.as_text(), memory_usage(found), kept)
 
 
 @each(*ALL)
@@ -199,7 +199,7 @@ class Meshed(NamedTuple):
 
     kernels: dict[str, int]
     work: Work
-    bytes: Bytes
+    bytes: MemoryUsage
     whole: int
     weights: int
 
@@ -218,7 +218,11 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
         found = target.compile(*programs[name])
     shapes, text = abstract_model(model)[1], found.as_text()
     return Meshed(
-        kernels_in(text), work_of(text), bytes_of(found), size(shapes), sum(len(shape.shape) > 1 for shape in shapes.values())
+        kernels_in(text),
+        work_of(text),
+        memory_usage(found),
+        tree_bytes(shapes),
+        sum(len(shape.shape) > 1 for shape in shapes.values()),
     )
 
 
@@ -267,6 +271,6 @@ def test_a_token_passes_activations_alone(topology, tensor, name):
         planned = generation_programs(target, config, model, 1, T - 128, 128)
         programs = {found.name: program for found, program, _ in planned}
         found = target.compile(programs[name], {})
-    whole = size(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
-    assert bytes_of(found).arguments < whole / tensor  # which are float32
+    whole = tree_bytes(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
+    assert memory_usage(found).arguments < whole / tensor  # which are float32
     assert 3 * V < work_of(found.as_text()).bytes < D * D

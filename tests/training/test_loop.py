@@ -129,7 +129,7 @@ def test_train_loss_of_a_row_is_the_mean_since_the_row_before(workshop):
 def test_the_share_of_the_chip_is_logged_where_its_figures_are_known(workshop, monkeypatch):
     config = small_config(training__steps=6)
     chip = SimpleNamespace(flops=1e9)
-    monkeypatch.setattr("dantinox.training.training_log.chip_of", lambda device: chip)
+    monkeypatch.setattr("dantinox.training.training_log.find_chip", lambda device: chip)
     run = workshop.train("run", config)
     row = read_csv(run.log(config))[-1]
     shapes = {name: leaf.shape for name, leaf in abstract_model(config.architecture(VOCABULARY))[1].items()}

@@ -54,7 +54,7 @@ def test_sums_equal_float64_in_one_piece_and_in_chunks(model, batch, chunk_logit
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunks_have_the_same_gradient(batch, platform, tied, monkeypatch):
     """Also in the form of an accelerator, which rounds the output layer once for all of them."""
-    monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], loss_tokens=1))
+    monkeypatch.setitem(PLATFORMS, "gpu", replace(PLATFORMS["gpu"], min_loss_chunk_tokens=1))
 
     def gradient(platform, chunk_logits):
         config = small_config(**{"model.dtype": "float32", "model.weight_tying": tied}).architecture(VOCABULARY, platform)

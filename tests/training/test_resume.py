@@ -14,7 +14,7 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.distributed import make_layout
-from dantinox.platform import platform_of
+from dantinox.platform import get_platform
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
 from dantinox.training import resume
@@ -131,7 +131,7 @@ def test_other_versions_and_gpus_are_told_of(monkeypatch):
     saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
     version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__}: the run may not go on bit for bit"
     assert check_facts(saved, now, deterministic=False) == [version]
-    monkeypatch.setattr(resume, "platform_of", lambda: platform_of("gpu"))
+    monkeypatch.setattr(resume, "get_platform", lambda: get_platform("gpu"))
     (note,) = check_facts(now, now, deterministic=False)
     assert "the run may not go on bit for bit (training.deterministic: true does)" in note
     assert check_facts(now, now, deterministic=True) == []
