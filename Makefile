@@ -31,8 +31,9 @@ demo: $(VENV)/.plot
 	$(PY) train.py --config configs/quickstart.yaml --run_dir $(DEMO_RUN)
 	$(PY) generate.py --run_dir $(DEMO_RUN) --prompt "    def __init__(self, " --n 2
 
+# Plain `pytest` runs the quick set: the tests without a marker.
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile -m "not exhaustive and not browser and not aot and not faults and not real"
 
 test-all: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile -m "not browser and not aot and not faults and not real"
