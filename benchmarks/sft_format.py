@@ -14,16 +14,16 @@ import dantinox
 from dantinox.config import DataSection
 from dantinox.run import RunDirectory
 from dantinox.text import ChatTemplate, Corpus
-from dantinox.text.builtin_instructions import follows
+from dantinox.text.builtin_instructions import matches_answer_form
 from dantinox.text.conversations import Conversations
 
 
 def held_back() -> list[str]:
     """The questions that configs/sft.yaml keeps for validation."""
     corpora = (Corpus.open("builtin:instructions"),)
-    found = Conversations.of(corpora, DataSection(val_fraction=0.2))
+    found = Conversations.scan(corpora, DataSection(val_fraction=0.2))
     records = [record for _, record in corpora[0].records()]
-    return [record["messages"][0]["content"] for record in records[found.cuts[0] :]]
+    return [record["messages"][0]["content"] for record in records[found.val_starts[0] :]]
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         asked = {q: template.encode([{"role": "user", "content": q}], generation_prompt=True) for q in questions}
         run.prompt_ids = asked.__getitem__  # type: ignore[method-assign]  # a prompt with special tokens in it
         answers = [result.text for result in run.generate(questions, greedy=True, max_new_tokens=64)]
-        right = sum(map(follows, answers))
+        right = sum(map(matches_answer_form, answers))
         print(f"{path}: {right} of {len(answers)} answers have the form ({right / len(answers):.0%})")
         for question, answer in list(zip(questions, answers, strict=True))[:2]:
             print(f"  {question}\n    {answer!r}")

@@ -76,7 +76,7 @@ def chosen_template(options: argparse.Namespace, own: Path | None, tokenizer: "T
     from dantinox.text import ChatTemplate
 
     if options.chat_template is not None:
-        return ChatTemplate.named(options.chat_template, tokenizer)
+        return ChatTemplate.from_name(options.chat_template, tokenizer)
     return None if own is None else ChatTemplate.load(own, tokenizer)
 
 

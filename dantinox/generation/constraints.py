@@ -78,13 +78,13 @@ class Grammars:
           UserError: llguidance is not installed, or what a token spells depends on its neighbours.
         """
         self._library = _library()
-        if tokenizer.pieces is None:
+        if tokenizer.token_pieces is None:
             raise UserError(
                 "constraints need a tokenizer whose tokens spell the same beside any others, which this one's do not"
             )
         self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
-        spelling = _Spelling(tokenizer, tokenizer.pieces.inner)
+        spelling = _Spelling(tokenizer, tokenizer.token_pieces.inner)
         self._tokenizer = self._library.LLTokenizer(spelling, n_vocab=self._size + 1)
 
     def matcher(self, kind: str, source: str, ends: Sequence[int] = ()) -> "Matcher":

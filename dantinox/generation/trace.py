@@ -31,7 +31,7 @@ def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenC
     """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
 
     def spelled(some: Sequence[int]) -> list[str]:
-        return [tokenizer.spelt(token) for token in some]
+        return [tokenizer.token_text(token) for token in some]
 
     top = zip(steps.top_ids.tolist(), steps.top_logprobs.tolist(), strict=True)
     found: TokenColumns = {
@@ -113,7 +113,7 @@ def token_records(
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
-    spelt = lru_cache(None)(tokenizer.spelt)
+    spelt = lru_cache(None)(tokenizer.token_text)
 
     def listed(kind: str, n: int) -> list[dict[str, object]]:
         return [dict(zip(LISTS[kind], (i, spelt(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]

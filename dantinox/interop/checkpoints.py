@@ -206,7 +206,7 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     for role in ROLES:
         token = given.get(role)
         token = token.get("content") if isinstance(token, dict) else token
-        if tokenizer.id_of(token) is None:
+        if tokenizer.token_to_id(token) is None:
             ids = ids_of.get(f"{role}_id")
             token = name(ids[0] if isinstance(ids, list) and ids else ids)
         roles[role] = token
@@ -217,7 +217,7 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     adds = given.get("add_bos_token")
     if not isinstance(adds, bool):
         begun = tokenizer.core.encode("a").ids
-        adds = bool(begun) and begun[0] == tokenizer.id_of(roles["bos_token"])
+        adds = bool(begun) and begun[0] == tokenizer.token_to_id(roles["bos_token"])
     return roles | {"add_bos_token": adds}
 
 

@@ -198,7 +198,7 @@ def visible(tokenizer: Tokenizer, token: int) -> str:
     """
     if token in tokenizer.special_ids:
         return "".join(map(_escaped, str(tokenizer.core.id_to_token(token))))
-    return '"' + "".join(map(_escaped, tokenizer.spelt(token, "surrogateescape"))) + '"'
+    return '"' + "".join(map(_escaped, tokenizer.token_text(token, "surrogateescape"))) + '"'
 
 
 def _escaped(character: str) -> str:

@@ -13,7 +13,7 @@ from dantinox.config import UserError
 from dantinox.generation import LoadedModel
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer, TokenStore, open_store
-from dantinox.text.corpus import cut_up
+from dantinox.text.corpus import split_text
 from dantinox.text.tokenizer import UnknownCharacter
 
 TEXT_TOKENS = 1 << 22  # read of a given text at most
@@ -143,17 +143,17 @@ def begin_ids(tokenizer: Tokenizer) -> list[int]:
 
 def spelled_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     """The bytes that tokens at the beginning of a text spell."""
-    if tokenizer.pieces is None:
+    if tokenizer.token_pieces is None:
         return len(tokenizer.decode(ids).encode())
-    first, inner = tokenizer.pieces
+    first, inner = tokenizer.token_pieces
     return sum(len((inner if place else first)[token]) for place, token in enumerate(ids.tolist()))
 
 
 def _parts(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[tuple[int, str, np.ndarray]]:
     """(number of the document, a part of its text, the tokens of that)."""
     characters, size = 0, AT_MOST if tokenizer.kind == "other" else CHARACTERS
-    for number, text in Corpus.open(path, text_field).pieces():
-        for part in cut_up(text, size):
+    for number, text in Corpus.open(path, text_field).read_text():
+        for part in split_text(text, size):
             try:
                 yield number, part, tokenizer.encode_array(part)
             except UnknownCharacter as error:

@@ -69,7 +69,7 @@ class _Responder:
 
     def _prompt(self, steps: StepInfo | None) -> list[TokenRecord]:
         """A record for each token of the prompt, the first one without probabilities."""
-        request, spelt = self.stream.request, self._tokenizer.spelt
+        request, spelt = self.stream.request, self._tokenizer.token_text
         ids = list(request.ids)
         records: list[TokenRecord] = [{"id": ids[0], "text": spelt(ids[0])}]
         if steps is not None:

@@ -106,7 +106,7 @@ def spells_words(tokenizer: Tokenizer) -> bool:
 def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
     """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long."""
     T = sequences.ids.shape[1]
-    context = T - len(tokenizer.encode(builtin_recall.copy(random.Random(0), FACTS).question))  # the longest
+    context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS).question))  # the longest
     made = [
         _task(tokenizer, sequences.ids, rng, kind, context)
         for kind in KINDS
@@ -123,9 +123,9 @@ def _task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: st
         lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
         lines = [line for line in lines if not line.startswith(f"{builtin_recall.MARK} ")]
         if kind == "needle":
-            task = builtin_recall.facts(rng, lines, FACTS)
+            task = builtin_recall.fact_task(rng, lines, FACTS)
         else:
-            task = builtin_recall.copy(rng, FACTS)
+            task = builtin_recall.copy_task(rng, FACTS)
             task = task._replace(context="".join(lines) + task.context)
         ids = tokenizer.encode(task.context)[-context:]
         if len(ids) == context and task.question + task.answer in tokenizer.decode(ids):

@@ -166,7 +166,7 @@ def evaluate_ruler(
 
 def _text(run: LoadedModel, path: str) -> str:
     parts, count = list[str](), 0
-    for _, part in Corpus.open(path, run.config.data.text_field).pieces():
+    for _, part in Corpus.open(path, run.config.data.text_field).read_text():
         parts.append(part)
         count += len(part)
         if count >= TEXT_CHARACTERS:

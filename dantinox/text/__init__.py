@@ -1,6 +1,6 @@
 """Tokenizers, corpora, and the token store with its batches. No module here imports jax."""
 
-from dantinox.text.build_store import Progress, has_changed, open_store, prepare_data, vocabulary_size
+from dantinox.text.build_store import Progress, corpus_changed, open_store, prepare_data, vocabulary_size
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, Preferences
 from dantinox.text.corpus import Corpus
@@ -18,7 +18,7 @@ __all__ = [
     "Progress",
     "TokenStore",
     "Tokenizer",
-    "has_changed",
+    "corpus_changed",
     "open_store",
     "prepare_data",
     "train_tokenizer",

@@ -10,10 +10,10 @@ import numpy as np
 
 from dantinox.files import UserError
 
-KEPT_EPOCHS = 4
-READ_AT_ONCE = 1 << 22  # tokens, which may be more than the memory holds
-NOTHING = -1  # in a row, behind its last document
-CYCLE = 1000  # rows of a mixture in which every source has exactly its share
+CACHED_EPOCHS = 4
+SCAN_TOKENS = 1 << 22  # tokens, which may be more than the memory holds
+NO_TOKEN = -1  # in a row, behind its last document
+MIXTURE_CYCLE = 1000  # rows of a mixture in which every source has exactly its share
 
 
 class Rows(Protocol):
@@ -29,7 +29,7 @@ class Rows(Protocol):
         """The places of the tokens of some rows, int64 [N, T + 1], in the epoch of this random word; of pairs [N, 2, T + 1]."""
 
 
-class Windows:
+class WindowRows:
     """Windows of T + 1 tokens that share their edge tokens, from an offset on that each epoch draws anew.
 
     There are as many as fit whatever the offset below T, so that at most 2 T - 2 targets at the edges sit an epoch out.
@@ -46,23 +46,23 @@ class Windows:
         return starts_N[:, None] + self._offsets_T1
 
 
-def packed(ids: np.ndarray, start: int, length: int, eos_id: int) -> "Filled":
+def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int) -> "PackedRows":
     """Rows of whole documents, of which none is cut that fits into a row (Ding et al. 2024, "Fewer Truncations Improve
     Language Modeling", section 3): longest first, each into the row that it fills best.
 
     A longer document is cut into rows of T targets, and what is left of it is packed. `start` is the place of the first token.
     """
-    starts_P, sizes_P = pieces(document_ends(ids, eos_id), length)
+    starts_P, sizes_P = split_documents(document_ends(ids, eos_id), length)
     if not len(sizes_P):
         raise UserError("data.packing: best_fit found no document of two tokens: give other text in data.path")
     room_P = sizes_P.copy()
     if ids[-1] != eos_id:  # cut for validation: nothing may follow what has no end
         room_P[starts_P + sizes_P == len(ids)] = length + 1
-    return Filled(start + starts_P, sizes_P, room_P, length)
+    return PackedRows(start + starts_P, sizes_P, room_P, length)
 
 
-class Filled:
-    """The places of tokens in rows of T + 1 of them, into which pieces were packed by best fit; `NOTHING` where none is."""
+class PackedRows:
+    """The places of tokens in rows of T + 1 of them, into which pieces were packed by best fit; `NO_TOKEN` where none is."""
 
     def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, room_P: np.ndarray, length: int):
         """`room_P`: what each piece takes of a row, at least its size."""
@@ -73,7 +73,7 @@ class Filled:
         self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))  # the pieces of a row
 
     def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
-        places_NT = np.full((len(chosen_N), self._length + 1), NOTHING, np.int64)
+        places_NT = np.full((len(chosen_N), self._length + 1), NO_TOKEN, np.int64)
         for places_T, chosen in zip(places_NT, chosen_N, strict=True):
             end = 0
             for piece in range(self._first_R[chosen], self._first_R[chosen + 1]):
@@ -83,8 +83,8 @@ class Filled:
         return places_NT
 
 
-class Pairs:
-    """The places of the tokens of pieces that come in twos, [N, 2, T + 1], `NOTHING` behind their ends."""
+class PairRows:
+    """The places of the tokens of pieces that come in twos, [N, 2, T + 1], `NO_TOKEN` behind their ends."""
 
     def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, length: int):
         self._starts_N2, self._sizes_N2 = starts_P.reshape(-1, 2, 1), sizes_P.reshape(-1, 2, 1)
@@ -92,17 +92,17 @@ class Pairs:
 
     def read(self, chosen_N: np.ndarray, word: int) -> np.ndarray:
         places_N2T = self._starts_N2[chosen_N] + self._offsets_T1
-        return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], places_N2T, NOTHING)
+        return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], places_N2T, NO_TOKEN)
 
 
 def document_ends(ids: np.ndarray, eos_id: int) -> np.ndarray:
     """Where each document ends, its end token included; the last one ends with the tokens."""
-    starts = range(0, len(ids), READ_AT_ONCE)
-    ends = np.concatenate([np.flatnonzero(ids[start : start + READ_AT_ONCE] == eos_id) + start + 1 for start in starts])
+    starts = range(0, len(ids), SCAN_TOKENS)
+    ends = np.concatenate([np.flatnonzero(ids[start : start + SCAN_TOKENS] == eos_id) + start + 1 for start in starts])
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))
 
 
-def pieces(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(start, size) of the pieces of documents: of `length` targets each, which share their edge tokens, and the rest."""
     starts = np.concatenate([[0], ends[:-1]])
     targets = ends - starts - 1
@@ -135,7 +135,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return row_of
 
 
-class Shuffled:
+class ShuffledRows:
     """Rows epoch after epoch, each epoch in an order of its own that depends on (seed, stream, epoch) alone."""
 
     def __init__(self, rows: Rows, seed: int, stream: int = 0):
@@ -156,37 +156,39 @@ class Shuffled:
         known = self._epochs.get(epoch)
         if known is not None:
             return known
-        word, order = shuffled(self.rows.count, self._key, epoch)
+        word, order = philox_permutation(self.rows.count, self._key, epoch)
         # A new dict each time: another thread may be reading the old one.
-        recent = dict(list(self._epochs.items())[1 - KEPT_EPOCHS :])
+        recent = dict(list(self._epochs.items())[1 - CACHED_EPOCHS :])
         self._epochs = recent | {epoch: (word, order)}
         return word, order
 
 
-class Mixture:
-    """Rows of several sources: of any `CYCLE` rows in a row from a multiple of it each source has its share, in a drawn order.
+class MixtureRows:
+    """Rows of several sources: in every cycle of `MIXTURE_CYCLE` rows each source has its share, in a random order.
 
     Each source goes through its own epochs, however long the others are.
     """
 
-    def __init__(self, sources: Sequence[Shuffled], weights: Sequence[float], seed: int):
+    def __init__(self, sources: Sequence[ShuffledRows], weights: Sequence[float], seed: int):
         self._sources, self._key = sources, seed + ((1 << 32) - 1 << 32)
-        exact = CYCLE * np.asarray(weights, float) / np.sum(weights)
+        exact = MIXTURE_CYCLE * np.asarray(weights, float) / np.sum(weights)
         shares = np.floor(exact).astype(np.int64)
-        shares[np.argsort(shares - exact, kind="stable")[: CYCLE - shares.sum()]] += 1  # largest remainders
+        shares[np.argsort(shares - exact, kind="stable")[: MIXTURE_CYCLE - shares.sum()]] += 1  # largest remainders
         self._shares_S = shares
         self._pattern = np.repeat(np.arange(len(sources)), shares)
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
         """The rows of these numbers, counted from the first of the training: their places [N, T + 1]."""
-        cycles_N, places_N = np.divmod(numbers_N, CYCLE)
+        cycles_N, places_N = np.divmod(numbers_N, MIXTURE_CYCLE)
         source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
         for cycle in np.unique(cycles_N).tolist():
-            _, order = shuffled(CYCLE, self._key, cycle)
+            _, order = philox_permutation(MIXTURE_CYCLE, self._key, cycle)
             source_C = self._pattern[order]
-            within_C = np.empty(CYCLE, np.int64)  # how many rows of its source came before in the cycle
+            within_C = np.empty(MIXTURE_CYCLE, np.int64)  # how many rows of its source came before in the cycle
             by_source = np.argsort(source_C, kind="stable")
-            within_C[by_source] = np.arange(CYCLE) - np.repeat(np.cumsum(self._shares_S) - self._shares_S, self._shares_S)
+            within_C[by_source] = np.arange(MIXTURE_CYCLE) - np.repeat(
+                np.cumsum(self._shares_S) - self._shares_S, self._shares_S
+            )
             here = cycles_N == cycle
             source_N[here] = source_C[places_N[here]]
             within_N[here] = cycle * self._shares_S[source_N[here]] + within_C[places_N[here]]
@@ -198,7 +200,7 @@ class Mixture:
         return rows_NT
 
 
-def shuffled(count: int, key: int, counter: int) -> tuple[int, np.ndarray]:
+def philox_permutation(count: int, key: int, counter: int) -> tuple[int, np.ndarray]:
     """A random word and an order of `count` things.
 
     Raw Philox words, and no np.random.Generator on top: only the words are promised to be the same in every NumPy.

@@ -16,9 +16,9 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
-from dantinox.text.conversations import Conversations, Encoded, options_of
-from dantinox.text.corpus import Corpus, Extent, cut_up
-from dantinox.text.hub import fetched
+from dantinox.text.conversations import Conversations, Encoded, store_options
+from dantinox.text.corpus import Corpus, Extent, split_text
+from dantinox.text.hub import fetch_datasets
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -41,24 +41,24 @@ class Chunk(NamedTuple):
     text: str
 
 
-class _Plan(NamedTuple):
+class _CorpusPlan(NamedTuple):
     """What to encode: the corpora, their contents, and the character of each at which validation begins."""
 
     corpora: tuple[Corpus, ...]
     extents: tuple[Extent, ...]
-    cuts: tuple[int, ...]
+    val_starts: tuple[int, ...]
 
     @property
     def characters(self) -> int:
         return sum(extent.characters for extent in self.extents)
 
-    def stretches(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[Chunk]:
         """All the text: that of part 0 comes before that of part 1, for which several corpora are read once for each."""
-        divided = sum(0 < cut < extent.characters for cut, extent in zip(self.cuts, self.extents, strict=True))
+        divided = sum(0 < cut < extent.characters for cut, extent in zip(self.val_starts, self.extents, strict=True))
         for parts in [(0,), (1,)] if divided > 1 else [(0, 1)]:
-            for number, (corpus, extent, cut) in enumerate(zip(self.corpora, self.extents, self.cuts, strict=True)):
+            for number, (corpus, extent, cut) in enumerate(zip(self.corpora, self.extents, self.val_starts, strict=True)):
                 position = 0
-                for document, text in corpus.pieces(extent.digest):
+                for document, text in corpus.read_text(extent.digest):
                     split = min(max(cut - position, 0), len(text))
                     position += len(text)
                     if split and 0 in parts:
@@ -89,14 +89,14 @@ def prepare_data(
       UserError: no corpus, a bad one, one that is too small, or a directory that cannot be written.
     """
     directory, objective = Path(directory), config.training.objective
-    with fetched(config.data, directory, whole=objective != "next_token") as data:
+    with fetch_datasets(config.data, directory, whole=objective != "next_token") as data:
         config = config.model_copy(update={"data": data})
         if objective == "next_token":
-            plan = _plan(config)
+            plan = _make_plan(config)
             tokenizer = tokenizer or _make_tokenizer(config, plan, progress)
             digests: Sequence[str] = [extent.digest for extent in plan.extents]
             options: dict[str, Any] = {"text_field": data.text_field, "val_fraction": data.val_fraction}
-            encode = partial(_encoded, plan, tokenizer, progress)
+            encode = partial(_encode_corpus, plan, tokenizer, progress)
         else:
             if tokenizer is None:
                 if config.tokenizer.tokenizer_type not in ("byte", "file"):
@@ -105,15 +105,15 @@ def prepare_data(
                         "or tokenizer.tokenizer_type: file"
                     )
                 tokenizer = train_tokenizer(config.tokenizer, lambda: iter(()))
-            chat = ChatTemplate.named(data.chat_template or chat_template, tokenizer)
-            found = Conversations.of(_corpora(config), data)
-            digests, options = found.digests, options_of(chat, objective, data)
-            encode = partial(found.encoded, chat, objective, progress)
+            chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
+            found = Conversations.scan(_corpora(config), data)
+            digests, options = found.digests, store_options(chat, objective, data)
+            encode = partial(found.encode, chat, objective, progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
-        header = _read_header(directory, wanted) or _build(encode, tokenizer, directory, wanted)
-        return tokenizer, _open(directory, header, config, tokenizer)
+        header = _read_header(directory, wanted) or _build_store(encode, tokenizer, directory, wanted)
+        return tokenizer, _open_store(directory, header, config, tokenizer)
 
 
 def vocabulary_size(config: Config) -> int:
@@ -128,18 +128,18 @@ def vocabulary_size(config: Config) -> int:
         return config.tokenizer.vocab_size
     if config.tokenizer.tokenizer_type != "char":
         return train_tokenizer(config.tokenizer, lambda: iter(())).vocab_size
-    with tempfile.TemporaryDirectory(prefix="dantinox-") as directory, fetched(config.data, Path(directory)) as data:
-        plan = _plan(config.model_copy(update={"data": data}))
-        return train_tokenizer(config.tokenizer, lambda: (stretch.text for stretch in plan.stretches())).vocab_size
+    with tempfile.TemporaryDirectory(prefix="dantinox-") as directory, fetch_datasets(config.data, Path(directory)) as data:
+        plan = _make_plan(config.model_copy(update={"data": data}))
+        return train_tokenizer(config.tokenizer, lambda: (stretch.text for stretch in plan.chunks())).vocab_size
 
 
 def open_store(config: Config, directory: str | Path, tokenizer: Tokenizer) -> TokenStore | None:
     """The tokens that `prepare_data` left in `directory`, whatever has become of the corpus; None where there are none."""
     header = _read_header(Path(directory), {"format": FORMAT, "tokenizer": tokenizer.fingerprint})
-    return None if header is None else _open(Path(directory), header, config, tokenizer)
+    return None if header is None else _open_store(Path(directory), header, config, tokenizer)
 
 
-def has_changed(config: Config, directory: str | Path) -> bool:
+def corpus_changed(config: Config, directory: str | Path) -> bool:
     """Whether the corpus is on this machine and is not what the tokens in `directory` were made of."""
     if config.data.dataset_source != "local":
         return False
@@ -159,15 +159,15 @@ def _corpora(config: Config) -> tuple[Corpus, ...]:
     return tuple(Corpus.open(path, data.text_field) for path in (*paths, data.val_path) if path is not None)
 
 
-def _plan(config: Config) -> _Plan:
+def _make_plan(config: Config) -> _CorpusPlan:
     corpora = _corpora(config)
     extents = tuple(corpus.scan() for corpus in corpora)
     if config.data.val_path is not None:
-        return _Plan(corpora, extents, (*(extent.characters for extent in extents[:-1]), 0))
-    return _Plan(corpora, extents, tuple(_cut(extent, config.data.val_fraction) for extent in extents))
+        return _CorpusPlan(corpora, extents, (*(extent.characters for extent in extents[:-1]), 0))
+    return _CorpusPlan(corpora, extents, tuple(_find_val_start(extent, config.data.val_fraction) for extent in extents))
 
 
-def _cut(extent: Extent, val_fraction: float) -> int:
+def _find_val_start(extent: Extent, val_fraction: float) -> int:
     """The character at which validation begins: the end of a document nearest to it, where there are several."""
     ends, total = extent.ends, extent.characters
     if len(ends) == 1:
@@ -175,12 +175,12 @@ def _cut(extent: Extent, val_fraction: float) -> int:
     return int(ends[np.abs(ends[:-1] - total * (1 - val_fraction)).argmin()])
 
 
-def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> Tokenizer:
+def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None) -> Tokenizer:
     parts = (0,) if config.tokenizer.tokenizer_type == "bpe" else (0, 1)
 
     def documents() -> Iterator[str]:
         done = 0
-        for text in (stretch.text for stretch in plan.stretches() if stretch.part in parts):
+        for text in (stretch.text for stretch in plan.chunks() if stretch.part in parts):
             done += len(text)
             if progress:
                 progress("training the tokenizer", done, plan.characters)
@@ -189,13 +189,13 @@ def _make_tokenizer(config: Config, plan: _Plan, progress: Progress | None) -> T
     return train_tokenizer(config.tokenizer, documents)
 
 
-def _chunks(plan: _Plan, tokenizer: Tokenizer) -> Iterator[Chunk]:
+def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[Chunk]:
     """The text in chunks to encode. Only our own BPE may be cut between lines without a change in its tokens."""
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
-    return (Chunk(part, document, text) for part, document, whole in plan.stretches() for text in cut_up(whole, size))
+    return (Chunk(part, document, text) for part, document, whole in plan.chunks() for text in split_text(whole, size))
 
 
-def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     batch: list[Chunk] = []
     size = 0
     for chunk in chunks:
@@ -208,16 +208,16 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         yield batch
 
 
-def _build(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
+def _build_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     """Encodes everything into a file named by its content, then writes the header that names it."""
     with wrap_os_errors(f"cannot write the tokens in {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # dies with its process
-            return _read_header(directory, wanted) or _write(encode, tokenizer, directory, wanted)
+            return _read_header(directory, wanted) or _write_store(encode, tokenizer, directory, wanted)
 
 
-def _write(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
+def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     for leftover in directory.glob(".tokens*"):  # of a build that was killed: we hold the lock
         leftover.unlink()
@@ -257,11 +257,11 @@ def _write(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, direct
     return header
 
 
-def _encoded(plan: _Plan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
+def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
     """The tokens of texts; begin and end tokens come by themselves."""
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
     part, document, done = 0, (-1, 0), 0
-    for batch in _batches(_chunks(plan, tokenizer)):
+    for batch in _batch_chunks(_split_chunks(plan, tokenizer)):
         texts = [chunk.text for chunk in batch]
         try:
             encoded = tokenizer.encode_batch(texts)
@@ -299,7 +299,7 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
         return None
 
 
-def _open(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
+def _open_store(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
     train, val = Counts(**header["train"]), Counts(**header["val"])
     path = directory / header["file"]
     # A file without a byte cannot be mapped.

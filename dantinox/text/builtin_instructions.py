@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-COUNT = 250
+NUM_EXAMPLES = 250
 ANSWER = re.compile(r"Takes: (one argument|(two|three) arguments)\nDoes: [A-Z].*\.")
 NUMBERS = ("no arguments", "one argument", "two arguments", "three arguments")
-LONGEST = 60  # characters of what a function does
+MAX_SUMMARY = 60  # characters of what a function does
 
 
 class Function(NamedTuple):
@@ -34,7 +34,7 @@ class Function(NamedTuple):
         return [{"role": "user", "content": f"Summarise: {self.name}({takes})"}, {"role": "assistant", "content": answer}]
 
 
-def follows(text: str) -> bool:
+def matches_answer_form(text: str) -> bool:
     """Whether an answer has the form of all of them."""
     return ANSWER.fullmatch(text.strip()) is not None
 
@@ -47,14 +47,19 @@ def functions(module: str, source: str) -> Iterator[Function]:
         does = (ast.get_docstring(node) or "").partition("\n")[0]
         takes = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
         found = Function(f"{module}.{node.name}", takes, does)
-        if 1 <= len(takes) <= 3 and len(does) <= LONGEST and does.isascii() and follows(found.messages()[1]["content"]):
+        if (
+            1 <= len(takes) <= 3
+            and len(does) <= MAX_SUMMARY
+            and does.isascii()
+            and matches_answer_form(found.messages()[1]["content"])
+        ):
             yield found
 
 
-def corpus(modules: Iterable[tuple[str, str]], seed: int = 0) -> Iterator[bytes]:
-    """Records of JSON Lines, `COUNT` of them in a drawn order, of modules: their names and sources."""
+def instruction_corpus(modules: Iterable[tuple[str, str]], seed: int = 0) -> Iterator[bytes]:
+    """Records of JSON Lines, `NUM_EXAMPLES` of them in a drawn order, of modules: their names and sources."""
     found = [function for name, source in modules for function in functions(name, source)]
     rng = random.Random(seed)
     drawn = sorted((rng.random(), function) for function in found)
-    for _, function in drawn[:COUNT]:
+    for _, function in drawn[:NUM_EXAMPLES]:
         yield json.dumps({"messages": function.messages()}).encode() + b"\n"

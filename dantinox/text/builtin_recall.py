@@ -37,7 +37,7 @@ class Task(NamedTuple):
     answer: str
 
 
-def facts(rng: random.Random, lines: Sequence[str], count: int) -> Task:
+def fact_task(rng: random.Random, lines: Sequence[str], count: int) -> Task:
     """Facts on `count` topics at random places among `lines` of text; one of them is asked for."""
     stated = _stated(rng, count)
     asked = rng.randrange(count)
@@ -45,7 +45,7 @@ def facts(rng: random.Random, lines: Sequence[str], count: int) -> Task:
     return Task("".join(_among(rng, lines, stated)), f"{MARK} {topic}", f" {word}")
 
 
-def copy(rng: random.Random, count: int) -> Task:
+def copy_task(rng: random.Random, count: int) -> Task:
     """A record of facts on `count` topics, repeated up to its last word, which is the answer."""
     record = _record_of(_stated(rng, count))
     again, _, word = record.rpartition(" ")
@@ -81,7 +81,7 @@ def _document(rng: random.Random, lines: Sequence[str]) -> str:
     return "".join(_among(rng, lines, stated) + [f"{MARK} {topic} {word}\n" for topic, word in asked])
 
 
-def corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
+def recall_corpus(texts: Iterable[str], seed: int = 0) -> Iterator[bytes]:
     """Records of JSON Lines: the texts, and behind each so many tasks that they are `SHARE` of all characters so far."""
     rng = random.Random(seed)
     plain = made = 0

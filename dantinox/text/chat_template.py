@@ -22,8 +22,8 @@ from dantinox.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TEMPLATE_BYTES = 1 << 20
-PROGRAM = Path(__file__).with_name("rendering.py")
-CPU_SECONDS, MEMORY_BYTES, LONGEST = 5, 1 << 30, 1 << 24  # that a template may take, and write in characters
+RENDERER = Path(__file__).with_name("rendering.py")
+CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24  # that a template may take, and write in characters
 
 # Ordinary text, and the end token behind each turn of the assistant.
 PLAIN = """\
@@ -69,7 +69,7 @@ class ChatTemplate:
         return cls(read_text(path, MAX_TEMPLATE_BYTES, "the chat template"), tokenizer, f"the chat template {path}")
 
     @classmethod
-    def named(cls, name: str, tokenizer: Tokenizer) -> "ChatTemplate":
+    def from_name(cls, name: str, tokenizer: Tokenizer) -> "ChatTemplate":
         """One of the built-in templates, `plain` or `chatml`, or that of a file.
 
         Raises:
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """The conversation as the template writes it, special tokens by their names; see `encode`."""
-        return self._rendered([(messages, generation_prompt)])[0].replace("\0", "")
+        return self._render([(messages, generation_prompt)])[0].replace("\0", "")
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> list[int]:
         """Token ids of a conversation, those of transformers' `apply_chat_template`; but no message spells a special token.
@@ -98,7 +98,7 @@ class ChatTemplate:
         Raises:
           UserError: messages that are none, or a template that is none, is not safe, refuses them, or takes too much.
         """
-        return self._tokenizer.encode_special_ids(self._rendered([(messages, generation_prompt)])[0])
+        return self._tokenizer.encode_special_ids(self._render([(messages, generation_prompt)])[0])
 
     def encode_with_loss_mask(self, messages: Sequence[Message], since: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """A conversation, int32 [N], and which of its tokens are the assistant's own, bool [N], from message `since` on.
@@ -113,7 +113,7 @@ class ChatTemplate:
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
         turns = [i for i, role in enumerate(roles) if i >= since and role == "assistant"]
         asked = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
-        whole, *parts = self._rendered([(messages, False), *asked])
+        whole, *parts = self._render([(messages, False), *asked])
         ids_N, ends_N = self._tokenizer.encode_specials(whole)
         mask_N = np.zeros(len(ids_N), bool)
         for before, after in zip(parts[: len(turns)], parts[len(turns) :], strict=True):
@@ -137,17 +137,17 @@ class ChatTemplate:
             return frozenset(ids)
         return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
 
-    def _rendered(self, asked: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
+    def _render(self, asked: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
         """The texts of conversations, whose special tokens a NUL keeps apart from what messages spell."""
-        values = [{"messages": self._checked(messages), "add_generation_prompt": prompt} for messages, prompt in asked]
+        values = [{"messages": self._check_messages(messages), "add_generation_prompt": prompt} for messages, prompt in asked]
         with self._lock:
-            found = self._ask(values)
+            found = self._request(values)
         if isinstance(found, dict):
             words = "refuses these messages" if "refusal" in found else "cannot be rendered"
             raise UserError(f"{self.name} {words}: {next(iter(found.values()))}")
         return found
 
-    def _checked(self, messages: Sequence[Message]) -> list[Any]:
+    def _check_messages(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping):
                 raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
@@ -156,16 +156,16 @@ class ChatTemplate:
                 raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
             if not isinstance(content, str):
                 raise UserError(f"the content of message {number} must be text, got {quote(content)}")
-        return [self._guarded(dict(message)) for message in messages]
+        return [self._escape(dict(message)) for message in messages]
 
-    def _guarded(self, value: Any) -> Any:
+    def _escape(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._tokenizer.guarded(value)
+            return self._tokenizer.escape_special_tokens(value)
         if isinstance(value, Mapping):
-            return {str(name): self._guarded(item) for name, item in value.items()}
-        return [self._guarded(item) for item in value] if isinstance(value, list | tuple) else value
+            return {str(name): self._escape(item) for name, item in value.items()}
+        return [self._escape(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def _ask(self, conversations: Any) -> Any:
+    def _request(self, conversations: Any) -> Any:
         """The answer of the process that renders; one that the template has ended is replaced at the next call."""
         variables = json.dumps(self._tokenizer.template_variables | {"tools": None, "documents": None})
         question = {"template": self.source, "variables": variables, "conversations": conversations}
@@ -174,11 +174,11 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"messages must be plain JSON: {error}") from None
         if self._process is None:
-            command = [sys.executable, "-P", str(PROGRAM), *map(str, (CPU_SECONDS, MEMORY_BYTES, LONGEST))]
+            command = [sys.executable, "-P", str(RENDERER), *map(str, (CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS))]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
-            weakref.finalize(self, _end, self._process)
+            weakref.finalize(self, _kill, self._process)
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -186,11 +186,11 @@ class ChatTemplate:
             stdin.flush()
             return json.loads(stdout.readline())
         except (OSError, ValueError):  # the process has ended
-            _end(self._process)
+            _kill(self._process)
             self._process = None
             return {"error": f"it takes more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()  # closes the pipes

@@ -13,13 +13,13 @@ from dantinox.files import UserError
 SUFFIXES = (".gz", ".zst")
 
 
-def unpacked_name(name: str) -> str:
+def decompressed_name(name: str) -> str:
     """`a.jsonl` for `a.jsonl.zst`."""
     return name.removesuffix(".gz").removesuffix(".zst") if name.endswith(SUFFIXES) else name
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """The content of a file, unpacked as it is read.
 
     Raises:

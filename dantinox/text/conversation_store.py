@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError
-from dantinox.text.batch_rows import NOTHING, Filled, Pairs, Rows
-from dantinox.text.conversations import COUNTED, FIRST
+from dantinox.text.batch_rows import NO_TOKEN, PackedRows, PairRows, Rows
+from dantinox.text.conversations import FIRST_TOKEN, IN_LOSS
 from dantinox.text.token_store import Batch, Counts, TokenStore
 
 
@@ -69,16 +69,16 @@ class ConversationStore(TokenStore):
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.pairs, self.left_out = pairs, 0
         self.conversations = sum(part.documents for part in counts) // (2 if pairs else 1)
-        self._chosen = np.flatnonzero(self._marks & FIRST)[::2]  # of all pairs, the place of the first token
+        self._chosen = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # of all pairs, the place of the first token
         self.reference = np.zeros((len(self._chosen) if pairs else 0, 2), np.float32)
-        training = self._shuffle(seed, mixture)
-        self._held_back = self._rows_of(self.train.tokens, len(ids))
+        training = self._order_rows(seed, mixture)
+        self._held_back = self._make_rows(self.train.tokens, len(ids))
         self._all = [*training, self._held_back]
 
     @property
     def val_bytes_per_token(self) -> float:
         """Bytes of the answers of the validation part per counted target; see `TokenStore`."""
-        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & COUNTED))
+        return float(self.val.bytes / np.count_nonzero(self._marks[self.train.tokens :] & IN_LOSS))
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
         """Every validation conversation once, in batches of `batch_size` rows, or pairs.
@@ -88,7 +88,7 @@ class ConversationStore(TokenStore):
         """
         counted = 0
         for places in _in_order(self._held_back, batch_size):
-            batch = self._batch_at(places)
+            batch = self._gather_batch(places)
             yield batch
             counted += int(batch[3].sum())
             if tokens is not None and counted >= tokens:
@@ -98,12 +98,12 @@ class ConversationStore(TokenStore):
         """Every pair once, in batches, and which rows of `reference` are theirs; where a batch ends in none, fewer of these."""
         for rows in self._all:
             for places in _in_order(rows, batch_size):
-                there = places[:, 0, 0] != NOTHING
-                yield np.searchsorted(self._chosen, places[there, 0, 0]), self._batch_at(places)
+                there = places[:, 0, 0] != NO_TOKEN
+                yield np.searchsorted(self._chosen, places[there, 0, 0]), self._gather_batch(places)
 
-    def _rows_of(self, start: int, end: int) -> Rows:
+    def _make_rows(self, start: int, end: int) -> Rows:
         """The rows of some tokens."""
-        starts = start + np.flatnonzero(self._marks[start:end] & FIRST)
+        starts = start + np.flatnonzero(self._marks[start:end] & FIRST_TOKEN)
         sizes = np.diff(np.append(starts, end))
         short = sizes <= self.sequence_length + 1
         if self.pairs:
@@ -113,16 +113,20 @@ class ConversationStore(TokenStore):
             raise UserError(f"all {what} are longer than model.max_context {self.sequence_length}: raise it, or give others")
         self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)
         starts, sizes = starts[short], sizes[short]
-        return Pairs(starts, sizes, self.sequence_length) if self.pairs else Filled(starts, sizes, sizes, self.sequence_length)
+        return (
+            PairRows(starts, sizes, self.sequence_length)
+            if self.pairs
+            else PackedRows(starts, sizes, sizes, self.sequence_length)
+        )
 
-    def _batch_at(self, places: np.ndarray) -> Any:
+    def _gather_batch(self, places: np.ndarray) -> Any:
         """The `Batch`, or the `Preferences`, of rows of places."""
-        filled = places != NOTHING
+        filled = places != NO_TOKEN
         at = np.where(filled, places, 0)
         ids = np.where(filled, self._ids[at], self._pad).astype(np.int32)
         marks = np.where(filled, self._marks[at], 0)
-        segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST > 0, axis=-1, dtype=np.int32) - 1, 0)
-        mask = (marks[..., 1:] == COUNTED).astype(np.float32)
+        segments = np.maximum(np.cumsum(marks[..., :-1] & FIRST_TOKEN > 0, axis=-1, dtype=np.int32) - 1, 0)
+        mask = (marks[..., 1:] == IN_LOSS).astype(np.float32)
         parts = np.ascontiguousarray(ids[..., :-1]), np.ascontiguousarray(ids[..., 1:]), segments, mask
         if not self.pairs:
             return Batch(*parts)
@@ -130,8 +134,8 @@ class ConversationStore(TokenStore):
 
 
 def _in_order(rows: Rows, batch_size: int) -> Iterator[np.ndarray]:
-    """The places of all rows, `batch_size` at a time, the last ones filled up with rows of `NOTHING`."""
+    """The places of all rows, `batch_size` at a time, the last ones filled up with rows of `NO_TOKEN`."""
     for start in range(0, rows.count, batch_size):
         places = rows.read(np.arange(start, min(start + batch_size, rows.count)), 0)
-        empty = np.full((batch_size - len(places), *places.shape[1:]), NOTHING)
+        empty = np.full((batch_size - len(places), *places.shape[1:]), NO_TOKEN)
         yield np.concatenate([places, empty])

@@ -12,10 +12,11 @@ from dantinox.text.chat_template import ChatTemplate, Message
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
 
-COUNTED, FIRST = 1, 2  # bits of a token's mark: its loss counts; the first token of a conversation
+IN_LOSS, FIRST_TOKEN = 1, 2  # bits of a token's mark: its loss counts; the first token of a conversation
 
 Objective = Literal["sft", "dpo"]
-Asked = tuple[Sequence[Message], int]  # a conversation, and the message from which on the assistant's turns are learnt
+# A conversation, and the index of the first message whose assistant turns count in the loss.
+TrainingConversation = tuple[Sequence[Message], int]
 
 
 class Encoded(NamedTuple):
@@ -34,10 +35,10 @@ class Conversations(NamedTuple):
     corpora: tuple[Corpus, ...]
     digests: tuple[str, ...]
     records: tuple[int, ...]
-    cuts: tuple[int, ...]
+    val_starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, corpora: tuple[Corpus, ...], data: DataSection) -> "Conversations":
+    def scan(cls, corpora: tuple[Corpus, ...], data: DataSection) -> "Conversations":
         """Counts the records. Validation is the last corpus where `data.val_path` is one, else the end of each.
 
         Raises:
@@ -53,7 +54,7 @@ class Conversations(NamedTuple):
         kept = (max(1, round(count * data.val_fraction)) for count in records)
         return cls(corpora, digests, records, tuple(max(1, c - v) for c, v in zip(records, kept, strict=True)))
 
-    def encoded(self, template: ChatTemplate, objective: Objective, progress: Callable[..., None] | None) -> Iterator[Encoded]:
+    def encode(self, template: ChatTemplate, objective: Objective, progress: Callable[..., None] | None) -> Iterator[Encoded]:
         """All conversations: those of part 0 before those of part 1.
 
         Raises:
@@ -61,12 +62,15 @@ class Conversations(NamedTuple):
         """
         done = 0
         for part in (0, 1):
-            for number, (corpus, cut) in enumerate(zip(self.corpora, self.cuts, strict=True)):
+            for number, (corpus, cut) in enumerate(zip(self.corpora, self.val_starts, strict=True)):
                 for place, (where, record) in enumerate(corpus.records(self.digests[number])):
                     if (place >= cut) != part:
                         continue
                     try:
-                        yield from (_encoded(part, number, asked, template) for asked in asked_of(record, objective))
+                        yield from (
+                            _encode_conversation(part, number, asked, template)
+                            for asked in conversations_of_record(record, objective)
+                        )
                     except UserError as error:
                         raise UserError(f"{error} ({where})") from None
                     done += 1
@@ -74,13 +78,13 @@ class Conversations(NamedTuple):
                         progress("encoding", done, sum(self.records), "conversations")
 
 
-def options_of(template: ChatTemplate, objective: Objective, data: DataSection) -> dict[str, Any]:
+def store_options(template: ChatTemplate, objective: Objective, data: DataSection) -> dict[str, Any]:
     """What else the tokens of conversations depend on."""
     digest = hashlib.sha256(template.source.encode()).hexdigest()
     return {"objective": objective, "template": digest, "val_fraction": data.val_fraction}
 
 
-def asked_of(record: Mapping[str, Any], objective: Objective) -> list[Asked]:
+def conversations_of_record(record: Mapping[str, Any], objective: Objective) -> list[TrainingConversation]:
     """The conversations of a record: one to learn, or one that is preferred and one that is not.
 
     Raises:
@@ -111,13 +115,13 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
     raise UserError(f"the field {key!r} must be {text}a list of messages, got {quote(value)}")
 
 
-def _encoded(part: int, source: int, asked: Asked, template: ChatTemplate) -> Encoded:
+def _encode_conversation(part: int, source: int, asked: TrainingConversation, template: ChatTemplate) -> Encoded:
     messages, since = asked
     ids, mask = template.encode_with_loss_mask(messages, since)
     if not mask.any():
         raise UserError("a conversation without a turn of the assistant")
-    marks = np.where(mask, COUNTED, 0).astype(np.uint8)
-    marks[0] |= FIRST
+    marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
+    marks[0] |= FIRST_TOKEN
     answers = [message["content"] for message in messages[since:] if message["role"] == "assistant"]
     size = sum(len(text) for text in answers), sum(len(text.encode()) for text in answers)
     return Encoded(part, source, ids, Counts(len(ids), 1, *size), marks)

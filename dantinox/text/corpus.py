@@ -15,7 +15,7 @@ import numpy as np
 
 from dantinox.files import UserError, quote
 from dantinox.text.builtin_recall import FIELD
-from dantinox.text.compressed_files import opened
+from dantinox.text.compressed_files import open_decompressed
 from dantinox.text.sources import Source, find_sources
 
 BLOCK_BYTES = 4 << 20
@@ -26,7 +26,7 @@ _SAFE = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _NEAR = 2048
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of document number `document` (counted from 0, documents in order)."""
 
     document: int
@@ -77,7 +77,7 @@ class Corpus:
         if expected is not None and total.hexdigest() != expected:
             raise UserError(f"the corpus {self.name} changed while it was read: start again when it is complete")
 
-    def pieces(self, expected: str | None = None) -> Iterator[Piece]:
+    def read_text(self, expected: str | None = None) -> Iterator[TextPiece]:
         """All the text, in order; documents without text are left out.
 
         Raises:
@@ -89,7 +89,7 @@ class Corpus:
             for starts, text in _records(source, field, content) if source.records else _text(source, content):
                 empty = False
                 document += starts
-                yield Piece(document, text)
+                yield TextPiece(document, text)
             if empty and source.named:
                 raise UserError(f"{source.path} holds no text" if source.records else f"{source.path} is empty")
 
@@ -107,7 +107,7 @@ class Corpus:
     def scan(self) -> Extent:
         """Reads everything once. Raises a UserError for something that is not text, or no text but white space."""
         digest, sizes, blank = self.digest(), array("q"), True
-        for document, text in self.pieces(digest):
+        for document, text in self.read_text(digest):
             blank = blank and text.isspace()
             if document == len(sizes):
                 sizes.append(0)
@@ -119,7 +119,7 @@ class Corpus:
 
 def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
     """A file by blocks or by lines, which `content` hashes."""
-    with opened(source.path) if source.content is None else io.BytesIO(source.content) as stream:
+    with open_decompressed(source.path) if source.content is None else io.BytesIO(source.content) as stream:
         while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
             content.update(data)
             yield data
@@ -142,7 +142,7 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
         position += len(block)
         if block and len(text) < max(2, BLOCK_BYTES):  # so short a text may hold no good place to cut
             continue
-        cut = last_cut(text, 0, len(text) - 1) if block else len(text)
+        cut = find_split(text, 0, len(text) - 1) if block else len(text)
         if cut:
             yield starts, text[:cut]
         starts, text = False, text[cut:]
@@ -193,18 +193,18 @@ def _parse(line: bytes, where: str) -> Any:
         raise UserError(f"not JSON that can be read: {error} ({where})") from None
 
 
-def cut_up(text: str, size: int) -> Iterator[str]:
+def split_text(text: str, size: int) -> Iterator[str]:
     """Parts of at most `size` characters that join to `text`."""
     start = 0
     while len(text) - start > size:
-        end = last_cut(text, start, start + size)
+        end = find_split(text, start, start + size)
         yield text[start:end]
         start = end
     if start < len(text):
         yield text[start:]
 
 
-def last_cut(text: str, start: int, end: int) -> int:
+def find_split(text: str, start: int, end: int) -> int:
     """The best place in (start, end] to cut: before a line or a word near the end, else after a line end, else `end`."""
     near = max(start + 1, end - _NEAR)
     lines = words = 0

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer as Core
 
-from dantinox.text.token_pieces import Pieces
+from dantinox.text.token_pieces import TokenPieces
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -27,10 +27,10 @@ class Detokenizer(Protocol):
         """The rest, at the end of the text; a torn character becomes U+FFFD. The next push starts a new text."""
 
 
-class Spelled:
+class TableDetokenizer:
     """For vocabularies whose every token spells fixed bytes."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TokenPieces) -> None:
         self._first, self._inner = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._started = self._first is self._inner
@@ -49,7 +49,7 @@ class Spelled:
         return self._utf8.decode(b"", final=True)
 
 
-class Joined:
+class WindowDetokenizer:
     """For decoders that look at neighbours: decodes a short window twice, with and without the newest token.
 
     Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).

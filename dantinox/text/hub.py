@@ -11,7 +11,7 @@ from dantinox.files import UserError, escape_name, first_line, require_extra, wr
 
 
 @contextlib.contextmanager
-def fetched(data: DataSection, directory: Path, whole: bool = False) -> Iterator[DataSection]:
+def fetch_datasets(data: DataSection, directory: Path, whole: bool = False) -> Iterator[DataSection]:
     """Inside, the settings name files with the texts of the data sets that they name outside, if they do.
 
     The files, as large as the text, lie in `directory` and are gone afterwards: what stays are the tokens. With

@@ -23,7 +23,8 @@ import jinja2.nodes
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-SECONDS, MEMORY, LONGEST = (int(number) for number in sys.argv[1:])  # of the processor's time, bytes, characters of an answer
+# The limits of one answer: seconds of CPU time, bytes of memory, characters of output.
+CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = (int(number) for number in sys.argv[1:])
 
 
 class Refusal(jinja2.TemplateError):
@@ -41,29 +42,29 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(inside, lineno=line)
 
 
-class Names(jinja2.utils.Namespace):
+class SafeNamespace(jinja2.utils.Namespace):
     """`namespace(…)`, of which no name begins with an underscore."""
 
     def __init__(self, *args: Any, **names: Any) -> None:
         found = dict(*args, **names)
         for name in found:
-            not_private(name)
+            check_public_name(name)
         jinja2.utils.Namespace.__init__(self, found)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        not_private(name)
+        check_public_name(name)
         super().__setitem__(name, value)
 
 
-def not_private(name: Any) -> None:
+def check_public_name(name: Any) -> None:
     if str(name).startswith("_"):
         raise SecurityError(f"a namespace has no name {name!r}")
 
 
-def surroundings() -> ImmutableSandboxedEnvironment:
+def make_environment() -> ImmutableSandboxedEnvironment:
     """What a template sees besides its messages."""
 
-    def refuse(message: Any) -> None:
+    def raise_exception(message: Any) -> None:
         raise Refusal(str(message))
 
     def tojson(
@@ -75,9 +76,9 @@ def surroundings() -> ImmutableSandboxedEnvironment:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = tojson
     made.globals |= {
-        "raise_exception": refuse,
+        "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
-        "namespace": Names,
+        "namespace": SafeNamespace,
         "dict": lambda *args, **names: dict(*args, **names),
     }
     return made
@@ -93,60 +94,62 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
     for part in template.generate(values):
         text.append(part)
         size += len(part)
-        if size > LONGEST:
-            raise ValueError(f"it writes more than {LONGEST:,} characters")
+        if size > MAX_CHARACTERS:
+            raise ValueError(f"it writes more than {MAX_CHARACTERS:,} characters")
     return "".join(text)
 
 
-def limit(seconds: int) -> None:
+def limit_cpu_time(seconds: int) -> None:
     """Ends this process when it has computed for so many seconds more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])
+    lower_limit(
+        resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
+    )
 
 
-def lower(what: int, most: int, hard: int) -> None:
+def lower_limit(what: int, most: int, hard: int) -> None:
     """Sets a limit, and the one that it can be raised to, where the system knows it and does not set a lower one."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def contain() -> None:
+def restrict_process() -> None:
     """Takes from this process what a template has no use for: memory without end, files, other processes."""
     time.localtime()  # which reads a file
-    surroundings().from_string("{{ '\\n' }}").render()  # loads a codec
-    limits = {"RLIMIT_AS": MEMORY, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_NPROC": 0}
+    make_environment().from_string("{{ '\\n' }}").render()  # loads a codec
+    limits = {"RLIMIT_AS": MEMORY_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 3, "RLIMIT_NPROC": 0}
     for name, most in limits.items():
-        lower(getattr(resource, name), most, most)
+        lower_limit(getattr(resource, name), most, most)
 
 
-def said(error: BaseException) -> dict[str, str]:
+def describe_error(error: BaseException) -> dict[str, str]:
     """What went wrong, on one line."""
     if isinstance(error, MemoryError):
-        return {"error": f"it takes more than {MEMORY >> 20} MiB"}
+        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB"}
     words = " ".join(str(error).split()) or type(error).__name__
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     return {"refusal" if isinstance(error, Refusal) else "error": words[:200] + line}
 
 
 @lru_cache(maxsize=1)
-def compiled(source: str, variables: str) -> jinja2.Template:
+def compile_template(source: str, variables: str) -> jinja2.Template:
     """A template with the variables, an object of JSON, that it always sees."""
-    return surroundings().from_string(source, globals=json.loads(variables))
+    return make_environment().from_string(source, globals=json.loads(variables))
 
 
 def answer(line: bytes) -> Any:
     """The texts of the conversations of a question, or what went wrong."""
-    limit(SECONDS)
+    limit_cpu_time(CPU_SECONDS)
     try:
         asked = json.loads(line)
-        template = compiled(asked["template"], asked["variables"])
+        template = compile_template(asked["template"], asked["variables"])
         return [render(template, values) for values in asked["conversations"]]
     except Exception as error:
-        return said(error)
+        return describe_error(error)
 
 
 if __name__ == "__main__":
-    contain()
+    restrict_process()
     for question in sys.stdin.buffer:
         sys.stdout.buffer.write(json.dumps(answer(question)).encode() + b"\n")
         sys.stdout.buffer.flush()

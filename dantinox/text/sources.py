@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import UserError
-from dantinox.text.builtin_instructions import corpus as instructions
-from dantinox.text.builtin_recall import corpus as with_tasks
-from dantinox.text.compressed_files import unpacked_name
+from dantinox.text.builtin_instructions import instruction_corpus
+from dantinox.text.builtin_recall import recall_corpus
+from dantinox.text.compressed_files import decompressed_name
 
-BUILTIN, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
+BUILTIN_PYTHON, RECALL, INSTRUCTIONS = "builtin:python", "builtin:recall", "builtin:instructions"
 BUILTIN_BYTES = 8_000_000
 # Not the library's own prose and code: what others installed, tests with their odd files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
@@ -52,32 +52,32 @@ def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
 
 
 def _resolve(name: str) -> list[Source]:
-    builtin = {BUILTIN: _builtin, RECALL: _recall, INSTRUCTIONS: _instructions}
+    builtin = {BUILTIN_PYTHON: _builtin_python, RECALL: _builtin_recall, INSTRUCTIONS: _builtin_instructions}
     if name in builtin:
         return builtin[name]()
     if name.startswith("builtin:"):
-        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN}, {RECALL} or {INSTRUCTIONS}?")
+        raise UserError(f"unknown corpus {name}, did you mean {BUILTIN_PYTHON}, {RECALL} or {INSTRUCTIONS}?")
     path = Path(os.path.expanduser(name))
-    kind = _kind(path)
+    kind = _file_mode(path)
     if kind is None and glob.has_magic(name):
-        return _matches(str(path), name)
+        return _find_matches(str(path), name)
     if kind is None or not name:  # an empty name would be the current folder
-        raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, {BUILTIN} or {RECALL}")
-    return _folder(path) if stat.S_ISDIR(kind) else [_source(path, kind, named=True)]
+        raise UserError(f"no corpus at {name!r}: give a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
+    return _list_folder(path) if stat.S_ISDIR(kind) else [_make_source(path, kind, named=True)]
 
 
-def _matches(pattern: str, name: str) -> list[Source]:
+def _find_matches(pattern: str, name: str) -> list[Source]:
     found: list[Source] = []
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
-        kind = _kind(path)
+        kind = _file_mode(path)
         if kind is None or not stat.S_ISDIR(kind):
-            found.append(_source(path, kind, named=False))
+            found.append(_make_source(path, kind, named=False))
     if not found:
         raise UserError(f"no file matches {name!r}")
     return found
 
 
-def _folder(path: Path) -> list[Source]:
+def _list_folder(path: Path) -> list[Source]:
     """Files of text below a folder. Linked folders are followed, but not back into one that holds them."""
 
     def fail(error: OSError) -> None:
@@ -90,14 +90,14 @@ def _folder(path: Path) -> list[Source]:
             raise UserError(f"{folder} is a link back to a folder that holds it")
         folders[:] = [name for name in folders if not name.startswith(".")]
         visible = (folder / name for name in names if not name.startswith("."))
-        files += [file for file in visible if Path(unpacked_name(file.name)).suffix.lower() in TEXT_SUFFIXES]
+        files += [file for file in visible if Path(decompressed_name(file.name)).suffix.lower() in TEXT_SUFFIXES]
     if not files:
         raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz or .zst)")
     files.sort(key=lambda file: file.relative_to(path).as_posix())
-    return [_source(file, _kind(file), named=False) for file in files]
+    return [_make_source(file, _file_mode(file), named=False) for file in files]
 
 
-def _kind(path: Path) -> int | None:
+def _file_mode(path: Path) -> int | None:
     """The mode of what a path leads to, None if there is nothing."""
     try:
         return path.stat().st_mode
@@ -107,16 +107,16 @@ def _kind(path: Path) -> int | None:
         raise UserError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _source(path: Path, kind: int | None, named: bool) -> Source:
+def _make_source(path: Path, kind: int | None, named: bool) -> Source:
     if kind is None:
         raise UserError(f"{path} is a link to a file that does not exist")
     if not stat.S_ISREG(kind):
         names = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
         raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'not a file')}: a corpus is read more than once, give a file")
-    return Source(path, unpacked_name(path.name).endswith(".jsonl"), named)
+    return Source(path, decompressed_name(path.name).endswith(".jsonl"), named)
 
 
-def _builtin() -> list[Source]:
+def _builtin_python() -> list[Source]:
     """Sources of the running interpreter's standard library, sorted by name, up to BUILTIN_BYTES."""
     root = Path(sysconfig.get_paths()["stdlib"])
     inside: list[Path] = []
@@ -140,15 +140,15 @@ def _builtin() -> list[Source]:
     return chosen
 
 
-def _recall() -> list[Source]:
+def _builtin_recall() -> list[Source]:
     """The texts of `builtin:python` with tasks between them: records, made once and held in memory (12 MB)."""
-    texts = (source.path.read_text(encoding="utf-8") for source in _builtin())
-    return [Source(Path(RECALL), records=True, named=False, content=b"".join(with_tasks(t for t in texts if t.strip())))]
+    texts = (source.path.read_text(encoding="utf-8") for source in _builtin_python())
+    return [Source(Path(RECALL), records=True, named=False, content=b"".join(recall_corpus(t for t in texts if t.strip())))]
 
 
-def _instructions() -> list[Source]:
+def _builtin_instructions() -> list[Source]:
     """Conversations about the functions in the modules of `builtin:python`: records, made once and held in memory."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = ((".".join(source.path.relative_to(root).with_suffix("").parts), source.path) for source in _builtin())
+    names = ((".".join(source.path.relative_to(root).with_suffix("").parts), source.path) for source in _builtin_python())
     modules = ((name.removesuffix(".__init__"), path.read_text(encoding="utf-8")) for name, path in names)
-    return [Source(Path(INSTRUCTIONS), records=True, named=False, content=b"".join(instructions(modules)))]
+    return [Source(Path(INSTRUCTIONS), records=True, named=False, content=b"".join(instruction_corpus(modules)))]

@@ -9,7 +9,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LOCAL = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
-class Pieces(NamedTuple):
+class TokenPieces(NamedTuple):
     """Bytes by token id; decoders that drop a leading space spell the `first` token of a text differently."""
 
     first: list[bytes]
@@ -26,7 +26,7 @@ def byte_letters() -> list[str]:
     return [chr(moved.get(byte, byte)) for byte in range(256)]
 
 
-def spell(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) -> Pieces | None:
+def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) -> TokenPieces | None:
     """The table of a tokenizer, or None when its decoder joins tokens in a way that no table can tell.
 
     Args:
@@ -37,7 +37,7 @@ def spell(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) 
     if kinds is None:
         return None
     # Not get_vocab: the library decodes an added token in the form its normalizer gave it.
-    tokens = [None if index in specials else core.id_to_token(index) for index in range(size_of(core))]
+    tokens = [None if index in specials else core.id_to_token(index) for index in range(core_vocab_size(core))]
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
         # Added tokens are plain text: ö is the character, and not the byte 0xF6.
@@ -46,14 +46,14 @@ def spell(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) 
             b"" if not token else token.encode() if index in added else _from_letters(token, values)
             for index, token in enumerate(tokens)
         ]
-        return Pieces(table, table)
+        return TokenPieces(table, table)
     raw = "ByteFallback" in kinds
-    first = [_alone(core, [], token, raw) if token else b"" for token in tokens]
-    inner = [_alone(core, ["a"], token, raw) if token else b"" for token in tokens]
-    return Pieces(first, inner)
+    first = [_decoded_bytes(core, [], token, raw) if token else b"" for token in tokens]
+    inner = [_decoded_bytes(core, ["a"], token, raw) if token else b"" for token in tokens]
+    return TokenPieces(first, inner)
 
 
-def size_of(core: Core) -> int:
+def core_vocab_size(core: Core) -> int:
     """One more than the largest id, so that holes in a foreign vocabulary are counted."""
     return max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -76,7 +76,7 @@ def _kinds(decoder: dict[str, Any] | None) -> list[str] | None:
     return kinds if alike and not joined_early else None
 
 
-def _alone(core: Core, before: list[str], token: str, raw: bool) -> bytes:
+def _decoded_bytes(core: Core, before: list[str], token: str, raw: bool) -> bytes:
     """What `token` adds to the text after the tokens `before`."""
     byte = BYTE_TOKEN.fullmatch(token) if raw else None
     if byte and int(byte[1], 16) >= 0x80:

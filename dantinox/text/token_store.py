@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.text.batch_rows import NOTHING, READ_AT_ONCE, Mixture, Rows, Shuffled, Windows, packed
+from dantinox.text.batch_rows import NO_TOKEN, SCAN_TOKENS, MixtureRows, Rows, ShuffledRows, WindowRows, pack_documents
 
 
 class Batch(NamedTuple):
@@ -83,22 +83,22 @@ class TokenStore:
         self._eos, self._pad, self.packing = eos_id, 0 if pad_id is None else pad_id, packing
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
-        self._shuffle(seed, mixture)
+        self._order_rows(seed, mixture)
 
-    def _shuffle(self, seed: int, mixture: Sequence[tuple[int, float]]) -> list[Rows]:
+    def _order_rows(self, seed: int, mixture: Sequence[tuple[int, float]]) -> list[Rows]:
         """Puts the rows of all sources into the order of the training."""
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
-        sources = [Shuffled(self._rows_of(*part), seed, number) for number, part in enumerate(pairwise(edges))]
+        sources = [ShuffledRows(self._make_rows(*part), seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
-        self._rows: Any = Mixture(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
+        self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture], seed) if mixture else sources[0]
         return [source.rows for source in sources]
 
     @property
     def val_bytes_per_token(self) -> float:
         """Bytes of validation text per counted target; bits per byte are a loss in nats / ln 2 / this number."""
         ids, crossings = self.validation_ids[:-1], 0
-        for start in range(0, len(ids) if self._eos is not None else 0, READ_AT_ONCE):
-            crossings += int(np.count_nonzero(ids[start : start + READ_AT_ONCE] == self._eos))
+        for start in range(0, len(ids) if self._eos is not None else 0, SCAN_TOKENS):
+            crossings += int(np.count_nonzero(ids[start : start + SCAN_TOKENS] == self._eos))
         return float(self.val.bytes / (len(ids) - crossings))
 
     def batch(self, step: int, chosen: np.ndarray | None = None) -> Any:
@@ -108,13 +108,13 @@ class TokenStore:
           chosen: the numbers of the rows that are wanted, ascending; None: all of them.
         """
         numbers = np.arange(self.batch_size) if chosen is None else chosen
-        return self._batch_at(self._rows.read(step * self.batch_size + numbers))
+        return self._gather_batch(self._rows.read(step * self.batch_size + numbers))
 
-    def _batch_at(self, places: np.ndarray) -> Any:
+    def _gather_batch(self, places: np.ndarray) -> Any:
         """The batch of rows of places in the training tokens."""
-        filled = places != NOTHING
+        filled = places != NO_TOKEN
         ids = np.where(filled, self.training_ids[np.where(filled, places, 0)], self._pad).astype(np.int32)
-        batch = self._batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
+        batch = self._make_batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]))
         return batch._replace(mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
@@ -133,10 +133,10 @@ class TokenStore:
             inputs, outputs = ids[:-1].copy(), ids[1:].copy()
             inputs[count:] = self._pad
             valid = np.arange(size) < count
-            batch = self._batch(inputs.reshape(batch_size, length), outputs.reshape(batch_size, length))
+            batch = self._make_batch(inputs.reshape(batch_size, length), outputs.reshape(batch_size, length))
             yield batch._replace(mask_BT=batch.mask_BT * valid.reshape(batch_size, length))
 
-    def _rows_of(self, start: int, end: int) -> Rows:
+    def _make_rows(self, start: int, end: int) -> Rows:
         """The rows of a source."""
         if end - start <= self.sequence_length:
             raise UserError(
@@ -144,12 +144,12 @@ class TokenStore:
                 "window (model.max_context + 1): give more text in data.path"
             )
         if not self.packing:
-            return Windows(start, end, self.sequence_length)
+            return WindowRows(start, end, self.sequence_length)
         if self._eos is None:
             raise UserError("data.packing: best_fit needs a tokenizer with an end token: this one has none")
-        return packed(self.training_ids[start:end], start, self.sequence_length, self._eos)
+        return pack_documents(self.training_ids[start:end], start, self.sequence_length, self._eos)
 
-    def _batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:
+    def _make_batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Batch:
         if self._eos is None:
             return Batch(tokens_BT, targets_BT, np.zeros_like(tokens_BT), np.ones(tokens_BT.shape, np.float32))
         ends = tokens_BT == self._eos

@@ -12,19 +12,19 @@ import numpy as np
 from tokenizers import Tokenizer as Core
 
 from dantinox.files import UserError, first_line, read_json, read_text
-from dantinox.text.detokenizer import Detokenizer, Joined, Spelled
-from dantinox.text.token_pieces import Pieces, byte_letters, size_of, spell
+from dantinox.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from dantinox.text.token_pieces import TokenPieces, build_token_pieces, byte_letters, core_vocab_size
 
 MAX_FILE_BYTES = 128 << 20
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "pad_token")
 # Names of the special tokens in the wild, ours first; looked up among the special tokens of a file only.
-END_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
-BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
+EOS_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
+BOS_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-SHORT = 1 << 16  # characters that are searched for special tokens before they are encoded
+SEARCH_LIMIT = 1 << 16  # characters that are searched for special tokens before they are encoded
 # What a special token is called inside the encoder, so that no text spells it: corpora hold no NUL.
-HIDDEN = "\0special\0"
+SPECIAL_PREFIX = "\0special\0"
 
 Kind = Literal["char", "byte", "bpe", "other"]
 
@@ -62,25 +62,25 @@ class Tokenizer:
           UserError: the text is not a tokenizer; `name` says which.
         """
         self._content, self._name = content, name
-        self.core = _core(content, name)
+        self.core = _load_core(content, name)
         tree = json.loads(self.core.to_str())  # complete with the keys that older files leave out
         specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
         self.special_tokens: dict[str, int] = specials
         self.special_ids = frozenset(specials.values())
         self.eos_id, self.bos_id, self.pad_id = (
-            next((specials[n] for n in names if n in specials), None) for names in (END_NAMES, BEGIN_NAMES, PAD_NAMES)
+            next((specials[n] for n in names if n in specials), None) for names in (EOS_NAMES, BOS_NAMES, PAD_NAMES)
         )
-        self.vocab_size = size_of(self.core)
+        self.vocab_size = core_vocab_size(self.core)
         self.roles = dict(roles or {})
         for role in ROLES:
             if role in self.roles:
-                setattr(self, role.replace("token", "id"), self.id_of(self.roles[role]))
-        stops = [self.id_of(token) for token in self.roles.get("stop_tokens", [])]
+                setattr(self, role.replace("token", "id"), self.token_to_id(self.roles[role]))
+        stops = [self.token_to_id(token) for token in self.roles.get("stop_tokens", [])]
         self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
         self.add_bos = self.roles.get("add_bos_token") is True and self.bos_id is not None
         self._decoder: dict[str, Any] | None = tree["decoder"]
-        self._normalizes = tree["normalizer"] is not None
-        self.kind: Kind = _kind_of(tree, len(self.special_ids))
+        self._has_normalizer = tree["normalizer"] is not None
+        self.kind: Kind = _classify(tree, len(self.special_ids))
         if self.kind == "char":
             self._table, self._byte_base = _character_table(tree["model"]["vocab"])
 
@@ -94,7 +94,7 @@ class Tokenizer:
         content, config = read_text(path, MAX_FILE_BYTES, "the tokenizer file"), Path(path).with_name(TOKENIZER_CONFIG)
         return cls(content, str(path), read_json(config, MAX_FILE_BYTES) if config.is_file() else None)
 
-    def id_of(self, token: Any) -> int | None:
+    def token_to_id(self, token: Any) -> int | None:
         """The id of a token by its name, or by the object in which transformers keeps it; None where there is no such token."""
         token = token.get("content") if isinstance(token, dict) else token
         return self.core.token_to_id(token) if isinstance(token, str) else None
@@ -109,9 +109,9 @@ class Tokenizer:
         return hashlib.sha256(self._content.encode()).hexdigest()
 
     @cached_property
-    def pieces(self) -> Pieces | None:
+    def token_pieces(self) -> TokenPieces | None:
         """The bytes each id spells, or None for a decoder that looks at neighbouring tokens."""
-        return spell(self.core, self._decoder, self.special_ids)
+        return build_token_pieces(self.core, self._decoder, self.special_ids)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a text; nothing is added, and the names of special tokens are ordinary text unless `parse_special`.
@@ -143,7 +143,7 @@ class Tokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """`encode_array` of a text in which the names of special tokens stand for them, but where `guarded` keeps them apart.
+        """Encodes a text in which the names of special tokens, unless escaped by `escape_special_tokens`, become those tokens.
 
         Returns:
           Token ids, int32 [N], and the places in the text at which what they spell ends, int64 [N]. What is between special
@@ -151,11 +151,11 @@ class Tokenizer:
         """
         parts: list[str] = []
         origins, ends, at = [np.zeros(0, np.int64)], [], 0  # of each character that is encoded, of each special token
-        for number, part in enumerate(self._special_names.split(text)):
+        for number, part in enumerate(self._special_pattern.split(text)):
             codes = np.frombuffer(_bytes(part, "utf-32-le"), "<u4")
             if number % 2:
-                parts.append(HIDDEN + part)
-                origins.append(np.concatenate([np.full(len(HIDDEN), at), at + np.arange(len(part))]))
+                parts.append(SPECIAL_PREFIX + part)
+                origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), at), at + np.arange(len(part))]))
                 ends.append(at + len(part))
             else:
                 parts.append(part.replace("\0", ""))
@@ -173,16 +173,16 @@ class Tokenizer:
 
     def encode_special_ids(self, text: str) -> list[int]:
         """The ids of `encode_specials`; the first call is faster where no ordinary text spells a special token."""
-        parts = self._special_names.split(text)
+        parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
-        if self._encoder_for(parts[::2]) is not self.core or self._special_names.split(joined) != parts:
+        if self._encoder_for(parts[::2]) is not self.core or self._special_pattern.split(joined) != parts:
             return self.encode_specials(text)[0].tolist()
         for part in parts[::2] if self.kind == "char" else ():
             self._encode_characters(part)  # raises for what it cannot spell
         return list(self.core.encode(joined, add_special_tokens=False).ids)
 
-    def guarded(self, text: str) -> str:
+    def escape_special_tokens(self, text: str) -> str:
         """The text with a NUL inside all that spells a special token, so that it is ordinary text for `encode_specials`.
 
         Raises:
@@ -202,7 +202,7 @@ class Tokenizer:
         return {key: self.core.id_to_token(index) or "" for key, index in ids.items() if index is not None}
 
     @cached_property
-    def _special_names(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         """One of the special tokens; of those that begin at a character the longest."""
         longest = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
@@ -210,7 +210,12 @@ class Tokenizer:
     def _encoder_for(self, texts: Sequence[str]) -> Core:
         """`core` for short texts in which it finds no special token; `_encoder`, which takes longer to build, for others."""
         built = "_encoder" in self.__dict__
-        if built or self._normalizes or sum(map(len, texts)) > SHORT or any(map(self._special_names.search, texts)):
+        if (
+            built
+            or self._has_normalizer
+            or sum(map(len, texts)) > SEARCH_LIMIT
+            or any(map(self._special_pattern.search, texts))
+        ):
             return self._encoder
         return self.core
 
@@ -227,18 +232,19 @@ class Tokenizer:
         stream = self.detokenizer()
         return stream.push(ids) + stream.flush()
 
-    def spelt(self, token: int, errors: str = "replace") -> str:
+    def token_text(self, token: int, errors: str = "replace") -> str:
         """The text of one token inside of a text, where some vocabularies keep a space that they drop at its beginning.
 
         `errors` is that of `bytes.decode`. Ids outside the vocabulary spell nothing.
         """
         if not 0 <= token < self.vocab_size:
             return ""
-        return self.decode([token]) if self.pieces is None else self.pieces.inner[token].decode("utf-8", errors)
+        return self.decode([token]) if self.token_pieces is None else self.token_pieces.inner[token].decode("utf-8", errors)
 
     def detokenizer(self) -> Detokenizer:
         """Decodes the ids of a text as they come."""
-        return Joined(self.core, self.special_ids) if self.pieces is None else Spelled(self.pieces)
+        pieces = self.token_pieces
+        return WindowDetokenizer(self.core, self.special_ids) if pieces is None else TableDetokenizer(pieces)
 
     def _encode_characters(self, text: str) -> np.ndarray:
         codes = np.frombuffer(_bytes(text, "utf-32-le"), "<u4")
@@ -258,7 +264,7 @@ class Tokenizer:
         return out
 
 
-def _core(content: str, name: str) -> Core:
+def _load_core(content: str, name: str) -> Core:
     try:
         core = Core.from_str(content)
         # A file may truncate or pad what it encodes: text would be lost without a message.
@@ -271,7 +277,7 @@ def _core(content: str, name: str) -> Core:
         raise UserError(f"{name} is not a tokenizer.json: {first_line(error)}") from None
 
 
-def _kind_of(tree: dict[str, Any], specials: int) -> Kind:
+def _classify(tree: dict[str, Any], specials: int) -> Kind:
     """Which kind a tokenizer.json describes, by what its rules do and not by a label."""
     model, splitter, decoder = tree["model"], tree["pre_tokenizer"], tree["decoder"]
     if model["type"] != "BPE" or tree["normalizer"] is not None or len(tree["added_tokens"]) != specials:
@@ -304,7 +310,7 @@ def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
 
 def _encoder(tree: dict[str, Any], name: str) -> Core:
     """A copy of the tokenizer in which the special tokens have names that no text spells, under the same ids."""
-    names = {token["content"]: HIDDEN + token["content"] for token in tree["added_tokens"] if token["special"]}
+    names = {token["content"]: SPECIAL_PREFIX + token["content"] for token in tree["added_tokens"] if token["special"]}
     model, vocab = dict(tree["model"]), tree["model"]["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(token, token): index for token, index in vocab.items()}
@@ -314,7 +320,7 @@ def _encoder(tree: dict[str, Any], name: str) -> Core:
         model["unk_token"] = names[model["unk_token"]]
     added = [token | {"content": names.get(token["content"], token["content"])} for token in tree["added_tokens"]]
     hidden = tree | {"model": model, "added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
-    return _core(json.dumps(hidden), name)
+    return _load_core(json.dumps(hidden), name)
 
 
 def _bytes(text: str, encoding: str = "utf-8") -> bytes:

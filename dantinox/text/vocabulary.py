@@ -8,15 +8,15 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.text.corpus import cut_up
+from dantinox.text.corpus import split_text
 from dantinox.text.token_pieces import byte_letters
 from dantinox.text.tokenizer import Tokenizer
 
-SPECIALS = ["<pad>", "<bos>", "<eos>"]
+SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>"]
 SAMPLE_CHARACTERS = 16 << 20
 CHUNK_CHARACTERS = 1 << 16
-LONGEST_WORD = 1000
-_ENDLESS = re.compile(rf"\S{{{LONGEST_WORD + 1}}}")
+MAX_WORD_CHARACTERS = 1000
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1}}}")
 
 
 def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator[str]]) -> Tokenizer:
@@ -37,13 +37,13 @@ def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator
             raise UserError("tokenizer.tokenizer_path must be given with tokenizer.tokenizer_type: file")
         return Tokenizer.load(settings.tokenizer_path)
     if settings.tokenizer_type == "char":
-        return _characters(documents(), settings.byte_fallback)
+        return _train_characters(documents(), settings.byte_fallback)
     if settings.tokenizer_type == "byte":
-        return _bytes()
-    return _bpe(documents(), settings.vocab_size)
+        return _make_byte_tokenizer()
+    return _train_bpe(documents(), settings.vocab_size)
 
 
-def _characters(documents: Iterable[str], byte_fallback: bool) -> Tokenizer:
+def _train_characters(documents: Iterable[str], byte_fallback: bool) -> Tokenizer:
     seen = np.zeros(0x110000, bool)
     for text in documents:
         seen[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
@@ -52,40 +52,40 @@ def _characters(documents: Iterable[str], byte_fallback: bool) -> Tokenizer:
         symbols += [f"<0x{byte:02X}>" for byte in range(256)]
     core = Core(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], byte_fallback=byte_fallback))
     core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]) if byte_fallback else decoders.Fuse()
-    return _finish(core)
+    return _add_special_tokens(core)
 
 
-def _bytes() -> Tokenizer:
+def _make_byte_tokenizer() -> Tokenizer:
     core = Core(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return _finish(core)
+    return _add_special_tokens(core)
 
 
-def _bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+def _train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     core = Core(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIALS),
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
         min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(_short_words(_sample(documents)), trainer)
-    return _finish(core)
+    core.train_from_iterator(_split_long_words(_sample_text(documents)), trainer)
+    return _add_special_tokens(core)
 
 
-def _finish(core: Core) -> Tokenizer:
-    core.add_special_tokens(SPECIALS)
+def _add_special_tokens(core: Core) -> Tokenizer:
+    core.add_special_tokens(SPECIAL_TOKENS)
     return Tokenizer(core.to_str(pretty=True))
 
 
-def _sample(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
+def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
     """At most `limit` characters, evenly from the whole text: when there are too many, every other chunk goes."""
     chunks: list[str] = []
     stride, size = 1, 0
-    for number, chunk in enumerate(c for text in documents for c in cut_up(text, CHUNK_CHARACTERS)):
+    for number, chunk in enumerate(c for text in documents for c in split_text(text, CHUNK_CHARACTERS)):
         if number % stride:
             continue
         chunks.append(chunk)
@@ -96,10 +96,10 @@ def _sample(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[st
     return chunks
 
 
-def _short_words(chunks: Iterable[str]) -> Iterator[str]:
+def _split_long_words(chunks: Iterable[str]) -> Iterator[str]:
     """Breaks runs without a space, which would cost the trainer time quadratic in their length."""
     for chunk in chunks:
-        if _ENDLESS.search(chunk):
-            yield from (chunk[i : i + LONGEST_WORD] for i in range(0, len(chunk), LONGEST_WORD))
+        if _LONG_WORD.search(chunk):
+            yield from (chunk[i : i + MAX_WORD_CHARACTERS] for i in range(0, len(chunk), MAX_WORD_CHARACTERS))
         else:
             yield chunk

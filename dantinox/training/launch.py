@@ -27,7 +27,7 @@ from dantinox.run import (
     save_tokenizer,
     write_file,
 )
-from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, has_changed, open_store, prepare_data
+from dantinox.text import ChatTemplate, ConversationStore, Tokenizer, TokenStore, corpus_changed, open_store, prepare_data
 from dantinox.training.loop import train
 from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.text_samples import Sampler, make_sampler
@@ -96,7 +96,7 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
         total_steps(config, store.windows_per_epoch)  # what is wrong with them is said here
         chat = None
         if config.training.objective != "next_token":
-            chat = ChatTemplate.named(config.data.chat_template or template, tokenizer)
+            chat = ChatTemplate.from_name(config.data.chat_template or template, tokenizer)
             tokenizer = _add_stop_tokens(tokenizer, chat)
         sample = make_sampler(config, tokenizer)
         record_files(run.path, run.tokens())
@@ -147,7 +147,7 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
         own = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
         _, store = prepare_data(own, run.data, tokenizer, console.stage, str(run.chat_template))
         _check_rebuilt(run)
-    elif has_changed(config, run.data):
+    elif corpus_changed(config, run.data):
         console.note("the corpus has changed since this run began: it goes on with the tokens it has")
     for problem in find_file_damage(run, hash_file_cached):
         console.note(problem)  # nothing that the training reads

@@ -29,7 +29,7 @@ def ending(ending_run_dir):
 @pytest.fixture
 def chat(run):
     """The tokens that an answer is given to are kept in `read`."""
-    template = ChatTemplate.named("plain", run.tokenizer)
+    template = ChatTemplate.from_name("plain", run.tokenizer)
     made = Chat(run, template, GREEDY)
     made.read = []
     encode = template.encode

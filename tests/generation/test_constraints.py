@@ -110,7 +110,7 @@ def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern,
     tokenizer = TOKENIZERS[vocabulary]
     texts = language(pattern, alphabet, longest)
     beginnings = {text[:size] for text in texts for size in range(len(text) + 1)}
-    spelling, compared = tokenizer.pieces.inner, 0
+    spelling, compared = tokenizer.token_pieces.inner, 0
     grammars = Grammars(tokenizer)
     for seed in range(12):
         matcher, said, chance = grammars.matcher("regex", pattern), b"", random.Random(seed)
@@ -166,7 +166,7 @@ def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
     found = set(allowed(matcher, 416))
     assert found & {*tokenizer.special_ids} == {tokenizer.eos_id}
     assert max(found) < tokenizer.vocab_size
-    first_bytes = {piece[0] for piece in (tokenizer.pieces.inner[i] for i in found) if piece}
+    first_bytes = {piece[0] for piece in (tokenizer.token_pieces.inner[i] for i in found) if piece}
     assert not first_bytes & {*range(0x80, 0xC2), *range(0xF5, 0x100)}, "no character begins with these"
 
 
@@ -175,7 +175,7 @@ def test_a_lark_grammar_may_name_special_tokens_but_for_the_end():
     named = Grammars(tokenizer).matcher("lark", "start: <bos> /[a-c]/")
     assert allowed(named, 400) == [tokenizer.bos_id]
     named.take(tokenizer.bos_id)
-    assert {tokenizer.spelt(token) for token in allowed(named, 400)} == {"a", "b", "c"}
+    assert {tokenizer.token_text(token) for token in allowed(named, 400)} == {"a", "b", "c"}
     with pytest.raises(UserError, match="no token of this vocabulary goes on"):
         Grammars(tokenizer).matcher("lark", 'start: <eos> "a"')
 

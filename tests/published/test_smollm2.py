@@ -82,8 +82,8 @@ def test_conversations_are_written_as_transformers_writes_them(model, imported):
     template = ChatTemplate.load(RunDirectory(imported[0]).chat_template, model.tokenizer)
     for messages, found in zip(CONVERSATIONS, RECORD["conversations"], strict=True):
         assert template.text(messages, generation_prompt=True) == found["text"]
-    assert model.tokenizer.id_of("<|im_end|>") in template.end_ids
-    spelled = template.encode(CONVERSATIONS[2], generation_prompt=True).count(model.tokenizer.id_of("<|im_end|>"))
+    assert model.tokenizer.token_to_id("<|im_end|>") in template.end_ids
+    spelled = template.encode(CONVERSATIONS[2], generation_prompt=True).count(model.tokenizer.token_to_id("<|im_end|>"))
     assert spelled == 4, "system, user, assistant, user: what a person spells is text"
 
 

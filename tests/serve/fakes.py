@@ -104,10 +104,10 @@ class FakeEngine:
         return list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
 
     def _record(self, token, logprobs, first=False):
-        record = {"id": int(token), "text": self.run.tokenizer.spelt(token)}
+        record = {"id": int(token), "text": self.run.tokenizer.token_text(token)}
         if logprobs is None or first:
             return record
-        spelt, chance = self.run.tokenizer.spelt, math.log(0.5)
+        spelt, chance = self.run.tokenizer.token_text, math.log(0.5)
         others = [{"id": i, "text": spelt(i), "logprob": chance - i, "logprob_sampled": chance - i} for i in range(logprobs)]
         return record | {
             "entropy": 1.5, "varentropy": 0.25, "survivors": 40, "rank": 0, "logprob": math.log(0.5),

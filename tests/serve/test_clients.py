@@ -27,7 +27,7 @@ def engine():
 
 @pytest.fixture
 def url(engine):
-    with serving(make_app(engine, Options(template=ChatTemplate.named("plain", BYTES), key=KEY))) as port:
+    with serving(make_app(engine, Options(template=ChatTemplate.from_name("plain", BYTES), key=KEY))) as port:
         yield f"http://127.0.0.1:{port}"
 
 

@@ -65,7 +65,7 @@ requests = st.sampled_from(sorted(PATHS)).flatmap(
 def http():
     """A client of a server; what it answered is counted, and at last a good request is answered as at first."""
     engine, seen = FakeEngine(fake_run(context=48)), Counter()
-    app = make_app(engine, Options(template=ChatTemplate.named("plain", BYTES)))
+    app = make_app(engine, Options(template=ChatTemplate.from_name("plain", BYTES)))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
 
         def post(path, **content):

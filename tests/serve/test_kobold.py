@@ -402,7 +402,7 @@ def test_places_are_filled_as_koboldcpp_does_where_there_is_no_template(client, 
 
 def test_places_are_filled_as_the_template_writes_a_chat():
     engine = FakeEngine(fake_run(tokenizer=SPECIAL))
-    template = ChatTemplate.named("chatml", SPECIAL)
+    template = ChatTemplate.from_name("chatml", SPECIAL)
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "So?"}]
     start, end = (SPECIAL.special_tokens[name] for name in ("<|im_start|>", "<|im_end|>"))
     for client in clients(engine, template=template):

@@ -33,7 +33,7 @@ def client(engine):
 
 
 def client_of(engine, **options):
-    options.setdefault("template", ChatTemplate.named("plain", engine.run.tokenizer))
+    options.setdefault("template", ChatTemplate.from_name("plain", engine.run.tokenizer))
     app = make_app(engine, Options(**options))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
@@ -363,7 +363,7 @@ def test_a_chat(ask, engine):
     (choice,) = found["choices"]
     assert choice["message"] == {"role": "assistant", "content": SAYS[:6], "refusal": None}
     assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
-    template = ChatTemplate.named("plain", BYTES)
+    template = ChatTemplate.from_name("plain", BYTES)
     assert engine.asked[0].ids == tuple(template.encode(HELLO, generation_prompt=True))
     assert found["usage"]["prompt_tokens"] == len(engine.asked[0].ids)
 
@@ -393,7 +393,7 @@ def test_the_token_that_ends_a_turn_ends_an_answer():
     special = {"<|im_start|>": 0, "<|im_end|>": 1}
     tokenizer = _with_specials(special)
     engine = FakeEngine(fake_run(tokenizer=tokenizer), says="ab")
-    http = client_of(engine, template=ChatTemplate.named("chatml", tokenizer))
+    http = client_of(engine, template=ChatTemplate.from_name("chatml", tokenizer))
     assert http.post(CHAT, json={"messages": HELLO, "stop_token_ids": [5]}).status_code == 200
     end = tokenizer.special_tokens["<|im_end|>"]
     assert set(engine.asked[0].config.generation.stop_token_ids) == {5, end} - set(tokenizer.stop_ids)
@@ -442,7 +442,7 @@ def test_tokenize_and_back(client):
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     chat = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
-    assert chat == ChatTemplate.named("plain", BYTES).encode(HELLO, generation_prompt=True)
+    assert chat == ChatTemplate.from_name("plain", BYTES).encode(HELLO, generation_prompt=True)
 
 
 def test_how_lm_eval_finds_the_end_token(client):

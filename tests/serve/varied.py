@@ -17,8 +17,8 @@ from .fakes import FakeEngine, fake_run
 
 PLAIN = unicodedata.normalize("NFD", TEXT[: TEXT.index("\t")]).encode("ascii", "ignore").decode()  # a token is a text by itself
 WORDS = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=480), lambda: iter([PLAIN]))
-CLEAN = np.array([i for i in range(WORDS.vocab_size) if WORDS.spelt(i).isprintable() or WORDS.spelt(i) == "\n"])
-CLEAN = np.array([i for i in CLEAN if "\ufffd" not in WORDS.spelt(i) and i not in WORDS.special_ids])
+CLEAN = np.array([i for i in range(WORDS.vocab_size) if WORDS.token_text(i).isprintable() or WORDS.token_text(i) == "\n"])
+CLEAN = np.array([i for i in CLEAN if "\ufffd" not in WORDS.token_text(i) and i not in WORDS.special_ids])
 
 
 class VariedEngine(FakeEngine):
@@ -57,7 +57,7 @@ class VariedEngine(FakeEngine):
         after = logp[:keep] / (T or 1)
         after = after - np.log(np.sum(np.exp(after)))
         sampled = [*map(float, after), *[None] * len(order)]
-        spelt = self.run.tokenizer.spelt
+        spelt = self.run.tokenizer.token_text
         found = record | {"entropy": H, "varentropy": V}
         if self.routed:
             found |= {
@@ -77,7 +77,7 @@ class VariedEngine(FakeEngine):
 
 def app(engine: FakeEngine, **options):
     """The application around it, with chats."""
-    return make_app(engine, Options(template=ChatTemplate.named("plain", engine.run.tokenizer), **options))
+    return make_app(engine, Options(template=ChatTemplate.from_name("plain", engine.run.tokenizer), **options))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def toy(tmp_path_factory):
     documents = [prose(n, n) for n in (120, 90, 2, 30, 3, 100)]
     corpus = path.parent / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    told = [recall.facts(draw, [], 8) for _ in range(20)]
+    told = [recall.fact_task(draw, [], 8) for _ in range(20)]
     texts = [*documents, *lists, *(task.context + task.question for task in told)]
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=1000), lambda: iter(texts))
     size = {"dim": 16, "n_heads": 4, "kv_heads": 2, "head_size": 8, "num_blocks": 2, "max_context": CONTEXT, "dtype": "float32"}

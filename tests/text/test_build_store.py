@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import Config, TokenizerSection, UserError, build_config
-from dantinox.text import Tokenizer, TokenStore, corpus, has_changed, open_store, prepare_data, train_tokenizer
+from dantinox.text import Tokenizer, TokenStore, corpus, corpus_changed, open_store, prepare_data, train_tokenizer
 from dantinox.text import build_store as build
 
 TEXT = (
@@ -93,11 +93,11 @@ def test_bpe_in_chunks_is_bpe_of_the_whole(tmp_path_factory, text: str) -> None:
     text = "via " + text.replace("\n", ".\nx") + " via"
     opened = corpus.Corpus.open(str(write(tmp_path_factory.mktemp("t") / "a.txt", text)))
     extent = opened.scan()
-    plan = build._Plan((opened,), (extent,), (extent.characters,))
+    plan = build._CorpusPlan((opened,), (extent,), (extent.characters,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "CHUNK_CHARACTERS", 50)
         patch.setattr(corpus, "BLOCK_BYTES", 90)
-        chunks = list(build._chunks(plan, BPE))
+        chunks = list(build._split_chunks(plan, BPE))
     assert "".join(chunk.text for chunk in chunks) == text
     assert {chunk[:2] for chunk in chunks} == {(0, (0, 0))}
     if all(re.search(r"\S\n\S|\S \S", text[i : i + 20]) for i in range(len(text) - 20)):
@@ -281,11 +281,11 @@ def test_batches_from_disk_equal_batches_from_memory(built) -> None:
 def test_the_tokens_outlive_their_corpus(tmp_path) -> None:
     config, directory = settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "store"
     tokenizer, store = prepare_data(config, directory)
-    assert not has_changed(config, directory)
+    assert not corpus_changed(config, directory)
     write(tmp_path / "a.txt", TEXT + "x")
-    assert has_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
+    assert corpus_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
     (tmp_path / "a.txt").unlink()
-    assert not has_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
+    assert not corpus_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
     assert open_store(config, tmp_path / "elsewhere", tokenizer) is None
 
 

@@ -21,14 +21,14 @@ LINE = re.compile(rf"^{re.escape(recall.MARK)} (\w+) (\w+)\n", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def records() -> list[str]:
-    return [json.loads(line)["text"] for line in recall.corpus(TEXTS)]
+    return [json.loads(line)["text"] for line in recall.recall_corpus(TEXTS)]
 
 
 @pytest.fixture
 def few(monkeypatch) -> list[str]:
     """The built-in corpus is a few files, whose texts are returned."""
-    some = find_sources(sources.BUILTIN)[:12]
-    monkeypatch.setattr(sources, "_builtin", lambda: list(some))
+    some = find_sources(sources.BUILTIN_PYTHON)[:12]
+    monkeypatch.setattr(sources, "_builtin_python", lambda: list(some))
     return [source.path.read_text(encoding="utf-8") for source in some]
 
 
@@ -39,18 +39,18 @@ def test_a_word_belongs_to_one_topic_and_is_none() -> None:
 
 @given(seed=st.integers(0, 999), count=st.integers(1, len(recall.TOPICS)), lines=st.lists(st.sampled_from(["a\n", "b c\n"])))
 def test_what_is_asked_for_was_told_once(seed: int, count: int, lines: list[str]) -> None:
-    task = recall.facts(random.Random(seed), lines, count)
+    task = recall.fact_task(random.Random(seed), lines, count)
     told = LINE.findall(task.context)
     assert len(told) == count == len(dict(told)) and all(word in recall.TOPICS[topic] for topic, word in told)
     topic = task.question.removeprefix(f"{recall.MARK} ")
     assert task.answer == f" {dict(told)[topic]}" and f"{topic}{task.answer}\n" in task.context
     assert LINE.sub("", task.context) == "".join(lines), "the text around the facts is as it was"
-    assert task == recall.facts(random.Random(seed), lines, count)
+    assert task == recall.fact_task(random.Random(seed), lines, count)
 
 
 @given(seed=st.integers(0, 999), count=st.integers(1, len(recall.TOPICS)))
 def test_a_copy_ends_as_the_record_does(seed: int, count: int) -> None:
-    task = recall.copy(random.Random(seed), count)
+    task = recall.copy_task(random.Random(seed), count)
     assert task.context == f"{task.question}{task.answer}\n"
     words = task.context.split()[1:]
     assert len(words) == 2 * count and all(
@@ -93,22 +93,22 @@ def test_tasks_are_between_15_and_30_percent_of_the_characters(records) -> None:
 
 def test_the_bytes_are_those_that_models_were_trained_on() -> None:
     """A fixed digest, from Python 3.11: other versions must draw the same, and a run must find its corpus again."""
-    data = b"".join(recall.corpus(TEXTS))
-    assert data == b"".join(recall.corpus(iter(TEXTS))) != b"".join(recall.corpus(TEXTS, seed=1))
+    data = b"".join(recall.recall_corpus(TEXTS))
+    assert data == b"".join(recall.recall_corpus(iter(TEXTS))) != b"".join(recall.recall_corpus(TEXTS, seed=1))
     assert hashlib.sha256(data).hexdigest() == "666584ebe0b74d815f776841dd8f3616f5b4796bfe5db2e1a8dde403ff8a6b26"
 
 
 def test_builtin_corpus(few) -> None:
     opened = Corpus.open("builtin:recall", text_field="body")  # a setting for the files of others
     extent = opened.scan()
-    found = [text for _, text in opened.pieces(extent.digest)]
-    assert found == [json.loads(line)["text"] for line in recall.corpus(text for text in few if text.strip())]
+    found = [text for _, text in opened.read_text(extent.digest)]
+    assert found == [json.loads(line)["text"] for line in recall.recall_corpus(text for text in few if text.strip())]
     assert {text for text in few if text.strip()} < set(found) and extent.characters == sum(map(len, found))
     assert Corpus.open("builtin:recall").digest() == extent.digest != Corpus.open("builtin:python").digest()
 
 
 def test_it_is_the_corpus_of_a_json_lines_file_with_the_same_records(few, tmp_path) -> None:
-    (tmp_path / "recall.jsonl").write_bytes(b"".join(recall.corpus(text for text in few if text.strip())))
+    (tmp_path / "recall.jsonl").write_bytes(b"".join(recall.recall_corpus(text for text in few if text.strip())))
     assert Corpus.open("builtin:recall").digest() == Corpus.open(str(tmp_path / "recall.jsonl")).digest()
 
 

@@ -77,14 +77,14 @@ def test_messages_spell_no_special_token(templates, name):
 
 def test_specials_inside_one_another_are_kept_apart():
     tokenizer = Tokenizer(CASES["chatml"][1].replace("<|im_start|>", "<<").replace("<|im_end|>", "<s>"))
-    assert not tokenizer.special_ids & set(tokenizer.encode_specials(tokenizer.guarded("<<s><<<s>>"))[0].tolist())
-    assert tokenizer.decode(tokenizer.encode_specials(tokenizer.guarded("<<s><<<s>>"))[0]) == "<<s><<<s>>"
+    assert not tokenizer.special_ids & set(tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0].tolist())
+    assert tokenizer.decode(tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0]) == "<<s><<<s>>"
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_the_plain_template_is_text_and_the_end_token(kind):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"]))
-    template = ChatTemplate.named("plain", tokenizer)
+    template = ChatTemplate.from_name("plain", tokenizer)
     messages = [{"role": "user", "content": "a <eos>"}, {"role": "assistant", "content": "b"}]
     ids, spoken = template.encode_with_loss_mask(messages)
     expected = [tokenizer.bos_id, *tokenizer.encode("User:\na <eos>\n\nAssistant:\n"), *tokenizer.encode("b"), tokenizer.eos_id]
@@ -93,7 +93,7 @@ def test_the_plain_template_is_text_and_the_end_token(kind):
     assert template.encode(messages[:1], generation_prompt=True) == expected[:-2]
     assert template.end_ids == {tokenizer.eos_id}
     with pytest.raises(UserError, match=r"the chat template chatml needs a vocabulary with <\|im_start\|>"):
-        ChatTemplate.named("chatml", tokenizer)
+        ChatTemplate.from_name("chatml", tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,6 @@ def test_bad_files_are_one_sentence(content, sentence, tmp_path):
 def test_names_of_templates(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("a")
-    assert ChatTemplate.named(str(path), BYTES).text([]) == "a"
+    assert ChatTemplate.from_name(str(path), BYTES).text([]) == "a"
     with pytest.raises(UserError, match=r"^no chat template 'other': give a file of Jinja, or one of plain, chatml$"):
-        ChatTemplate.named("other", BYTES)
+        ChatTemplate.from_name("other", BYTES)

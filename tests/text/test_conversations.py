@@ -168,7 +168,7 @@ def test_another_template_or_objective_encodes_anew(prepared):
 
 
 def test_instructions_have_their_form():
-    from dantinox.text.builtin_instructions import follows, functions
+    from dantinox.text.builtin_instructions import functions, matches_answer_form
 
     source = 'def f(a, b=1):\n    """Do it.\n\n    More."""\ndef _g(a):\n    """No."""\n'
     source += 'def h():\n    """None."""\ndef i(x): pass\n'
@@ -176,5 +176,8 @@ def test_instructions_have_their_form():
     question, answer = function.messages()
     assert question == {"role": "user", "content": "Summarise: m.n.f(a, b)"}
     assert answer == {"role": "assistant", "content": "Takes: two arguments\nDoes: Do it."}
-    assert follows(answer["content"] + "\n") and not follows("Takes: two arguments\nDoes: it") and not follows("def f(a):")
-    assert ChatTemplate.named("plain", BYTES).encode_with_loss_mask(function.messages())[1].sum() == len(answer["content"]) + 1
+    assert matches_answer_form(answer["content"] + "\n")
+    assert not matches_answer_form("Takes: two arguments\nDoes: it") and not matches_answer_form("def f(a):")
+    assert (
+        ChatTemplate.from_name("plain", BYTES).encode_with_loss_mask(function.messages())[1].sum() == len(answer["content"]) + 1
+    )

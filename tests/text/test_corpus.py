@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dantinox import cli
 from dantinox.config import UserError
 from dantinox.text import Corpus, compressed_files, corpus
-from dantinox.text.corpus import cut_up
+from dantinox.text.corpus import split_text
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ ODD = " \r\n\r\n\tNel mezzo\n\n\n  del cammin\x0c\u2028 🙂é\n \n"
 
 def documents(path: object, field: str = "text") -> list[str]:
     found: list[str] = []
-    for document, text in Corpus.open(str(path), field).pieces():
+    for document, text in Corpus.open(str(path), field).read_text():
         assert text and document in (len(found) - 1, len(found))
         if document == len(found):
             found.append("")
@@ -46,21 +46,21 @@ def test_any_block_size_gives_the_same_text(tmp_path_factory, text: str, block: 
         patch.setattr(corpus, "BLOCK_BYTES", block)
         patch.setattr(corpus, "_NEAR", block)
         assert documents(path) == [text]
-        pieces = [piece.text for piece in Corpus.open(str(path)).pieces()]
+        pieces = [piece.text for piece in Corpus.open(str(path)).read_text()]
         # What a cut leaves is not more than two blocks; another follows.
         assert all(pieces) and max(map(len, pieces)) <= 3 * max(2, block) + 1
 
 
 @given(text=st.text(st.sampled_from("ab\r\n .'s"), max_size=300), size=st.integers(1, 50))
 def test_cutting_up_loses_nothing(text: str, size: int) -> None:
-    parts = list(cut_up(text, size))
+    parts = list(split_text(text, size))
     assert "".join(parts) == text and all(0 < len(part) <= size for part in parts)
 
 
 def test_cuts_are_before_a_line_else_before_a_word_else_hard() -> None:
-    assert list(cut_up("ab cd\nef gh", 9)) == ["ab cd\n", "ef gh"]
-    assert list(cut_up("ab cd\n\n ef gh", 6)) == ["ab", " cd\n\n", " ef gh"]
-    assert list(cut_up("abcdefgh", 3)) == ["abc", "def", "gh"]
+    assert list(split_text("ab cd\nef gh", 9)) == ["ab cd\n", "ef gh"]
+    assert list(split_text("ab cd\n\n ef gh", 6)) == ["ab", " cd\n\n", " ef gh"]
+    assert list(split_text("abcdefgh", 3)) == ["abc", "def", "gh"]
 
 
 def test_folder_is_recursive_sorted_and_text_only(tmp_path) -> None:
@@ -231,10 +231,10 @@ def test_a_corpus_that_changes_while_it_is_read(tmp_path) -> None:
     extent = opened.scan()
     path.write_text("due\n")
     with pytest.raises(UserError, match="changed while it was read"):
-        list(opened.pieces(extent.digest))
+        list(opened.read_text(extent.digest))
     path.unlink()
     with pytest.raises(UserError, match="No such file"):
-        list(opened.pieces(extent.digest))
+        list(opened.read_text(extent.digest))
 
 
 def test_a_record_too_long_to_hold(tmp_path, monkeypatch) -> None:
@@ -247,5 +247,5 @@ def test_a_record_too_long_to_hold(tmp_path, monkeypatch) -> None:
 def test_one_giant_line(tmp_path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("è".encode() * (5 << 20))
-    pieces = [text for _, text in Corpus.open(str(path)).pieces()]
+    pieces = [text for _, text in Corpus.open(str(path)).read_text()]
     assert len(pieces) > 1 and sum(map(len, pieces)) == 5 << 20

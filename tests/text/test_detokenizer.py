@@ -72,7 +72,7 @@ def test_decoding_agrees_with_the_library(name: str, data: st.DataObject) -> Non
 
 
 def test_which_decoders_have_a_table() -> None:
-    assert [name for name, tokenizer in KINDS.items() if tokenizer.pieces is not None] == LOCAL
+    assert [name for name, tokenizer in KINDS.items() if tokenizer.token_pieces is not None] == LOCAL
 
 
 @pytest.mark.parametrize("name", ["fallback", "byte", "bpe", "llama"])
@@ -129,8 +129,8 @@ def test_pre_tokenizer_metaspace_round_trip() -> None:
 def test_a_token_alone_is_spelt_as_inside_of_a_text_and_rows_of_no_token_are_nothing(kind):
     tokenizer = KINDS[kind]
     size = tokenizer.vocab_size
-    assert [tokenizer.spelt(token) for token in (size, size + 9, -1)] == [""] * 3
-    ascii_only = [token for token in range(size) if tokenizer.spelt(token).isascii()]
-    if tokenizer.pieces is not None:
-        a = next(token for token in ascii_only if tokenizer.spelt(token) == "a")
-        assert all(tokenizer.decode([a, token]) == "a" + tokenizer.spelt(token) for token in ascii_only)
+    assert [tokenizer.token_text(token) for token in (size, size + 9, -1)] == [""] * 3
+    ascii_only = [token for token in range(size) if tokenizer.token_text(token).isascii()]
+    if tokenizer.token_pieces is not None:
+        a = next(token for token in ascii_only if tokenizer.token_text(token) == "a")
+        assert all(tokenizer.decode([a, token]) == "a" + tokenizer.token_text(token) for token in ascii_only)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.text import has_changed, open_store, prepare_data, vocabulary_size
+from dantinox.text import corpus_changed, open_store, prepare_data, vocabulary_size
 
 TEXTS = [f"documento {i}: nel mezzo del cammin\ndi nostra vita {i * i}\n" for i in range(40)]
 
@@ -36,7 +36,7 @@ def test_its_tokens_are_those_of_its_texts(folder, tmp_path, monkeypatch, stream
     assert tokenizer.fingerprint == other.fingerprint and vocabulary_size(config) == tokenizer.vocab_size
     assert (store.training_ids == expected.training_ids).all() and (store.validation_ids == expected.validation_ids).all()
     assert not list((tmp_path / "a").glob(".dataset*")), "nothing but the tokens stays"
-    assert not has_changed(config, tmp_path / "a") and open_store(config, tmp_path / "a", tokenizer) is not None
+    assert not corpus_changed(config, tmp_path / "a") and open_store(config, tmp_path / "a", tokenizer) is not None
 
 
 def test_conversations_come_with_all_their_fields(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.text import Tokenizer, train_tokenizer
-from dantinox.text.vocabulary import _sample, _short_words
+from dantinox.text.vocabulary import _sample_text, _split_long_words
 
 CORPUS = (
     "Nel mezzo del cammin di nostra vita\r\nmi ritrovai per una selva oscura,\n\n  ché la diritta via era smarrita. "
@@ -214,14 +214,14 @@ def test_every_flipped_byte_loads_or_is_one_sentence() -> None:
 
 def test_a_bounded_sample_covers_the_whole_corpus() -> None:
     texts = [f"{i:03d}" * 10 for i in range(100)]
-    sample = _sample(iter(texts), limit=1000)
+    sample = _sample_text(iter(texts), limit=1000)
     assert 500 <= sum(map(len, sample)) <= 1000
     numbers = [int(chunk[:3]) for chunk in sample]
-    assert numbers == list(range(0, 100, numbers[1])) and _sample(iter(texts), limit=10**6) == texts
+    assert numbers == list(range(0, 100, numbers[1])) and _sample_text(iter(texts), limit=10**6) == texts
 
 
 def test_endless_words_are_broken_for_training() -> None:
-    parts = list(_short_words(["a" * 2500, "b c"]))
+    parts = list(_split_long_words(["a" * 2500, "b c"]))
     assert parts == ["a" * 1000, "a" * 1000, "a" * 500, "b c"]
 
 

@@ -23,7 +23,7 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
         return special
     data = token_bytes(tokenizer, token)
     if data is None:
-        return tokenizer.spelt(token)
+        return tokenizer.token_text(token)
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -32,9 +32,9 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """What a token adds inside a text; None for special tokens, and where that depends on its neighbours."""
-    if tokenizer.pieces is None or token in tokenizer.special_ids or not 0 <= token < tokenizer.vocab_size:
+    if tokenizer.token_pieces is None or token in tokenizer.special_ids or not 0 <= token < tokenizer.vocab_size:
         return None
-    return tokenizer.pieces.inner[token]
+    return tokenizer.token_pieces.inner[token]
 
 
 def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
