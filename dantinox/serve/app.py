@@ -28,6 +28,7 @@ class Protocol(NamedTuple):
     """A way to talk to the engine.
 
     Attributes:
+      title: its name in the documentation.
       prefix: of the paths whose errors it formats; the longest that fits counts.
       routes: makes its routes.
       format_error: the body of an error.
@@ -35,6 +36,7 @@ class Protocol(NamedTuple):
       public: paths that need no key.
     """
 
+    title: str
     prefix: str
     routes: Callable[[Service], list[Route]]
     format_error: Callable[[RequestError], JSON] = error_object
@@ -43,12 +45,12 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = (
-    Protocol("", openai.routes),
-    Protocol("/tokenize", tokenize_routes.routes),
-    Protocol("/api/", kobold.routes, kobold.format_error, {429: 503}),
-    Protocol("/api/dantinox", native.routes),
-    Protocol("/page", pages.page_routes, public=pages.PUBLIC),
-    Protocol("/lite", pages.lite_routes, public=("/lite",)),
+    Protocol("OpenAI", "", openai.routes),
+    Protocol("Tokenization", "/tokenize", tokenize_routes.routes),
+    Protocol("KoboldAI", "/api/", kobold.routes, kobold.format_error, {429: 503}),
+    Protocol("Native API", "/api/dantinox", native.routes),
+    Protocol("Web page", "/page", pages.page_routes, public=pages.PUBLIC),
+    Protocol("Kobold Lite", "/lite", pages.lite_routes, public=("/lite",)),
 )
 
 
@@ -60,22 +62,7 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     options = options or Options()
     metrics = Metrics(engine)
     service = Service(engine, options, metrics)
-
-    async def health(request: Request) -> Response:
-        status = engine.status()
-        doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
-        known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
-        known |= {"busy": status.busy, "queued": status.queued}
-        return JSONResponse(known, 200 if status.state == "ready" else 503)
-
-    async def numbers(request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    routes = [
-        Route("/health", health),
-        Route("/metrics", numbers),
-        *(route for protocol in PROTOCOLS for route in protocol.routes(service)),
-    ]
+    routes = [*server_routes(engine, metrics), *(route for protocol in PROTOCOLS for route in protocol.routes(service))]
     public = {"/health", *(path for protocol in PROTOCOLS for path in protocol.public)}
     paths = {route.path for route in routes}
     app: ASGIApp = Starlette(
@@ -88,6 +75,24 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
         headers = ["authorization", "content-type"]
         app = CORSMiddleware(app, allow_origins=options.origins, allow_methods=["GET", "POST"], allow_headers=headers)
     return app
+
+
+def server_routes(engine: EngineProtocol, metrics: Metrics) -> list[Route]:
+    """The routes `/health` and `/metrics`, which belong to no protocol."""
+
+    async def health(request: Request) -> Response:
+        """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
+        status = engine.status()
+        doing = status.doing if status.state != "failed" else "the log says how"  # anybody may ask, without a key
+        known = {"status": status.state, "doing": doing, "model": engine.name, "slots": status.slots}
+        known |= {"busy": status.busy, "queued": status.queued}
+        return JSONResponse(known, 200 if status.state == "ready" else 503)
+
+    async def numbers(request: Request) -> Response:
+        """Returns the metrics in the format of Prometheus."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return [Route("/health", health), Route("/metrics", numbers)]
 
 
 def _error_response(path: str, error: RequestError) -> Response:

@@ -50,6 +50,7 @@ def _static(path: str, text: str, media_type: str) -> Route:
     headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
 
     async def send(request: Request) -> Response:
+        """Returns a file of the web page."""
         return Response(content, media_type=media_type, headers=headers)
 
     return Route(path, send)
@@ -69,6 +70,7 @@ def lite_routes(service: Service) -> list[Route]:
         raise UserError(f"--lite must be the file of Kobold Lite or a folder with its index.html, got {quote(str(lite))}")
 
     async def send(request: Request) -> Response:
+        """Returns the copy of Kobold Lite."""
         if "local" not in request.query_params:  # how the page learns that its server is the one it came from
             return RedirectResponse("/lite?local=1")
         headers = {"content-security-policy": LITE_POLICY, "cache-control": "no-cache"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +137,7 @@ class Service:
     def endpoint(self, parse: Parse) -> Callable[[Request], Awaitable[ASGIApp]]:
         """A route's function that generates what `parse` makes of its request."""
 
+        @functools.wraps(parse)
         async def respond(request: Request) -> ASGIApp:
             reply = await parse(request)
             if reply.stream:

@@ -47,9 +47,11 @@ def routes(service: Service) -> list[Route]:
     generations, tags = Generations(), Tags(service.options.template)
 
     async def whole(request: Request) -> Reply:
+        """Continues a prompt and returns the results together."""
         return await parse(service, tags, generations, await parse_body(request, GenerateBody), False)
 
     async def streamed(request: Request) -> Reply:
+        """Continues a prompt and streams the text as server-sent events."""
         return await parse(service, tags, generations, await parse_body(request, GenerateBody), True)
 
     return [
@@ -251,29 +253,34 @@ def _info_routes(service: Service) -> list[Route]:
     about: dict[str, JSON] = {"result": "KoboldCpp", "version": LEVEL, "protected": service.options.key is not None}
     about |= dict.fromkeys(ABILITIES, False) | {"server": f"DantinoX {__version__}"}
 
-    def route(path: str, content: Callable[[], JSON]) -> Route:
+    def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
         async def respond(request: Request) -> Response:
             return JSONResponse(content())
 
+        respond.__doc__ = purpose
         return Route(path, respond)
 
     def context() -> JSON:
         return {"value": service.context}
 
-    united: dict[str, Callable[[], JSON]] = {
-        "model": lambda: {"result": engine.name},
-        "info/version": lambda: {"result": UNITED},
-        "config/max_context_length": context,
-        "config/max_length": lambda: {"value": engine.settings({}).generation.max_new_tokens},
-        "config/soft_prompt": lambda: {"value": ""},
-        "config/soft_prompts_list": lambda: {"values": []},
+    length = "Returns the context of the server in tokens."
+    united: dict[str, tuple[Callable[[], JSON], str]] = {
+        "model": (lambda: {"result": engine.name}, "Returns the name of the model."),
+        "info/version": (lambda: {"result": UNITED}, "Returns the version of KoboldAI's API."),
+        "config/max_context_length": (context, length),
+        "config/max_length": (
+            lambda: {"value": engine.settings({}).generation.max_new_tokens},
+            "Returns the default number of new tokens.",
+        ),
+        "config/soft_prompt": (lambda: {"value": ""}, "Returns no soft prompt."),
+        "config/soft_prompts_list": (lambda: {"values": []}, "Returns no soft prompts."),
     }
     return [
-        *(route(f"/api/{version}/{path}", content) for path, content in united.items() for version in ("v1", "latest")),
-        route("/api/extra/version", lambda: about),
-        route("/api/extra/true_max_context_length", context),
-        route("/api/extra/preloadstory", dict),
-        route("/sdapi/v1/sd-models", list),
+        *(route(f"/api/{version}/{path}", *answer) for path, answer in united.items() for version in ("v1", "latest")),
+        route("/api/extra/version", lambda: about, "Returns the supported version of KoboldCpp's API and its features."),
+        route("/api/extra/true_max_context_length", context, length),
+        route("/api/extra/preloadstory", dict, "Returns no story."),
+        route("/sdapi/v1/sd-models", list, "Returns no image models."),
     ]
 
 
@@ -281,6 +288,7 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
     """Text to token ids and back."""
 
     async def count(request: Request) -> Response:
+        """Returns the token ids of a text and their number."""
         body = await parse_body(request, CountBody)
         text = body.prompt or ""
         ids = await run_sized(len(text), tokenizer.encode, text, parse_special=True)
@@ -289,6 +297,7 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
         return JSONResponse({"value": len(ids), "ids": ids})
 
     async def decode(request: Request) -> Response:
+        """Returns the text of token ids."""
         ids = (await parse_body(request, IdsBody)).ids
         check_ids(tokenizer, ids, "ids")
         return JSONResponse({"result": tokenizer.decode(ids), "success": True})
@@ -307,10 +316,12 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
         return generations.find(body.genkey or "", live=live)
 
     async def check(request: Request) -> Response:
+        """Returns the text so far of a running generation."""
         texts = [text for one in (await find(request))[-1:] for text in one.texts] or [""]
         return JSONResponse({"results": [{"text": text} for text in texts]})
 
     async def abort(request: Request) -> Response:
+        """Ends a running generation."""
         live = await find(request, live=True)
         for one in live:
             one.abort()
@@ -318,10 +329,12 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
         return JSONResponse({"success": success, "done": success})
 
     async def logprobs(request: Request) -> Response:
+        """Returns the log-probabilities of a generation."""
         last = [one.logprobs() for one in (await find(request))[-1:]]
         return JSONResponse({"logprobs": last[0] if last else None})
 
     async def perf(request: Request) -> Response:
+        """Returns times and counts of the last generation and of the server."""
         return JSONResponse(_perf(service, generations))
 
     return [

@@ -81,26 +81,86 @@ Key = Annotated[str, Field(max_length=KEY_LENGTH)]
 
 
 class KeyBody(StrictBody):
-    """Of `/check`, `/abort` and `/last_logprobs`: which generation is meant."""
+    """The body of `/check`, `/abort` and `/last_logprobs`.
+
+    Attributes:
+      genkey: the key of the generation.
+    """
 
     genkey: Key | None = None
 
 
 class CountBody(StrictBody):
-    """Of `/tokencount`."""
+    """The body of `/tokencount`.
+
+    Attributes:
+      prompt: text to encode.
+      special: false leaves out the begin token.
+    """
 
     prompt: str | None = None
     special: bool | None = None
 
 
 class IdsBody(StrictBody):
-    """Of `/detokenize`."""
+    """The body of `/detokenize`.
+
+    Attributes:
+      ids: token ids to decode.
+    """
 
     ids: list[int]
 
 
 class GenerateBody(StrictBody):
-    """Of `/generate` and `/generate/stream`."""
+    """The body of `/generate` and `/generate/stream`. Every key of `generation` and `router` is an additional field.
+
+    Attributes:
+      prompt: text to continue.
+      memory: text before the prompt that is never truncated.
+      n: number of results.
+      max_context_length: maximum length of prompt and answer together, in tokens.
+      max_length: maximum number of new tokens.
+      genkey: a key by which other requests name this generation.
+      sampler_seed: seed of the sampler; 0 and below choose a new one.
+      stop_sequence: strings that end the answer.
+      trim_stop: remove the stop string from the answer.
+      bypass_eos: continue after the end token.
+      ban_eos_token: never sample the end token.
+      replace_instruct_placeholders: false keeps the placeholders of prompt, memory and stop strings.
+      logprobs: report log-probabilities.
+      grammar: GBNF grammar of the answer.
+      rep_pen, repeat_penalty, repetition_penalty: repetition penalty; the largest of the three counts.
+      rep_pen_range: number of last tokens that the repetition penalty covers; 0 disables the penalties.
+      rep_pen_slope: slope of the repetition penalty over its range.
+      presence_penalty: subtracted from the logit of every token in prompt and answer.
+      temperature: temperature; 0 is greedy.
+      dynatemp_range: the temperature varies by this much around its value.
+      dynatemp_exponent: exponent of the dynamic temperature.
+      smoothing_factor: quadratic smoothing of the logits; 0 disables it.
+      smoothing_curve: curve of the smoothing.
+      top_k: number of likeliest tokens kept; 0 disables it.
+      top_p: probability mass kept; 1 disables it.
+      top_a: threshold relative to the square of the largest probability; 0 disables it.
+      min_p: threshold relative to the largest probability; 0 disables it.
+      typical: mass of locally typical sampling; 1 disables it.
+      tfs: mass of tail-free sampling; 1 disables it.
+      nsigma: standard deviations below the largest logit that are kept; 0 disables it.
+      mirostat: version of mirostat; 0 disables it.
+      mirostat_tau: target surprise of mirostat.
+      mirostat_eta: learning rate of mirostat.
+      dry_multiplier: strength of DRY; 0 disables it.
+      dry_base: base of the DRY penalty.
+      dry_allowed_length: longest repeated sequence without a DRY penalty.
+      dry_penalty_last_n: number of last tokens that DRY reads; 0 or -1 reads all.
+      dry_sequence_breakers: strings that interrupt a repeated sequence.
+      xtc_probability: probability of excluding top choices; 0 disables it.
+      xtc_threshold: probability above which XTC excludes tokens.
+      sampler_order: order of the sampling steps, by KoboldAI's codes.
+      banned_tokens: strings that are never generated.
+      custom_token_bans: token ids that are never generated.
+      logit_bias: numbers added to the logits of tokens, named by id.
+    """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([], {}, "", False, 0)}
 

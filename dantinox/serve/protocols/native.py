@@ -37,14 +37,14 @@ def _prompt(value: Any) -> Any:
 
 
 class GenerateBody(StrictBody):
-    """Of `/api/dantinox/generate`.
+    """The body of `/api/dantinox/generate`.
 
     Attributes:
-      prompt: a text, or texts and token ids in any order; after messages it is the beginning of the answer.
+      prompt: a string, or a list of strings and token ids in any order; with messages, the beginning of the answer.
       messages: a conversation for the chat template.
-      settings: of this request, by their names.
-      alternatives: how many are reported with each token.
-      fit: leave out the front of a prompt that is too long for the context.
+      settings: keys of the sections `generation` and `router` with their values.
+      alternatives: number of alternatives reported with each token.
+      fit: truncate the beginning of a prompt that is too long for the context.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -61,9 +61,11 @@ def routes(service: Service) -> list[Route]:
     known = _settings(service.engine.settings({}))
 
     async def about(request: Request) -> Response:
+        """Describes the server, its model, sampling steps and settings."""
         return JSONResponse(_about(service) | {"settings": known})
 
     async def generate(request: Request) -> Reply:
+        """Streams a text as server-sent events, one per token."""
         return await parse(service, await parse_body(request, GenerateBody))
 
     return [

@@ -33,16 +33,20 @@ def routes(service: Service) -> list[Route]:
         return known | {"max_model_len": service.context}
 
     async def models(request: Request) -> Response:
+        """Lists the served model."""
         return JSONResponse({"object": "list", "data": [model()]})
 
     async def one_model(request: Request) -> Response:
+        """Describes the served model; 404 for another name."""
         service.check_model(request.path_params["id"])
         return JSONResponse(model())
 
     async def completions(request: Request) -> Reply:
+        """Continues prompts."""
         return await parse_completion(service, await parse_body(request, CompletionBody))
 
     async def chat(request: Request) -> Reply:
+        """Answers a conversation."""
         return await parse_chat(service, await parse_body(request, ChatBody))
 
     return [

@@ -59,7 +59,24 @@ class ResponseFormat(StrictBody):
 
 
 class Body(StrictBody):
-    """What both kinds of requests have."""
+    """Fields of completions and chat completions. Every key of `generation` and `router` is an additional field.
+
+    Attributes:
+      model: name of the served model; another name is an error.
+      stream: send the answer as server-sent events while it is generated.
+      stream_options: options of a stream.
+      n: samples of each prompt.
+      best_of: must equal n.
+      seed: seed of the sampler, reduced to 32 bits.
+      stop: strings that end the answer.
+      max_tokens: maximum number of new tokens.
+      logit_bias: numbers added to the logits of tokens, named by id or by text.
+      response_format: requires JSON, of a schema if one is given.
+      guided_json: JSON schema of the answer.
+      guided_regex: regular expression of the whole answer.
+      guided_grammar: Lark grammar of the answer.
+      grammar: GBNF grammar of the answer.
+    """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
@@ -128,7 +145,13 @@ class Body(StrictBody):
 
 
 class CompletionBody(Body):
-    """Of `/v1/completions`."""
+    """The body of `/v1/completions`.
+
+    Attributes:
+      prompt: a string, a list of strings, token ids, or a list of lists of ids.
+      logprobs: number of alternatives reported with each token; null reports none.
+      echo: begin the answer with the prompt.
+    """
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)] = Field([""])
     logprobs: Alternatives | None = None
@@ -136,7 +159,14 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    """Of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`.
+
+    Attributes:
+      messages: the conversation, each message with `role` and `content`.
+      max_completion_tokens: maximum number of new tokens; overrides max_tokens.
+      logprobs: report log-probabilities.
+      top_logprobs: number of alternatives reported with each token; needs logprobs.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None

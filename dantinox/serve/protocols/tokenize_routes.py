@@ -14,7 +14,15 @@ from dantinox.serve.service import Service
 
 
 class TokenizeBody(StrictBody):
-    """Of `/tokenize`."""
+    """The body of `/tokenize`.
+
+    Attributes:
+      model: name of the served model; another name is an error.
+      prompt: text to encode; either this or messages.
+      messages: conversation to format by the chat template and encode.
+      add_special_tokens: false leaves out the begin token.
+      return_token_strs: return the text of each token too.
+    """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
@@ -26,7 +34,12 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    """Of `/detokenize`."""
+    """The body of `/detokenize`.
+
+    Attributes:
+      model: name of the served model; another name is an error.
+      tokens: token ids to decode.
+    """
 
     model: str | None = None
     tokens: list[int]
@@ -37,6 +50,7 @@ def routes(service: Service) -> list[Route]:
     tokenizer = service.tokenizer
 
     async def tokenize(request: Request) -> Response:
+        """Returns the token ids of a prompt or a conversation."""
         body = await parse_body(request, TokenizeBody)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -55,12 +69,14 @@ def routes(service: Service) -> list[Route]:
         return JSONResponse({"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names})
 
     async def detokenize(request: Request) -> Response:
+        """Returns the text of token ids."""
         body = await parse_body(request, DetokenizeBody)
         service.check_model(body.model)
         (ids,) = await prompt_ids(service.model, [body.tokens])
         return JSONResponse({"prompt": tokenizer.decode(ids)})
 
     async def info(request: Request) -> Response:
+        """Describes the tokenizer and the chat template."""
         template = service.options.template
         known: dict[str, JSON] = {"tokenizer_class": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
         known |= {"model_max_length": service.context, "add_bos_token": tokenizer.add_bos}
