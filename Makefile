@@ -22,6 +22,7 @@ help:
 	@echo "make real          a published model, SmolLM2-135M-Instruct, beside recorded numbers of transformers and llama.cpp (3 minutes)"
 	@echo "make tokenizers    token ids of every vocabulary beside those of llama.cpp, on 20,000 lines"
 	@echo "make benchmarks    every benchmark once with --smoke, to check that it works (2 minutes)"
+	@echo "make docs          build this site into docs/_build/html, check its links"
 	@echo "make lint          ruff and mypy"
 	@echo "make schema        rewrite configs/schema.json from the settings"
 	@echo "make models        rewrite the table of docs/models.md from the families"
@@ -72,6 +73,14 @@ faults: $(VENV)/.dev
 benchmarks: $(VENV)/.dev
 	@set -e; for file in $(BENCHMARKS); do echo "$$file --smoke"; PYTHONPATH=. $(PY) $$file --smoke > $(VENV)/benchmark.log 2>&1 || { cat $(VENV)/benchmark.log; exit 1; }; done
 
+# All warnings are errors. `docs-linkcheck` needs a network.
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(PY) docs/check_links.py docs/_build/html
+
+docs-linkcheck: $(VENV)/.docs
+	$(PY) -m sphinx -q -b linkcheck docs docs/_build/linkcheck
+
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -84,7 +93,7 @@ models: $(VENV)/.dev
 	$(PY) -m dantinox.interop.model_table docs/models.md
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache docs/_build docs/reference
 	find dantinox tests -name __pycache__ -type d -exec rm -rf {} +
 
 # The stamp of an extra: reinstalled when the dependencies change.

@@ -1,0 +1,64 @@
+"""The configuration of Sphinx for the documentation site; `make docs` builds it into docs/_build/html."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+from dantinox import __version__  # noqa: E402
+
+project = "DantinoX"
+author = "the authors of DantinoX"
+version = release = __version__
+
+extensions = [
+    "myst_nb",  # loads myst_parser: Markdown, and notebooks that the build executes
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "plots", "**/.ipynb_checkpoints"]
+nitpicky = True
+# Types of other packages have no page here, and annotations name many classes that users never write.
+nitpick_ignore_regex = [("py:.*", ".*")]
+
+# Markdown as GitHub renders it: anchors of headings, HTML images, no further syntax to learn.
+myst_enable_extensions = ["colon_fence", "deflist", "html_image"]
+myst_heading_anchors = 4
+
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds of one cell
+nb_execution_in_temp = True  # notebooks write their runs there
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "inherited-members": False}
+napoleon_numpy_docstring = False
+
+html_theme = "sphinx_book_theme"
+html_title = "DantinoX"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "show_navbar_depth": 1,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navigation_with_keys": False,
+}
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def setup(app):
+    import llms
+    import reference
+
+    app.connect("builder-inited", lambda app: reference.write(DOCS / "reference"), priority=1)
+    app.connect("build-finished", llms.write)
