@@ -19,7 +19,7 @@ from common import Parser
 
 from dantinox.config import TokenizerSection
 from dantinox.interop import hf_folder
-from dantinox.interop.source import Arrays, Tensor
+from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.text import train_tokenizer
 
 SHARD = 256 << 20
@@ -50,7 +50,7 @@ def make(folder: Path, gigabytes: float) -> None:
     kinds = {f"{name}.weight": Tensor(shape, "bfloat16") for name, shape in shapes.items()}
     noise = (0.02 * np.random.default_rng(0).standard_normal(1 << 20)).astype(ml_dtypes.bfloat16)
     hf_folder.SHARD_BYTES = SHARD
-    hf_folder.write_tensors(folder, Arrays(kinds, lambda name: np.resize(noise, kinds[name].shape)), kinds)
+    hf_folder.write_tensors(folder, LazyArrays(kinds, lambda name: np.resize(noise, kinds[name].shape)), kinds)
 
 
 def measured(source: Path, run_dir: Path, found) -> None:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from dantinox.config import Config, UserError, build_config
 from dantinox.config.model import ARCHITECTURE
 from dantinox.files import quote, read_json, read_text, wrap_os_errors
-from dantinox.interop.gguf import export_gguf, source_of
+from dantinox.interop.gguf import export_gguf, source_from_gguf
 from dantinox.interop.gguf_file import open_gguf
-from dantinox.interop.hf_config import settings_of
-from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, fetch, open_folder, write_folder
+from dantinox.interop.hf_config import hf_config_to_settings
+from dantinox.interop.hf_folder import MAX_JSON_BYTES, TYPES, download_repository, open_folder, write_folder
 from dantinox.interop.hf_weights import from_hf, to_hf
-from dantinox.interop.packaged_checkpoints import PACKAGED, packaged_checkpoint
-from dantinox.interop.source import Arrays, ExportBundle, Source
+from dantinox.interop.packaged_checkpoints import PACKAGED, find_packaged_checkpoint
+from dantinox.interop.source import ExportBundle, LazyArrays, Source
 from dantinox.interop.v0 import parameters, read_v0
 from dantinox.model.parameters import abstract_model
 from dantinox.run import (
@@ -91,8 +91,12 @@ def import_checkpoint(
         return Imported(run, path, "DantinoX 0", arrays)
     if not path.exists() and str(source) in PACKAGED:
         check_new(Path(run_dir))
-        path = packaged_checkpoint(str(source), note)
-    found = source_of(open_gguf(path)) if path.suffix == ".gguf" else open_folder(path if path.exists() else fetch(str(source)))
+        path = find_packaged_checkpoint(str(source), note)
+    found = (
+        source_from_gguf(open_gguf(path))
+        if path.suffix == ".gguf"
+        else open_folder(path if path.exists() else download_repository(str(source)))
+    )
     run = import_run(found, run_dir, dtype, max_context)
     if found.left_out is not None:
         note(found.left_out)
@@ -114,7 +118,7 @@ def import_run(source: Source, run_dir: str | Path, dtype: str = "auto", max_con
         raise UserError(f"{source.path} has a text with a lone surrogate, which is no character") from None
     if size > MAX_TEMPLATE_BYTES:
         raise UserError(f"{source.path} has a chat template of {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
-    path, settings = Path(run_dir), settings_of(source.config, max_context)
+    path, settings = Path(run_dir), hf_config_to_settings(source.config, max_context)
     vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
     settings["generation"] = _sampling_defaults(source, settings["model"])
@@ -299,7 +303,7 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
         table = next(iter(tensors))
         kinds = {**tensors.tensors, "lm_head.weight": tensors.tensors[table]}
         made = tensors
-        tensors = Arrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
+        tensors = LazyArrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
     dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
     # Without one of its own, transformers takes the vocabulary for one of the family's usual kind.
     own = origin["tokenizer_config"] if origin["format"] == "hf" else {}
@@ -313,7 +317,7 @@ def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, 
         return None
     run.check(run.origin)
     origin = read_json(run.origin, MAX_JSON_BYTES)
-    said = settings_of(origin["config"], config.model.max_context)
+    said = hf_config_to_settings(origin["config"], config.model.max_context)
     other = config.architecture(vocab_size)
     one = build_config(said).architecture(other.vocab_size)
     return origin if all(getattr(one, name) == getattr(other, name) for name in ARCHITECTURE) else None

@@ -21,18 +21,18 @@ from dantinox.interop.gguf_config import (
     LONG,
     SHORT,
     Metadata,
-    config_of,
     frequency_tensors,
-    metadata_of,
+    gguf_metadata,
+    gguf_to_hf_config,
     predicting_layers,
-    unsaid,
-    written_as,
+    select_family,
+    unsupported_feature,
 )
-from dantinox.interop.gguf_families import FAMILIES, Family, Joined
+from dantinox.interop.gguf_families import FAMILIES, Family, MergedTensor
 from dantinox.interop.gguf_file import PLAIN, GGUFFile, Shape, Stored, read_tensor, write_gguf
 from dantinox.interop.gguf_vocabulary import from_metadata, to_metadata
-from dantinox.interop.hf_config import settings_of
-from dantinox.interop.source import Arrays, Source, Tensor
+from dantinox.interop.hf_config import hf_config_to_settings
+from dantinox.interop.source import LazyArrays, Source, Tensor
 from dantinox.text import Tokenizer
 
 # By the name of the flag `--type`: GGUF's name of the type, and llama.cpp's number for a file of it.
@@ -40,13 +40,13 @@ TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q
 # Routers and positions, besides biases and what has one axis.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures that llama.cpp wants an output layer of, even where it is the table of embeddings.
-WITHOUT_TYING = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
+NEEDS_OUTPUT_LAYER = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
 # Architectures of text models with positions of three axes, which for text are another architecture.
-THREE_AXES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
-BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
+MROPE_ARCHITECTURES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+Q8_0_BLOCK = 32  # numbers that q8_0 gives one scale; rows of another length are f16
 
 
-def source_of(file: GGUFFile) -> Source:
+def source_from_gguf(file: GGUFFile) -> Source:
     """A GGUF file as a checkpoint to import. Nothing of its tensors is read yet.
 
     Raises:
@@ -60,9 +60,9 @@ def source_of(file: GGUFFile) -> Source:
         )
     if file.metadata.get("general.type", "model") != "model":
         raise UserError(f"{path} is no model but {quote(file.metadata['general.type'])}")
-    file = _with_separate_heads(_with_one_axis(file))
-    family, config = config_of(file)
-    parts = _parts(file, family)
+    file = _split_qkv(_drop_mrope(file))
+    family, config = gguf_to_hf_config(file)
+    parts = _locate_tensors(file, family)
     config["tie_word_embeddings"] = "lm_head.weight" not in parts
     vocabulary = from_metadata(file.metadata, str(path))
     rows = file.tensors["token_embd.weight"].shape[0]
@@ -73,8 +73,8 @@ def source_of(file: GGUFFile) -> Source:
     for name, (stored_as, expert) in parts.items():
         stored = [file.tensors[part] for part in stored_as]
         kinds = {PLAIN[part.kind].name if part.kind in PLAIN else "float32" for part in stored}
-        if joined := family.joined.get(_general(name)):
-            shape = _joined_shape(joined, config, [part.shape for part in stored], f"{path} has {' and '.join(stored_as)}")
+        if joined := family.joined.get(_generalize(name)):
+            shape = _merged_shape(joined, config, [part.shape for part in stored], f"{path} has {' and '.join(stored_as)}")
         else:
             shape = stored[0].shape if expert is None else stored[0].shape[1:]
             shape = shape[::-1] if _is_transposed(family, name, len(shape)) else shape
@@ -82,9 +82,9 @@ def source_of(file: GGUFFile) -> Source:
 
     def make(name: str) -> np.ndarray:
         stored_as, expert = parts[name]
-        joined = family.joined.get(_general(name))
+        joined = family.joined.get(_generalize(name))
         if joined is None:
-            return _converted(family, config, name, read_tensor(file, stored_as[0], expert), back=False)
+            return _convert(family, config, name, read_tensor(file, stored_as[0], expert), back=False)
         arrays = [read_tensor(file, part) for part in stored_as]
         whole = np.empty(described[name].shape, arrays[0].dtype if len({a.dtype for a in arrays}) == 1 else np.float32)
         for piece, array in zip(joined.pieces(whole, config), arrays, strict=True):
@@ -95,15 +95,15 @@ def source_of(file: GGUFFile) -> Source:
         path=path,
         format="gguf",
         config=config,
-        tensors=Arrays(described, make),
+        tensors=LazyArrays(described, make),
         **vocabulary._asdict(),
     )
 
 
-def _with_one_axis(file: GGUFFile) -> GGUFFile:
+def _drop_mrope(file: GGUFFile) -> GGUFFile:
     """The text model of a Qwen-VL as its plain family: all axes of a text token's position are equal, but for a fourth."""
     arch = file.metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in THREE_AXES:
+    if not isinstance(arch, str) or arch not in MROPE_ARCHITECTURES:
         return file
     sections = file.metadata.get(f"{arch}.rope.dimension_sections")
     if not isinstance(sections, list) or len(sections) not in (3, 4) or any(sections[3:]):
@@ -111,15 +111,15 @@ def _with_one_axis(file: GGUFFile) -> GGUFFile:
             f"{file.path} says {arch}.rope.dimension_sections: {quote(sections)}, expected three numbers and a zero"
         )
     unused = {f"{arch}.rope.dimension_sections", f"{arch}.n_deepstack_layers"}
-    metadata: dict[str, Any] = {"general.architecture": THREE_AXES[arch]}
+    metadata: dict[str, Any] = {"general.architecture": MROPE_ARCHITECTURES[arch]}
     for key, value in file.metadata.items():
         if key not in unused | metadata.keys():
             owner, _, rest = key.partition(".")
-            metadata[f"{THREE_AXES[arch]}.{rest}" if owner == arch else key] = value
+            metadata[f"{MROPE_ARCHITECTURES[arch]}.{rest}" if owner == arch else key] = value
     return file._replace(metadata=metadata)
 
 
-def _with_separate_heads(file: GGUFFile) -> GGUFFile:
+def _split_qkv(file: GGUFFile) -> GGUFFile:
     """A file whose queries, keys and values are three tensors in place of one, `attn_qkv`, where its family knows three.
 
     llama.cpp reads either. Their rows follow each other, so that each is a part of the bytes.
@@ -147,7 +147,7 @@ def _with_separate_heads(file: GGUFFile) -> GGUFFile:
     return file._replace(tensors=tensors)
 
 
-def _joined_shape(joined: Joined, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
+def _merged_shape(joined: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
     """The shape of a tensor of transformers that is made of tensors of these shapes; `what`: the beginning of an error."""
     try:
         shape = joined.shape(config, *shapes)
@@ -159,12 +159,12 @@ def _joined_shape(joined: Joined, config: Mapping[str, Any], shapes: list[tuple[
     return shape
 
 
-def _general(name: str) -> str:
+def _generalize(name: str) -> str:
     """A name of transformers with `{}` for the layer."""
     return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
 
 
-def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], int | None]]:
+def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], int | None]]:
     """For every name of transformers the tensors in the file, and the entry of the first axis where that is one of experts."""
     parts: dict[str, tuple[tuple[str, ...], int | None]] = {}
     joined = {stored: theirs for theirs, how in family.joined.items() for stored in how.stored}
@@ -196,12 +196,12 @@ def _parts(file: GGUFFile, family: Family) -> dict[str, tuple[tuple[str, ...], i
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{file.path} has no embeddings: token_embd.weight is missing")
     embeddings, output = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight"))
-    if embeddings and output and _equal(file, embeddings, output):
+    if embeddings and output and _same_bytes(file, embeddings, output):
         del parts["lm_head.weight"]
     return parts
 
 
-def _equal(file: GGUFFile, one: Any, other: Any) -> bool:
+def _same_bytes(file: GGUFFile, one: Any, other: Any) -> bool:
     """Whether two tensors are the same bytes: some programs write a tied table twice."""
     if one[:2] != other[:2]:
         return False
@@ -215,19 +215,19 @@ def _is_transposed(family: Family, name: str, axes: int) -> bool:
     return family.arch == "gpt2" and axes == 2 and ".h." in name
 
 
-def _converted(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
+def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
     """A tensor of GGUF as transformers has it, or with `back` a tensor of transformers as GGUF has it."""
     if _is_transposed(family, name, array.ndim):
         return array.T
     if family.shifted and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + (1 if back else -1)
-    if heads := _rotated_heads(family, config, name):
+    if heads := _permuted_heads(family, config, name):
         pairs = array.reshape(heads, *((2, -1) if back else (-1, 2)), *array.shape[1:])
         return pairs.swapaxes(1, 2).reshape(array.shape)
     return array
 
 
-def _rotated_heads(family: Family, config: Mapping[str, Any], name: str) -> int:
+def _permuted_heads(family: Family, config: Mapping[str, Any], name: str) -> int:
     """How many heads a tensor has that are stored in another order, 0 for all others."""
     if not family.interleaved or not re.search(r"\.[qk]_proj\.(weight|bias)$", name):
         return 0
@@ -239,7 +239,7 @@ def export_gguf(
     path: str | Path,
     config: Config,
     hf_config: Mapping[str, Any],
-    tensors: Arrays,
+    tensors: LazyArrays,
     tokenizer: Tokenizer,
     *,
     kind: str = "f32",
@@ -256,13 +256,13 @@ def export_gguf(
     Raises:
       UserError: GGUF cannot say the model or its tokenizer, or the file cannot be written.
     """
-    family = written_as(hf_config)
+    family = select_family(hf_config)
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
-    made_of = _made_of(family, [name for name in tensors if name not in tied])
+    made_of = _group_by_stored(family, [name for name in tensors if name not in tied])
     shapes = {stored: _shape(family, tensors, stored, names, TYPES[kind][0], hf_config) for stored, names in made_of.items()}
     rows = shapes["token_embd.weight"][0][0]
     model = config.architecture(tokenizer.vocab_size)
-    if what := unsaid(model, family, hf_config):
+    if what := unsupported_feature(model, family, hf_config):
         raise UserError(f"llama.cpp's {family.arch} cannot have {what}")
     context = hf_config.get("max_position_embeddings", model.max_context)
     if not family.windows and all(window is None or window >= model.max_context for window in model.windows):
@@ -274,30 +274,30 @@ def export_gguf(
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}
     metadata |= {"general.file_type": TYPES[kind][1], "general.quantization_version": 2}
-    said = metadata_of(model, family, context)
+    said = gguf_metadata(model, family, context)
     metadata |= {f"{family.arch}.{key}": value for key, value in said.items()}
-    _check_said(model, family, metadata, shapes, extra)
+    _check_roundtrip(model, family, metadata, shapes, extra)
     metadata |= to_metadata(tokenizer, rows, chat_template)
 
     def arrays() -> Iterator[np.ndarray]:
         for stored, names in made_of.items():
-            if joined := family.joined.get(_general(names[0])):
+            if joined := family.joined.get(_generalize(names[0])):
                 number = joined.stored.index(_stored_name(stored))
                 yield np.ascontiguousarray(joined.pieces(tensors[names[0]], hf_config)[number])
                 continue
-            parts = (_converted(family, hf_config, name, tensors[name], back=True) for name in names)
+            parts = (_convert(family, hf_config, name, tensors[name], back=True) for name in names)
             yield np.stack(list(parts)) if "_exps" in stored else next(parts)
         yield from extra.values()
 
     write_gguf(path, metadata, shapes, arrays())
 
 
-def _made_of(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
+def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
     """For every tensor of GGUF those of transformers that it is made of: one, or one of each expert in their order."""
     names = {theirs: ours for ours, theirs in family.names.items()}
     made_of: dict[str, dict[int, str]] = {}
     for name in tensors:
-        if joined := family.joined.get(_general(name)):
+        if joined := family.joined.get(_generalize(name)):
             number = name.split(".")[2]
             made_of |= {stored.replace("{}", number): {0: name} for stored in joined.stored}
             continue
@@ -308,7 +308,7 @@ def _made_of(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
             raise UserError(f"GGUF has no name for the tensor {name}")
         stored = f"{names[general]}.{suffix}".replace("{}", layer[1] if layer else "")
         made_of.setdefault(stored, {})[int(expert[1]) if expert else 0] = name
-    if family.arch in WITHOUT_TYING and "output.weight" not in made_of:
+    if family.arch in NEEDS_OUTPUT_LAYER and "output.weight" not in made_of:
         made_of["output.weight"] = made_of["token_embd.weight"]
     return {stored: [parts[e] for e in sorted(parts)] for stored, parts in made_of.items()}
 
@@ -318,9 +318,11 @@ def _stored_name(stored: str) -> str:
     return re.sub(r"^blk\.\d+\.", "blk.{}.", stored)
 
 
-def _shape(family: Family, tensors: Arrays, stored: str, names: list[str], kind: str, hf_config: Mapping[str, Any]) -> Shape:
+def _shape(
+    family: Family, tensors: LazyArrays, stored: str, names: list[str], kind: str, hf_config: Mapping[str, Any]
+) -> Shape:
     shape = tensors.tensors[names[0]].shape
-    if joined := family.joined.get(_general(names[0])):
+    if joined := family.joined.get(_generalize(names[0])):
         pieces = joined.pieces(np.broadcast_to(np.uint8(0), shape), hf_config)
         shape = pieces[joined.stored.index(_stored_name(stored))].shape
     if _is_transposed(family, names[0], len(shape)):
@@ -329,10 +331,10 @@ def _shape(family: Family, tensors: Arrays, stored: str, names: list[str], kind:
         shape = (len(names), *shape)
     if len(shape) == 1 or stored.endswith(".bias") or any(part in names[0] for part in ALWAYS_F32):
         return shape, "F32"
-    return shape, "F16" if kind == "Q8_0" and shape[-1] % BLOCK else kind
+    return shape, "F16" if kind == "Q8_0" and shape[-1] % Q8_0_BLOCK else kind
 
 
-def _check_said(
+def _check_roundtrip(
     model: ModelConfig, family: Family, metadata: dict[str, Any], shapes: Mapping[str, Any], extra: Mapping[str, np.ndarray]
 ) -> None:
     """Reads the metadata back as llama.cpp does, and raises where the architecture differs: that GGUF cannot say."""
@@ -341,8 +343,8 @@ def _check_said(
     tensors = {name: Stored(shape, kind, 0, 0) for name, (shape, kind) in shapes.items()}
     for (name, array), end in zip(extra.items(), ends, strict=True):
         tensors[name] = Stored(array.shape, "F32", end - array.nbytes, array.nbytes)
-    _, said = config_of(GGUFFile(Path("the file"), metadata, tensors, content))
-    sections = settings_of(
+    _, said = gguf_to_hf_config(GGUFFile(Path("the file"), metadata, tensors, content))
+    sections = hf_config_to_settings(
         said | {"vocab_size": model.vocab_size, "tie_word_embeddings": model.weight_tying}, model.max_context
     )
     back = build_config(sections).architecture(model.vocab_size)

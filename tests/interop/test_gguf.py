@@ -11,11 +11,11 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop import hf_families as families
-from dantinox.interop.gguf import TYPES, export_gguf, source_of
+from dantinox.interop.gguf import TYPES, export_gguf, source_from_gguf
 from dantinox.interop.gguf_config import llama3_factors
 from dantinox.interop.gguf_families import FAMILIES
 from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_weights import _shapes, from_hf, to_hf
 from dantinox.run import RunDirectory, load_weights, save_config, save_tokenizer, save_weights
 from dantinox.text.vocabulary import train_tokenizer
@@ -75,7 +75,7 @@ def config_of(name, **changes):
 
 def model_of(config):
     """Settings and random weights of a `config.json`."""
-    settings = build_config(settings_of(config, max_context=64))
+    settings = build_config(hf_config_to_settings(config, max_context=64))
     rng = np.random.default_rng(3)
     shapes = _shapes(settings.architecture(SYMBOLS))
     return settings, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -90,8 +90,8 @@ def export(path, name, kind="f32", **changes):
 
 def imported(path):
     """The parameters that a file makes, by the settings that it makes."""
-    source = source_of(open_gguf(path))
-    model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
+    source = source_from_gguf(open_gguf(path))
+    model = build_config(hf_config_to_settings(source.config, max_context=64)).architecture(SYMBOLS)
     return model, from_hf(source.config, model, source.tensors, "float32")
 
 
@@ -133,8 +133,8 @@ def test_a_model_comes_back_and_is_the_same_architecture(family, tmp_path):
         else:
             np.testing.assert_array_equal(arrays[name], array, name)
     again = tmp_path / "y.gguf"
-    source = source_of(open_gguf(path))
-    settings = build_config(settings_of(source.config, max_context=64))
+    source = source_from_gguf(open_gguf(path))
+    settings = build_config(hf_config_to_settings(source.config, max_context=64))
     export_gguf(again, settings, *to_hf(settings, SYMBOLS, arrays, source.config), TOKENIZER)
     first, second = open_gguf(path), open_gguf(again)
     assert second.tensors.keys() == first.tensors.keys()
@@ -209,13 +209,13 @@ def test_llama3_factors_are_read_back_and_others_refused(tmp_path):
     # Of Llama 3.1's file: high frequencies stay, low ones are divided by 8.
     assert factors[0] == 1 and factors[-1] == 8 and 1 < factors[32] < 8
     export(tmp_path / "x.gguf", "llama")
-    source = source_of(open_gguf(tmp_path / "x.gguf"))
+    source = source_from_gguf(open_gguf(tmp_path / "x.gguf"))
     rope = config_of("llama")["rope_parameters"]
     assert source.config["rope_parameters"] == rope
     file = open_gguf(tmp_path / "x.gguf")
     rewrite(file, tmp_path / "y.gguf", arrays={"rope_freqs.weight": np.array([1, 7, 2, 3], np.float32)})
     with pytest.raises(UserError, match=r"rope_freqs\.weight in a way that is not Llama 3's"):
-        source_of(open_gguf(tmp_path / "y.gguf"))
+        source_from_gguf(open_gguf(tmp_path / "y.gguf"))
 
 
 def rewrite(file, path, metadata=None, arrays=None, drop=()):
@@ -327,14 +327,16 @@ def test_what_llama_cpp_takes_for_another_model_is_refused(family, changes, sent
 
 def test_rows_that_are_of_no_token_have_names_that_are_not_used(tmp_path):
     config = config_of("qwen3", vocab_size=70)
-    settings = build_config(settings_of(config, max_context=64) | {"model": settings_of(config)["model"] | PADDED})
+    settings = build_config(
+        hf_config_to_settings(config, max_context=64) | {"model": hf_config_to_settings(config)["model"] | PADDED}
+    )
     shapes = _shapes(settings.architecture(SYMBOLS))
     weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     export_gguf(tmp_path / "x.gguf", settings, *to_hf(settings, SYMBOLS, weights, config), TOKENIZER)
     metadata = open_gguf(tmp_path / "x.gguf").metadata
     assert metadata["tokenizer.ggml.tokens"][67:] == ["[PAD67]", "[PAD68]", "[PAD69]"]
     assert metadata["tokenizer.ggml.token_type"][67:] == [5, 5, 5]
-    source = source_of(open_gguf(tmp_path / "x.gguf"))
+    source = source_from_gguf(open_gguf(tmp_path / "x.gguf"))
     assert source.config["vocab_size"] == metadata["qwen3.vocab_size"] == 70
     assert source.tokenizer == TOKENIZER.to_json()
 
@@ -343,7 +345,7 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path):
     export(tmp_path / "x.gguf", "mistral", sliding_window=64, max_position_embeddings=4096)
     file = open_gguf(tmp_path / "x.gguf")
     assert file.metadata["llama.context_length"] == 64
-    assert settings_of(source_of(open_gguf(tmp_path / "x.gguf")).config)["model"]["max_context"] == 64
+    assert hf_config_to_settings(source_from_gguf(open_gguf(tmp_path / "x.gguf")).config)["model"]["max_context"] == 64
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +402,7 @@ def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
     export(tmp_path / "x.gguf", family)
     file = open_gguf(tmp_path / "x.gguf")
     arch = file.metadata["general.architecture"]
-    before = settings_of(source_of(file).config)
+    before = hf_config_to_settings(source_from_gguf(file).config)
     idle = {"vocab_size"} | ({"feed_forward_length"} if family in ("qwen3_moe", "qwen2_moe") else set())
     idle |= {"rope.freq_base"} if family == "granitemoehybrid" else set()  # which rotates nothing
     for key, value in file.metadata.items():
@@ -409,8 +411,8 @@ def test_every_entry_of_the_architecture_is_refused_or_felt(family, tmp_path):
         for changed in (differently(value), {"x": 1} if isinstance(value, str) else "x", None):
             metadata = {k: v for k, v in (file.metadata | {key: changed}).items() if v is not None}
             try:
-                config = source_of(file._replace(metadata=metadata)).config
-                felt = settings_of(config) != before
+                config = source_from_gguf(file._replace(metadata=metadata)).config
+                felt = hf_config_to_settings(config) != before
             except UserError as error:
                 assert "\n" not in str(error)
                 continue
@@ -425,8 +427,8 @@ def test_whatever_an_entry_holds_is_read_or_one_sentence(family, tmp_path):
     for key in [*file.metadata, "split.count", "tokenizer.ggml.scores", "general.alignment"]:
         for value in ("x", "", 0, 3, -1, 1 << 40, 1.5, float("nan"), 1e300, True, [], ["x"], [7], [[1]], [True] * 99):
             try:
-                source = source_of(file._replace(metadata=file.metadata | {key: value}))
-                build_config(settings_of(source.config))
+                source = source_from_gguf(file._replace(metadata=file.metadata | {key: value}))
+                build_config(hf_config_to_settings(source.config))
             except UserError as error:
                 assert "\n" not in str(error)
 
@@ -435,8 +437,8 @@ def test_whatever_an_entry_holds_is_read_or_one_sentence(family, tmp_path):
 def test_every_tensor_is_counted(family, tmp_path):
     export(tmp_path / "x.gguf", family)
     file = open_gguf(tmp_path / "x.gguf")
-    source = source_of(file)
-    model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
+    source = source_from_gguf(file)
+    model = build_config(hf_config_to_settings(source.config, max_context=64)).architecture(SYMBOLS)
     extra = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
     for name, stored in file.tensors.items():
         rest = {other: entry for other, entry in file.tensors.items() if other != name}
@@ -447,8 +449,8 @@ def test_every_tensor_is_counted(family, tmp_path):
             file.tensors | {name.replace("blk.0", "blk.9") if "blk.0" in name else f"blk.9.{name}": stored},
         ):
             try:
-                source = source_of(file._replace(tensors=tensors))
-                settings = settings_of(source.config, max_context=64)
+                source = source_from_gguf(file._replace(tensors=tensors))
+                settings = hf_config_to_settings(source.config, max_context=64)
             except (UserError, ValueError):
                 continue
             another = build_config(settings).architecture(SYMBOLS) != model
@@ -464,9 +466,9 @@ def test_a_mistral3_without_scaled_queries_is_a_mistral(tmp_path):
     scaled = ("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier")
     assert [file.metadata[key] for key in scaled] == pytest.approx([0.3, 1.0])
     metadata = {key: value for key, value in file.metadata.items() if key not in scaled}
-    source = source_of(file._replace(metadata=metadata))
+    source = source_from_gguf(file._replace(metadata=metadata))
     assert source.config["model_type"] == "mistral"
-    model = build_config(settings_of(source.config, max_context=64)).architecture(SYMBOLS)
+    model = build_config(hf_config_to_settings(source.config, max_context=64)).architecture(SYMBOLS)
     assert replace(model, query_scaling_beta=0.3) == replace(
         imported(file.path)[0], rope_scaling=replace(model.rope_scaling, mscale=None, mscale_all_dim=None)
     )
@@ -501,9 +503,9 @@ def test_the_text_model_of_a_qwen_vl_is_a_qwen(family, tmp_path):
     entries = {key.replace(f"{family}.", f"{arch}."): value for key, value in file.metadata.items()}
     sections = {f"{arch}.rope.dimension_sections": [1, 1, 2, 0], f"{arch}.n_deepstack_layers": 3}
     vision = file._replace(metadata=entries | sections | {"general.architecture": arch})
-    assert source_of(vision).config == source_of(file).config
+    assert source_from_gguf(vision).config == source_from_gguf(file).config
     with pytest.raises(UserError, match=r"dimension_sections: \[1, 1, 1, 1\], expected three numbers and a zero"):
-        source_of(vision._replace(metadata=vision.metadata | {f"{arch}.rope.dimension_sections": [1, 1, 1, 1]}))
+        source_from_gguf(vision._replace(metadata=vision.metadata | {f"{arch}.rope.dimension_sections": [1, 1, 1, 1]}))
 
 
 def test_an_olmo_with_another_epsilon_is_refused(tmp_path):
@@ -517,16 +519,16 @@ def test_granite_4_is_read_as_granite_where_it_rotates(tmp_path):
     export(tmp_path / "x.gguf", "granitemoehybrid")
     file = open_gguf(tmp_path / "x.gguf")
     assert file.metadata["granite.rope.scaling.finetuned"] is False
-    assert source_of(file).config["model_type"] == "granitemoehybrid"
+    assert source_from_gguf(file).config["model_type"] == "granitemoehybrid"
     export(tmp_path / "y.gguf", "granitemoehybrid", position_embedding_type="rope")
-    assert source_of(open_gguf(tmp_path / "y.gguf")).config["model_type"] == "granite"
+    assert source_from_gguf(open_gguf(tmp_path / "y.gguf")).config["model_type"] == "granite"
     export(tmp_path / "z.gguf", "granitemoehybrid:granitemoe")
     file = open_gguf(tmp_path / "z.gguf")
-    assert source_of(file).config["model_type"] == "granitemoeshared"
+    assert source_from_gguf(file).config["model_type"] == "granitemoeshared"
     # llama.cpp's converter writes the sizes of Mamba layers where there are none.
-    source_of(file._replace(metadata=file.metadata | {"granitemoe.ssm.conv_kernel": 4}))
+    source_from_gguf(file._replace(metadata=file.metadata | {"granitemoe.ssm.conv_kernel": 4}))
     with pytest.raises(UserError, match=r"granitemoe\.rope\.scaling\.finetuned: false, which is not known here"):
-        source_of(file._replace(metadata=file.metadata | {"granitemoe.rope.scaling.finetuned": False}))
+        source_from_gguf(file._replace(metadata=file.metadata | {"granitemoe.rope.scaling.finetuned": False}))
 
 
 def test_the_scores_of_glm_flash_are_sigmoids_where_a_file_does_not_say_so(tmp_path):
@@ -534,8 +536,8 @@ def test_the_scores_of_glm_flash_are_sigmoids_where_a_file_does_not_say_so(tmp_p
     file = open_gguf(tmp_path / "x.gguf")
     metadata = {key: value for key, value in file.metadata.items() if key != "deepseek2.expert_gating_func"}
     with pytest.raises(UserError, match=r"exp_probs_b\.bias, which deepseek2 is not known to have"):
-        source_of(file._replace(metadata=metadata))
-    flash = source_of(file._replace(metadata=metadata | {"deepseek2.vocab_size": 154880}))
+        source_from_gguf(file._replace(metadata=metadata))
+    flash = source_from_gguf(file._replace(metadata=metadata | {"deepseek2.vocab_size": 154880}))
     assert flash.config["model_type"] == "deepseek_v3"
 
 
@@ -554,11 +556,11 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 def test_a_table_that_is_written_twice_is_a_tied_one(llama, tmp_path):
     table = np.array(read_tensor(llama, "token_embd.weight"))
     rewrite(llama, tmp_path / "x.gguf", arrays={"output.weight": table})
-    assert source_of(open_gguf(tmp_path / "x.gguf")).config["tie_word_embeddings"] is True
-    assert source_of(open_gguf(llama.path)).config["tie_word_embeddings"] is False
+    assert source_from_gguf(open_gguf(tmp_path / "x.gguf")).config["tie_word_embeddings"] is True
+    assert source_from_gguf(open_gguf(llama.path)).config["tie_word_embeddings"] is False
     export(tmp_path / "y.gguf", "olmo2", tie_word_embeddings=True)
     assert "output.weight" in open_gguf(tmp_path / "y.gguf").tensors
-    assert source_of(open_gguf(tmp_path / "y.gguf")).config["tie_word_embeddings"] is True
+    assert source_from_gguf(open_gguf(tmp_path / "y.gguf")).config["tie_word_embeddings"] is True
 
 
 def test_a_run_goes_out_and_comes_back(tmp_path, capsys):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.interop.hf_config import config_of, settings_of
+from dantinox.interop.hf_config import hf_config_to_settings, settings_to_hf_config
 from dantinox.interop.hf_folder import open_tensors
 from dantinox.interop.hf_weights import from_hf, to_hf
-from dantinox.interop.source import Arrays
+from dantinox.interop.source import LazyArrays
 from dantinox.model.parameters import abstract_model
 
 from .families import FAMILIES
@@ -34,7 +34,7 @@ most = pytest.mark.parametrize(
 def read(family):
     """config.json, the settings of it and the tensors of a small checkpoint."""
     config = json.loads((CHECKPOINTS / family / "config.json").read_text())
-    settings = settings_of(config, max_context=64)
+    settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = "float32"
     return config, build_config(settings), open_tensors(CHECKPOINTS / family)
 
@@ -71,16 +71,18 @@ def test_every_tensor_and_every_key_comes_back(family):
 @each
 def test_a_model_made_here_finds_its_family(family):
     _, settings, _ = read(family)
-    written = config_of(settings, SYMBOLS)
+    written = settings_to_hf_config(settings, SYMBOLS)
     assert written["model_type"] == SAME.get(family, family)
-    again = build_config(settings_of(written, 64)).architecture(SYMBOLS)
+    again = build_config(hf_config_to_settings(written, 64)).architecture(SYMBOLS)
     assert again == replace(settings.architecture(SYMBOLS), dtype=again.dtype)
 
 
 def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
     for family, key, says in (("gpt2", "n_layer", "28 tensors, .* says 9000"), ("mixtral", "num_local_experts", "200000000")):
         config, _, files = read(family)
-        settings = build_config(settings_of(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64))
+        settings = build_config(
+            hf_config_to_settings(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64)
+        )
         with pytest.raises(UserError, match=says):
             from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
@@ -88,14 +90,16 @@ def test_more_layers_or_experts_than_a_file_has_tensors_are_named_at_once():
 def test_sizes_that_no_file_can_hold_are_named():
     config, _, files = read("llama")
     huge = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**30)
-    settings = build_config(settings_of(config | huge, max_context=64))
+    settings = build_config(hf_config_to_settings(config | huge, max_context=64))
     with pytest.raises(UserError, match="which no file can hold"):
         from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
 
 
 def test_layers_that_predict_further_tokens_are_left_out():
     config, settings, files = read("deepseek_v3")
-    more = Arrays(files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]}, lambda name: files[name])
+    more = LazyArrays(
+        files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]}, lambda name: files[name]
+    )
     model = settings.architecture(SYMBOLS, "cpu")
     with pytest.raises(UserError, match=r"model.layers.2.eh_proj.weight, for which the model of its config has no place"):
         from_hf(config, model, more)
@@ -110,7 +114,7 @@ def test_numbers_that_are_not_finite_are_refused(number):
     name = "model.layers.1.mlp.down_proj.weight"
     broken = np.array(files[name])
     broken[-1, 5] = number
-    tensors = Arrays(files.tensors, lambda asked: broken if asked == name else files[asked])
+    tensors = LazyArrays(files.tensors, lambda asked: broken if asked == name else files[asked])
     arrays = from_hf(config, settings.architecture(SYMBOLS, "cpu"), tensors)
     with pytest.raises(UserError, match=f"has {name} with numbers that are NaN or infinite"):
         arrays["blocks/1/ffn/down/kernel"]

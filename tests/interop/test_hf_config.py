@@ -3,7 +3,7 @@
 import pytest
 
 from dantinox.config import ExpertsConfig, LatentConfig, RopeScaling, UserError, build_config
-from dantinox.interop.hf_config import config_of, settings_of
+from dantinox.interop.hf_config import hf_config_to_settings, settings_to_hf_config
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 60}
@@ -174,24 +174,24 @@ WILD = {
 def test_older_spellings_mean_the_same(name):
     config, means = WILD[name]
     config = (GPT2_SIZES if config["model_type"] == "gpt2" else SIZES) | config
-    settings = build_config(settings_of(config))
+    settings = build_config(hf_config_to_settings(config))
     model = settings.architecture(60)
     assert {key: getattr(model, key) for key in means} == means
-    again = config_of(settings, 60, config["model_type"])
-    assert build_config(settings_of(again, model.max_context)).architecture(60) == model
+    again = settings_to_hf_config(settings, 60, config["model_type"])
+    assert build_config(hf_config_to_settings(again, model.max_context)).architecture(60) == model
 
 
 def test_learned_positions_are_as_many_as_there_are():
     with pytest.raises(UserError, match="has learned positions for 1024 tokens: leave max_context out"):
-        settings_of(GPT2_SIZES | WILD["gpt2"][0], 512)
+        hf_config_to_settings(GPT2_SIZES | WILD["gpt2"][0], 512)
 
 
 def test_scaling_is_read_with_its_numbers():
-    llama = build_config(settings_of(SIZES | WILD["llama 3.2"][0])).attention
+    llama = build_config(hf_config_to_settings(SIZES | WILD["llama 3.2"][0])).attention
     assert (llama.rope_scaling, llama.rope_factor, llama.rope_original_context) == ("llama3", 32.0, 8192)
-    phi = build_config(settings_of(SIZES | WILD["phi 3"][0], 131072))
+    phi = build_config(hf_config_to_settings(SIZES | WILD["phi 3"][0], 131072))
     assert phi.attention.rope_factor == 32 and phi.architecture(60).rope_scaling.factors == (2.0,) * 8
-    assert build_config(settings_of(SIZES | WILD["phi 3"][0])).architecture(60).rope_scaling.factors == (1.0,) * 8
+    assert build_config(hf_config_to_settings(SIZES | WILD["phi 3"][0])).architecture(60).rope_scaling.factors == (1.0,) * 8
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_scaling_is_read_with_its_numbers():
 )
 def test_what_cannot_be_had_is_named(changes, says):
     with pytest.raises(UserError) as caught:
-        build_config(settings_of({"model_type": "llama"} | SIZES | changes))
+        build_config(hf_config_to_settings({"model_type": "llama"} | SIZES | changes))
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -279,7 +279,7 @@ def test_what_cannot_be_had_is_named(changes, says):
 )
 def test_what_no_family_has_is_named(settings, names):
     with pytest.raises(UserError, match="no family of transformers can say this model") as caught:
-        config_of(build_config(settings), 60)
+        settings_to_hf_config(build_config(settings), 60)
     assert names in str(caught.value)
 
 
@@ -301,4 +301,4 @@ def test_what_no_family_has_is_named(settings, names):
     ],
 )  # fmt: skip
 def test_a_model_leaves_as_the_first_family_that_says_it(settings, family):
-    assert config_of(build_config(settings), 60)["model_type"] == family
+    assert settings_to_hf_config(build_config(settings), 60)["model_type"] == family

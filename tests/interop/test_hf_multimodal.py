@@ -12,13 +12,13 @@ import pytest
 
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.interop.gguf import source_of
+from dantinox.interop.gguf import source_from_gguf
 from dantinox.interop.gguf_file import open_gguf, write_gguf
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import open_tensors
-from dantinox.interop.hf_multimodal import MULTIMODAL, text_model
+from dantinox.interop.hf_multimodal import MULTIMODAL, extract_text_model
 from dantinox.interop.hf_weights import from_hf
-from dantinox.interop.source import Arrays
+from dantinox.interop.source import LazyArrays
 from dantinox.model.parameters import abstract_model
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import train_tokenizer
@@ -44,19 +44,19 @@ def renamed(tensors, names):
     changed = {name: next((old for old in names if name.startswith(old)), None) for name in tensors}
     stored = {name if old is None else names[old] + name.removeprefix(old): name for name, old in changed.items()}
     kinds = {name: tensors.tensors[old] for name, old in stored.items()}
-    return Arrays(kinds, lambda name: tensors[stored[name]])
+    return LazyArrays(kinds, lambda name: tensors[stored[name]])
 
 
 def parameters(config, tensors):
-    return from_hf(config, build_config(settings_of(config, 64)).architecture(SYMBOLS), tensors)
+    return from_hf(config, build_config(hf_config_to_settings(config, 64)).architecture(SYMBOLS), tensors)
 
 
 @each
 def test_logits_of_text_are_those_of_transformers(name):
-    config, tensors, left_out = text_model(*read(name))
+    config, tensors, left_out = extract_text_model(*read(name))
     assert config["model_type"] == TEXT[name]
     assert left_out == f"{name}: its text model, {TEXT[name]}, is imported; tensors left out: {LEFT_OUT[name]}"
-    settings = settings_of(config, max_context=64)
+    settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = "float32"
     architecture = build_config(settings).architecture(SYMBOLS, "cpu")
     arrays = from_hf(config, architecture, tensors)
@@ -80,7 +80,7 @@ def test_logits_of_text_are_those_of_transformers(name):
 )
 def test_names_of_older_and_newer_files_are_the_same_tensors(name, names):
     config, tensors = read(name)
-    first, second = (text_model(config, files) for files in (tensors, renamed(tensors, names)))
+    first, second = (extract_text_model(config, files) for files in (tensors, renamed(tensors, names)))
     assert first[0] == second[0] and first[2] == second[2]
     one, other = parameters(*first[:2]), parameters(*second[:2])
     assert all(np.array_equal(one[key], other[key]) for key in one)
@@ -88,13 +88,13 @@ def test_names_of_older_and_newer_files_are_the_same_tensors(name, names):
 
 def test_keys_of_text_at_the_top_are_read():
     config, tensors = read("qwen2_5_vl")
-    expected = text_model(config, tensors)[0]
+    expected = extract_text_model(config, tensors)[0]
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
     text = {key: value for key, value in config["text_config"].items() if key not in ("model_type", "rope_parameters")}
     flat = {key: value for key, value in config.items() if key != "text_config"} | text
-    found = text_model(flat | {"rope_scaling": rope, "rope_theta": 1e4, "vision_token_id": 62}, tensors)[0]
+    found = extract_text_model(flat | {"rope_scaling": rope, "rope_theta": 1e4, "vision_token_id": 62}, tensors)[0]
     assert found["rope_scaling"] == {"type": "default"}
-    one, other = (build_config(settings_of(keys, 64)).architecture(SYMBOLS) for keys in (expected, found))
+    one, other = (build_config(hf_config_to_settings(keys, 64)).architecture(SYMBOLS) for keys in (expected, found))
     assert one == other
 
 
@@ -103,9 +103,9 @@ def test_sizes_that_a_file_does_not_give_are_those_of_transformers():
     given = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
              "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     whole = {"model_type": "gemma3", "text_config": given, "eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
-    config, _, _ = text_model(whole, Arrays({}, lambda name: np.zeros(0)))
+    config, _, _ = extract_text_model(whole, LazyArrays({}, lambda name: np.zeros(0)))
     assert (config["vocab_size"], config["eos_token_id"], config["torch_dtype"]) == (262208, [1, 106], "bfloat16")
-    model = build_config(settings_of(config)).architecture(262208)
+    model = build_config(hf_config_to_settings(config)).architecture(262208)
     assert (model.n_heads, model.kv_heads, model.head_size, model.max_context) == (8, 4, 256, 131072)
     assert model.weight_tying and model.windows[:6] == (1024,) * 5 + (None,)
 
@@ -115,9 +115,9 @@ def test_sizes_that_a_file_does_not_give_are_those_of_transformers():
 def test_where_the_configs_disagree_the_tensors_say_whether_the_head_is_tied(whole, own):
     config, tensors = read("qwen2_5_vl")
     config["text_config"]["tie_word_embeddings"], config["tie_word_embeddings"] = own, whole
-    untied, _, _ = text_model(config, tensors)
-    bare = Arrays({name: kind for name, kind in tensors.tensors.items() if "lm_head" not in name}, tensors.__getitem__)
-    tied, _, _ = text_model(config, bare)
+    untied, _, _ = extract_text_model(config, tensors)
+    bare = LazyArrays({name: kind for name, kind in tensors.tensors.items() if "lm_head" not in name}, tensors.__getitem__)
+    tied, _, _ = extract_text_model(config, bare)
     said = {whole, own} - {None}
     expected = (said == {True}, said == {True}) if len(said) == 1 else (False, True)
     assert (untied["tie_word_embeddings"], tied["tie_word_embeddings"]) == expected
@@ -126,7 +126,7 @@ def test_where_the_configs_disagree_the_tensors_say_whether_the_head_is_tied(who
 def test_a_text_model_alone_stays_as_it_is():
     _, tensors = read("gemma3")
     config = {"model_type": "gemma3_text", "text_config": 3}
-    assert text_model(config, tensors) == (config, tensors, None)
+    assert extract_text_model(config, tensors) == (config, tensors, None)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_text_model_alone_stays_as_it_is():
 def test_anything_else_is_refused(changes, names, sentence):
     config, tensors = read("gemma3")
     with pytest.raises(UserError, match=re.escape(sentence)):
-        text_model(config | changes, renamed(tensors, names))
+        extract_text_model(config | changes, renamed(tensors, names))
 
 
 @each
@@ -162,8 +162,8 @@ def test_whatever_a_key_holds_is_read_or_one_sentence(name):
         for value in (None, "x", 0, -1, 1.5, 1e300, True, [], ["x"], {}, {"x": {}}, {"rope_type": []}):
             for changed in ({key: value}, {"text_config": config["text_config"] | {key: value}}):
                 try:
-                    found, files, _ = text_model(config | changed, tensors)
-                    from_hf(found, build_config(settings_of(found, 64)).architecture(SYMBOLS), files)
+                    found, files, _ = extract_text_model(config | changed, tensors)
+                    from_hf(found, build_config(hf_config_to_settings(found, 64)).architecture(SYMBOLS), files)
                 except UserError as error:
                     assert "\n" not in str(error)
 
@@ -174,7 +174,7 @@ def test_a_tensor_under_two_names_is_refused():
     with pytest.raises(
         UserError, match=r"model\.language_model\.norm\.weight and model\.norm\.weight, which are the same tensor"
     ):
-        text_model(config, Arrays(twice, tensors.__getitem__))
+        extract_text_model(config, LazyArrays(twice, tensors.__getitem__))
 
 
 @each
@@ -189,7 +189,7 @@ def test_a_run_of_the_text_model_is_exported_as_its_family(name, tmp_path, capsy
     assert main(["export", str(run.path), str(out), "--format", "hf"]) == 0
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == TEXT[name] and "vision_config" not in config
-    expected = text_model(*read(name))
+    expected = extract_text_model(*read(name))
     written = open_tensors(out)
     assert written.tensors.keys() == expected[1].tensors.keys()
     assert all(np.array_equal(written[key], expected[1][key]) for key in written)
@@ -199,11 +199,11 @@ def test_a_projector_in_gguf_is_named(tmp_path):
     metadata = {"general.architecture": "clip", "general.type": "mmproj"}
     write_gguf(tmp_path / "mmproj.gguf", metadata, {"x": ((1,), "F32")}, [np.zeros(1, np.float32)])
     with pytest.raises(UserError, match=r"its projector \(mmproj\), and no text model: import the file of the language model"):
-        source_of(open_gguf(tmp_path / "mmproj.gguf"))
+        source_from_gguf(open_gguf(tmp_path / "mmproj.gguf"))
 
 
 def test_every_model_names_its_class_and_a_known_text_model():
     for name, whole in MULTIMODAL.items():
         config = {"model_type": name, "text_config": {"hidden_size": 64}, "architectures": [whole.architecture]}
-        found, _, _ = text_model(config, Arrays({}, lambda name: np.zeros(0)))
-        assert settings_of(found)["model"]["dim"] == 64
+        found, _, _ = extract_text_model(config, LazyArrays({}, lambda name: np.zeros(0)))
+        assert hf_config_to_settings(found)["model"]["dim"] == 64

@@ -13,11 +13,11 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_folder import open_tensors, write_tensors
-from dantinox.interop.hf_quantized import dequantized
+from dantinox.interop.hf_quantized import dequantize_checkpoint
 from dantinox.interop.hf_weights import _shapes, from_hf, to_hf
-from dantinox.interop.source import Arrays
+from dantinox.interop.source import LazyArrays
 from dantinox.run.safetensors_file import Tensor
 
 from .test_gguf import TOKENIZER
@@ -35,13 +35,13 @@ def scheme(**weights):
 
 
 def arrays_of(found):
-    return Arrays({name: Tensor(array.shape, array.dtype.name) for name, array in found.items()}, found.__getitem__)
+    return LazyArrays({name: Tensor(array.shape, array.dtype.name) for name, array in found.items()}, found.__getitem__)
 
 
 def read(options, **tensors):
     """The only tensor of a checkpoint with these options, whose name is `x.weight`."""
     tensors = {f"x.{name}": np.asarray(array) for name, array in tensors.items()}
-    config, found = dequantized({"quantization_config": options, "torch_dtype": "float16"}, arrays_of(tensors))
+    config, found = dequantize_checkpoint({"quantization_config": options, "torch_dtype": "float16"}, arrays_of(tensors))
     assert config == {"torch_dtype": "float32"}
     assert list(found) == ["x.weight"]
     assert found.tensors["x.weight"] == Tensor(found["x.weight"].shape, "float32")
@@ -188,7 +188,7 @@ def test_mxfp4_of_gpt_oss_is_exact_in_bfloat16():
         "norm.weight": np.ones(3, ml_dtypes.bfloat16),
     }
     config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "dtype": "bfloat16"}
-    config, found = dequantized(config, arrays_of(tensors))
+    config, found = dequantize_checkpoint(config, arrays_of(tensors))
     assert config == {"dtype": "bfloat16"}
     assert found.tensors == {"norm.weight": Tensor((3,), "bfloat16"), "experts.up": Tensor((2, 96, 6), "bfloat16")}
     expected = (E2M1[codes] * 2.0 ** (exponents.astype(int) - 127)[..., None]).reshape(2, 6, 96).swapaxes(1, 2)
@@ -200,7 +200,7 @@ def test_gpt_oss_takes_its_mxfp4_experts():
     """gate and up by turns among the rows of `gate_up_proj`, of each expert."""
     plain = json.loads((CHECKPOINTS / "gpt_oss" / "config.json").read_text()) | {"intermediate_size": 64}
     config = plain | {"quantization_config": {"quant_method": "mxfp4"}}
-    settings = build_config(settings_of(plain, 64))
+    settings = build_config(hf_config_to_settings(plain, 64))
     model = settings.architecture(67, "cpu")
     _, tensors = to_hf(settings, 67, {name: np.zeros(shape, np.float32) for name, shape in _shapes(model).items()})
     held = {name: tensors[name] for name in tensors}
@@ -210,7 +210,7 @@ def test_gpt_oss_takes_its_mxfp4_experts():
             shape = (experts, rows, columns // 32)
             held[f"model.layers.{layer}.mlp.experts.{name}_blocks"] = RNG.integers(0, 256, (*shape, 16)).astype(np.uint8)
             held[f"model.layers.{layer}.mlp.experts.{name}_scales"] = RNG.integers(120, 125, shape).astype(np.uint8)
-    config, found = dequantized(config, arrays_of(held))
+    config, found = dequantize_checkpoint(config, arrays_of(held))
     assert config == plain
     codes, scales = (held[f"model.layers.1.mlp.experts.gate_up_proj_{part}"] for part in ("blocks", "scales"))
     values = E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(4, 128, 1, 32)] * 2.0 ** (scales.astype(int) - 127)[..., None]
@@ -224,7 +224,7 @@ def test_nothing_is_read_before_a_tensor_is_asked_for():
         raise AssertionError(name)
 
     tensors = {"x.weight": Tensor((8, 8), "float8_e4m3fn"), "x.weight_scale_inv": Tensor((), "float32")}
-    _, found = dequantized({"quantization_config": {"quant_method": "fp8"}}, Arrays(tensors, fail))
+    _, found = dequantize_checkpoint({"quantization_config": {"quant_method": "fp8"}}, LazyArrays(tensors, fail))
     assert found.tensors == {"x.weight": Tensor((8, 8), "float32")}
 
 
@@ -269,13 +269,13 @@ PACKED = {"weight_packed": np.zeros((4, 8), np.int32), "weight_scale": scales(4,
 def test_what_does_not_fit_together_is_one_sentence(options, tensors, sentence):
     tensors = {f"x.{name}": array for name, array in tensors.items()}
     with pytest.raises(UserError, match=re.escape(sentence)) as error:
-        dequantized({"quantization_config": options}, arrays_of(tensors))
+        dequantize_checkpoint({"quantization_config": options}, arrays_of(tensors))
     assert "\n" not in str(error.value)
 
 
 def test_a_group_that_is_not_there_is_one_sentence():
     tensors = {f"x.{name}": array for name, array in INT4.items()} | {"x.g_idx": np.full(32, 9, np.int32)}
-    _, found = dequantized({"quantization_config": GPTQ}, arrays_of(tensors))
+    _, found = dequantize_checkpoint({"quantization_config": GPTQ}, arrays_of(tensors))
     with pytest.raises(UserError, match=r"x.g_idx with numbers outside of its 1 groups"):
         found["x.weight"]
 

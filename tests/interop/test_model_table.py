@@ -7,9 +7,9 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.distributed.rules import find_rule, name_in_layer
-from dantinox.interop.hf_config import settings_of
+from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_families import FAMILIES
-from dantinox.interop.model_table import BEGIN, HEADER, model_table, with_table
+from dantinox.interop.model_table import BEGIN, HEADER, insert_table, model_table
 from dantinox.model.parameters import abstract_model
 
 SYMBOLS = 67
@@ -22,9 +22,9 @@ ROWS = {cells[0].strip("`"): dict(zip(HEADER, cells, strict=True)) for cells in 
 
 def test_the_page_has_the_table_of_today():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page) == page, "run `make models`"
+    assert insert_table(page) == page, "run `make models`"
     with pytest.raises(ValueError, match="unpack"):
-        with_table(page.replace(BEGIN, ""))
+        insert_table(page.replace(BEGIN, ""))
 
 
 def test_it_has_a_row_for_each_family():
@@ -35,7 +35,7 @@ def test_it_has_a_row_for_each_family():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_and_compressed_caches_are_as_the_settings_say(family):
     config = json.loads((CHECKPOINTS / family / "config.json").read_text())
-    settings = settings_of(config, 64)
+    settings = hf_config_to_settings(config, 64)
 
     def refused(**sections) -> bool:
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.interop import packaged_checkpoints
-from dantinox.interop.packaged_checkpoints import PackagedCheckpoint, packaged_checkpoint
+from dantinox.interop.packaged_checkpoints import PackagedCheckpoint, find_packaged_checkpoint
 
 CONTENT = b"GGUF and so on"
 WANTED = PackagedCheckpoint(
@@ -43,8 +43,8 @@ def pip_that(monkeypatch, content=None, file=WANTED.file, stderr="", code=0):
 
 def test_a_download_is_checked_and_kept(cached, monkeypatch):
     commands, lines = pip_that(monkeypatch, CONTENT), []
-    assert packaged_checkpoint("tiny", lines.append) == cached and cached.read_bytes() == CONTENT
-    assert packaged_checkpoint("tiny", lines.append) == cached
+    assert find_packaged_checkpoint("tiny", lines.append) == cached and cached.read_bytes() == CONTENT
+    assert find_packaged_checkpoint("tiny", lines.append) == cached
     assert len(commands) == len(lines) == 1 and "--no-deps" in commands[0] and "14 bytes" in lines[0]
     assert [path.name for path in cached.parent.iterdir()] == ["tiny.gguf"]
 
@@ -58,10 +58,10 @@ def test_the_installed_package_comes_first(cached, monkeypatch, tmp_path):
             return tmp_path / "site" / path
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
-    assert packaged_checkpoint("tiny") == tmp_path / "site" / WANTED.file
+    assert find_packaged_checkpoint("tiny") == tmp_path / "site" / WANTED.file
     (tmp_path / "site" / WANTED.file).write_bytes(b"GGUF and so ON")
     with pytest.raises(UserError, match=r"SHA-256 of the checkpoint is .*: delete it and import again"):
-        packaged_checkpoint("tiny")
+        find_packaged_checkpoint("tiny")
 
 
 @pytest.mark.parametrize("pip, says", [
@@ -75,6 +75,6 @@ def test_the_installed_package_comes_first(cached, monkeypatch, tmp_path):
 def test_a_failed_download_leaves_nothing_behind(cached, monkeypatch, pip, says):
     pip_that(monkeypatch, **pip)
     with pytest.raises(UserError) as caught:
-        packaged_checkpoint("tiny")
+        find_packaged_checkpoint("tiny")
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert list(cached.parent.iterdir()) == []

@@ -18,11 +18,11 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
 from dantinox.interop.checkpoints import export_checkpoint, export_hf, import_run
-from dantinox.interop.hf_config import REQUIRED, settings_of
+from dantinox.interop.hf_config import REQUIRED, hf_config_to_settings
 from dantinox.interop.hf_families import FAMILIES as TABLES
 from dantinox.interop.hf_families import UNUSED
-from dantinox.interop.hf_folder import ONE_FILE, fetch, open_folder, open_tensors, write_tensors
-from dantinox.interop.source import Arrays, Tensor
+from dantinox.interop.hf_folder import ONE_FILE, download_repository, open_folder, open_tensors, write_tensors
+from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.run import RunDirectory, load_run_config, verify_run
 from dantinox.text import Tokenizer, train_tokenizer
 
@@ -60,7 +60,7 @@ def rewrite(folder, change):
     change(arrays)
     kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
     (folder / ONE_FILE).unlink()
-    write_tensors(folder, Arrays(kinds, arrays.__getitem__), kinds)
+    write_tensors(folder, LazyArrays(kinds, arrays.__getitem__), kinds)
 
 
 def made(folder):
@@ -222,7 +222,7 @@ OVERRIDDEN: dict[str, Sequence[str]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path, family):
     given = json.loads((CHECKPOINTS / family / "config.json").read_text())
-    before = build_config(settings_of(given)).architecture(60)
+    before = build_config(hf_config_to_settings(given)).architecture(60)
     unused = UNUSED.union(TABLES[family].unused) - {"vocab_size", "model_type", "architectures"}
     for key in given.keys() | {"something_new", "quantization_config", "partial_rotary_factor"}:
         if key in unused or key == "vocab_size" or key in OVERRIDDEN.get(family, ()):
@@ -230,7 +230,7 @@ def test_every_value_of_a_config_is_refused_or_has_an_effect(folder_of, tmp_path
         value = OTHERS.get(key) if OTHERS.get(key) not in (None, given.get(key)) else not given.get(key)
         value = given[key][::-1] if key == "layer_types" and len(set(given[key])) > 1 else value
         try:
-            after = build_config(settings_of(given | {key: value})).architecture(60)
+            after = build_config(hf_config_to_settings(given | {key: value})).architecture(60)
         except UserError as error:
             assert "\n" not in str(error) and re.search(r"config\.json (has|lacks)|^(model|moe|attention)\.", str(error))
         else:
@@ -251,7 +251,7 @@ def test_a_key_that_is_absent_has_the_value_of_transformers_or_is_asked_for(fami
     together = ("layer_types", "vocab_size", "vocab_size_per_layer_input") if family == "gemma4_text" else ()
     for key in given:
         try:
-            settings_of({name: value for name, value in given.items() if name != key})
+            hf_config_to_settings({name: value for name, value in given.items() if name != key})
         except UserError as error:
             if key == "use_sliding_window" or key in together:
                 assert "lacks" not in str(error)  # other keys go with it
@@ -415,7 +415,7 @@ def test_a_hub_that_cannot_be_reached_is_not_a_missing_name(monkeypatch):
     def raises(error):
         monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: (_ for _ in ()).throw(error))
         with pytest.raises(UserError) as caught:
-            fetch("owner/model")
+            download_repository("owner/model")
         return str(caught.value)
 
     offline = raises(errors.LocalEntryNotFoundError("Name or service not known"))
