@@ -133,7 +133,7 @@ def test_preferences_are_learnt_and_resume_is_exact(base):
         (base / "gone").rename(base / "base")
     assert cut.weights.read_bytes() == run.weights.read_bytes()
     (cut.data / "reference.json").unlink()
-    with pytest.raises(UserError, match=r"put reference.json back"):
+    with pytest.raises(UserError, match=r"restore reference.json"):
         launch(config_of(base, steps=16), run_dir=cut.path, resume=True)
 
 
