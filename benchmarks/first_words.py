@@ -25,7 +25,7 @@ from common import Parser, random_run
 
 import dantinox
 from dantinox.generation import LoadedModel
-from dantinox.measure.perplexity import Text, score
+from dantinox.measure.perplexity import ScoringInput, score_sequences
 from dantinox.run import find_chat_template, open_run
 from dantinox.studies.statistics import OF_TEXT, mean_interval
 from dantinox.text import ChatTemplate
@@ -108,8 +108,8 @@ def measured(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
     """Every measure per prompt, the mean over its samples."""
     logp, found = [], {}
     for texts in samples:
-        pairs = [Text(np.array([*ids, *text], np.int32), len(text)) for ids, text in zip(prompts, texts, strict=True)]
-        logp.append([scores.logp.mean() for _, scores in score(run.model, pairs)])
+        pairs = [ScoringInput(np.array([*ids, *text], np.int32), len(text)) for ids, text in zip(prompts, texts, strict=True)]
+        logp.append([scores.logp.mean() for _, scores in score_sequences(run.model, pairs)])
     found["log p"] = np.mean(logp, axis=0)
     of_text = {name: OF_TEXT[name] for name in COLUMNS if name in OF_TEXT} | {"loops": lambda ids: 100.0 * loops(ids)}
     for name, measure in of_text.items():

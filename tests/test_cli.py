@@ -755,7 +755,7 @@ def test_doctor(dantinox, tmp_path, monkeypatch):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert (code, err) == (0, "") and "jax " in out and "device 0: " in out and "GFLOP/s" in out
-    assert out.endswith(f"compiled programs are kept in {tmp_path / 'dantinox' / 'jax'}\n")
+    assert out.endswith(f"compiled programs are cached in {tmp_path / 'dantinox' / 'jax'}\n")
 
 
 def test_plot_draws_runs_and_says_where(tmp_path, capsys):

@@ -238,9 +238,9 @@ def info_flags(command: Parser) -> None:
 
 def info(options: argparse.Namespace) -> int:
     use_compilation_cache()
-    from dantinox.measure.info import describe
+    from dantinox.measure.info import info_lines
 
-    return print_lines(lambda _: describe(options.run_dir, options.data_path))
+    return print_lines(lambda _: info_lines(options.run_dir, options.data_path))
 
 
 def plan_flags(command: Parser) -> None:
@@ -287,6 +287,6 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    from dantinox.measure.doctor import examine
+    from dantinox.measure.doctor import doctor_lines
 
-    return print_lines(lambda _: examine())
+    return print_lines(lambda _: doctor_lines())

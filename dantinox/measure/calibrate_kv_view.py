@@ -1,4 +1,4 @@
-"""The KV calibration as text and plot."""
+"""Text and plot of a KV calibration."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,26 +17,30 @@ TYPE_COLOURS = [COLOURS[name] for name in ("greedy", "explore", "clarify", "resa
 
 
 def kv_calibration_lines(found: HeadCalibration, width: int = 80, path: Path | None = None) -> Iterator[str]:
-    """What was read, the entropy of every head or layer, the types and what else was measured; `path`: if not in its run."""
+    """Returns the lines of a calibration: text read, entropy of every head or layer, head types, other measurements.
+
+    Args:
+      path: the file that holds the calibration, if it is not in its run.
+    """
     width = max(width, 40)
     heading = f"entropy of the attention of {found.n_head} heads in each of {found.n_layer} layers, in bits"
     if found.sequences is not None and found.tokens is not None:
         heading += f", on {found.sequences:,} sequences of {found.tokens:,} tokens together"
     yield from wrapped([heading, ""], width, "")
-    yield from side_by_side(_entropies(found, width))
+    yield from side_by_side(_entropy_columns(found, width))
     yield ""
     counts = found.head_types
     shares = [percent(count / (found.n_layer * found.n_head)) for count in counts.values()]
-    bits = [f"{_bits_of(name)} bits" for name in counts]
+    bits = [f"{_bits_range(name)} bits" for name in counts]
     yield from side_by_side([[*counts], bits, [*map(str, counts.values())], shares], front=2)
     use = "saved in the run directory: " if path is None else f"saved in {path}: --kv_calibration {path} with "
     ways = ["--kv_signal loss by what its eviction costs"] * (found.loss is not None) + ["--kv_signal entropy by its entropy"]
     use += f"--kv_budget 0.3 gives a head slots with {', with '.join(ways)}"
-    yield from wrapped(["", *_sentences(found), "", use], width, "")
+    yield from wrapped(["", *_extra_lines(found), "", use], width, "")
 
 
-def _entropies(found: HeadCalibration, width: int) -> list[list[str]]:
-    """A row per layer: its heads, or their spread where a row does not hold them all."""
+def _entropy_columns(found: HeadCalibration, width: int) -> list[list[str]]:
+    """Returns table columns with a row per layer: all heads if they fit in `width`, else min, median, mean and max."""
     entropy_LN = found.heads("head_entropies")
     columns: dict[str, np.ndarray] = {f"H{n}": entropy_L for n, entropy_L in enumerate(entropy_LN.T)}
     if 5 + CELL * len(columns) > width:
@@ -45,8 +49,8 @@ def _entropies(found: HeadCalibration, width: int) -> list[list[str]]:
     return [layers, *([name, *(f"{value:.2f}" for value in column)] for name, column in columns.items())]
 
 
-def _sentences(found: HeadCalibration) -> Iterator[str]:
-    """What there is besides entropies."""
+def _extra_lines(found: HeadCalibration) -> Iterator[str]:
+    """Yields a sentence for each measurement other than the entropies."""
     if found.lengths and found.length_entropies:
         means = np.mean(list(found.length_entropies.values()), axis=0)
         at = ", ".join(f"{mean:.2f} at {length:.0f}" for mean, length in zip(means, found.lengths, strict=True))
@@ -72,7 +76,7 @@ def _sentences(found: HeadCalibration) -> Iterator[str]:
 
 
 def draw_kv_calibration(found: HeadCalibration) -> bytes:
-    """The entropy of every head, layer by layer, how many heads are of each type, and what eviction costs each."""
+    """Plots the entropy of every head, the number of heads of each type and, if estimated, the loss rise of each head."""
     sizes = (found.loss_slots or [])[:1]
     figure = new_figure(13 if sizes else 9, 4.2)
     heat, bars, *more = figure.subplots(1, 2 + len(sizes), width_ratios=(3, 2.5, 3)[: 2 + len(sizes)])
@@ -94,7 +98,7 @@ def _draw_heads(figure: Any, axes: Any, values_LN: np.ndarray, title: str, unit:
 
 
 def _draw_types(axes: Any, counts: Mapping[str, int]) -> None:
-    labels = [f"{name}\n{_bits_of(name)}" for name in counts]
+    labels = [f"{name}\n{_bits_range(name)}" for name in counts]
     bars = axes.bar(labels, counts.values(), color=TYPE_COLOURS, width=0.7)
     axes.bar_label(bars, fontsize=9)
     axes.set(xlabel="bits", ylabel="heads")
@@ -105,8 +109,8 @@ def _draw_types(axes: Any, counts: Mapping[str, int]) -> None:
     axes.margins(y=0.12)
 
 
-def _bits_of(name: str) -> str:
-    """`< 0.5`, `0.5–1.5` … `≥ 4`."""
+def _bits_range(name: str) -> str:
+    """Returns the entropy range of a head type in bits: `< 0.5`, `0.5–1.5` … `≥ 4`."""
     below = HEAD_TYPES[name]
     least = max((bound for bound in HEAD_TYPES.values() if bound < below), default=0)
     return f"< {below:g}" if least == 0 else f"≥ {least:g}" if below == math.inf else f"{least:g}–{below:g}"

@@ -1,4 +1,4 @@
-"""`dantinox calibrate --what router`: entropy and varentropy quantiles of a model, for the preset `calibrated`."""
+"""`dantinox calibrate --what router`: measures entropy and varentropy quantiles for the preset `calibrated`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from dantinox.config import UserError
 from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
 from dantinox.generation.quantized_weights import widen
-from dantinox.measure.texts import in_batches, text_store
+from dantinox.measure.texts import map_batches, open_text_store
 from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.report.console import Progress
@@ -22,28 +22,30 @@ from dantinox.run import open_run, save_router_calibration, weights_digest
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, strategy_of
 
 TOKENS = 32768  # of the text, by default
-WINDOW = 1024  # tokens read at a time, at most: attention takes memory by the square of it
-CONTEXT = 32  # the first tokens of a window that are not counted
+WINDOW = 1024  # maximum tokens of a window: attention memory grows with its square
+CONTEXT = 32  # first tokens of a window, which are not measured
 BATCH_TOKENS = 2048
-CHUNK_LOGITS = 1 << 24  # held at a time: 64 MiB in float32
-LEAST_POSITIONS = 500  # with fewer, a tenth of them is too small a number to place a threshold by
-LEAST_SCALE = 1e-6  # what `config.router.Scale` allows
+CHUNK_LOGITS = 1 << 24  # in memory at one time: 64 MiB in float32
+MIN_POSITIONS = 500  # fewer give an imprecise 90th percentile
+MIN_SCALE = 1e-6  # the lower limit of `config.router.Scale`
 BINS = 80
 PERCENT = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 
 
 @dataclass(frozen=True)
 class RouterCalibration:
-    """What was measured: the keys of `router.json`.
+    """The measurements: the keys of `router.json`.
 
     Attributes:
       weights: SHA-256 of the weights.
-      tokens: positions measured, and `skipped`, the others of the text.
-      window, context: tokens of a window, and how many of its first ones were not counted.
-      measured: the numbers of `config.router.MEASURED`, see `thresholds`.
-      quantiles: `percent`, and of these the `entropy` (bits) and `varentropy` (bits²).
-      density: a histogram over entropy and varentropy, see `density`.
-      shares: preset → strategy → its share of the positions, without attention.
+      tokens: number of measured positions.
+      skipped: number of other positions of the text.
+      window: tokens of a window.
+      context: first tokens of a window, which were not measured.
+      measured: the numbers named in `config.router.MEASURED`; see `thresholds`.
+      quantiles: the percentiles `percent` of `entropy` (bits) and `varentropy` (bits²).
+      density: a histogram over entropy and varentropy; see `density`.
+      shares: preset → strategy → its share of the positions, without the attention metrics.
     """
 
     weights: str
@@ -58,8 +60,8 @@ class RouterCalibration:
     shares: dict[str, dict[str, float]]
 
 
-class Windows(NamedTuple):
-    """A text cut into N windows of T tokens; `counted_NT`: behind which tokens the distribution is measured."""
+class TextWindows(NamedTuple):
+    """A text split into N windows of T tokens. `counted_NT` marks the tokens after which the distribution is measured."""
 
     tokens_NT: np.ndarray
     segments_NT: np.ndarray
@@ -73,38 +75,39 @@ def calibrate_router(
     data_path: str | Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> RouterCalibration:
-    """Measures entropy and varentropy on a validation text and saves the thresholds of the preset `calibrated` in the run.
+    """Measures entropy and varentropy on a text and saves the thresholds of the preset `calibrated` in the run.
 
-    The model reads the text, in windows that do not overlap. Nothing is drawn: the same text and weights give the same numbers.
+    The model reads the text in windows that do not overlap. Nothing is sampled: the same text and weights give the same
+    numbers.
 
     Args:
-      tokens: how many of the text are read at most.
-      data_path: the text, as `data.path` names one; None: the validation tokens that the training left in the run.
+      tokens: maximum tokens of the text to read.
+      data_path: the text, in the form of `data.path`; None: the validation tokens that training saved in the run.
 
     Raises:
-      UserError: the run cannot be loaded, there is no text, or too little of it.
+      UserError: the run cannot be loaded, or there is no text or too little of it.
     """
     if tokens < 1:
         raise UserError(f"tokens must be an integer ≥ 1, got {tokens}")
     directory = open_run(run_dir)
-    weights = weights_digest(directory)  # first: weights that are replaced while they are read shall not pass for these
-    store = text_store(directory, data_path, max(tokens, 2))
+    weights = weights_digest(directory)  # before loading, so that weights replaced meanwhile do not get this digest
+    store = open_text_store(directory, data_path, max(tokens, 2))
     run = load(run_dir)
-    # The last validation token of a training is a target alone.
+    # The last validation token is only a target.
     ids = (store.validation_ids[:-1] if data_path is None else store.validation_ids)[:tokens]
     window = min(WINDOW, run.model.config.max_context)
     context = min(CONTEXT, window // 4)
-    text = windows(ids, window, context, run.tokenizer.eos_id)
+    text = cut_windows(ids, window, context, run.tokenizer.eos_id)
     count = int(text.counted_NT.sum())
-    if count < LEAST_POSITIONS:
-        remedy = "raise --tokens" if len(ids) >= tokens else "give a longer text with --data_path"
+    if count < MIN_POSITIONS:
+        remedy = "raise --tokens" if len(ids) >= tokens else "select a longer text with --data_path"
         raise UserError(
-            f"a calibration needs at least {LEAST_POSITIONS} positions, and {len(ids)} tokens of text have {count} (the first "
-            f"{context} of each window of {window} do not count): {remedy}"
+            f"calibration needs at least {MIN_POSITIONS} positions, but {len(ids)} tokens of text have {count} (the first "
+            f"{context} of each window of {window} are not counted): {remedy}"
         )
-    H, V = (values_NT[text.counted_NT].astype(np.float64) for values_NT in measure(run.model, text, progress))
+    H, V = (values_NT[text.counted_NT].astype(np.float64) for values_NT in measure_entropy(run.model, text, progress))
     if not np.isfinite(H + V).all():
-        raise UserError(f"the model of {directory.path} gives probabilities that are no numbers: its weights are damaged")
+        raise UserError(f"the model of {directory.path} returns NaN or infinite probabilities: its weights are damaged")
     measured = thresholds(H, V)
     percentiles = {name: np.percentile(x, PERCENT).tolist() for name, x in (("entropy", H), ("varentropy", V))}
     found = RouterCalibration(
@@ -124,21 +127,21 @@ def calibrate_router(
 
 
 def thresholds(H: np.ndarray, V: np.ndarray) -> dict[str, float]:
-    """The numbers of `config.router.MEASURED` for entropies H and varentropies V: quantiles, and scales twice the medians."""
+    """Returns the numbers of `config.router.MEASURED` for entropies H and varentropies V: quantiles, and twice the medians."""
     numbers = {
         "low_entropy": np.quantile(H, 0.25),
         "low_varentropy": np.quantile(V, 0.25),
         "clarify_entropy": np.quantile(H, 0.75),
         "high_entropy": np.quantile(H, 0.9),
         "high_varentropy": np.quantile(V, 0.75),
-        "entropy_scale": max(LEAST_SCALE, 2 * np.median(H)),
-        "varentropy_scale": max(LEAST_SCALE, 2 * np.median(V)),
+        "entropy_scale": max(MIN_SCALE, 2 * np.median(H)),
+        "varentropy_scale": max(MIN_SCALE, 2 * np.median(V)),
     }
     return {name: float(numbers[name]) for name in MEASURED}
 
 
 def shares(H: np.ndarray, V: np.ndarray, measured: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """For each preset the share of the positions that each strategy gets."""
+    """Returns preset → strategy → its share of the positions."""
     found = {}
     for preset in PRESET_NUMBERS:
         section = RouterSection.model_validate({"router_preset": preset, "use_attention": False})
@@ -149,8 +152,8 @@ def shares(H: np.ndarray, V: np.ndarray, measured: Mapping[str, float]) -> dict[
 
 
 def density(H: np.ndarray, V: np.ndarray) -> dict[str, Any]:
-    """How many positions lie in each cell: `counts[h][v]` between two edges of each axis, which begin at 0."""
-    limits = [(0, max(float(values.max()), LEAST_SCALE)) for values in (H, V)]
+    """Returns a histogram: `counts[h][v]` positions in each cell, and the cell edges of both axes, which begin at 0."""
+    limits = [(0, max(float(values.max()), MIN_SCALE)) for values in (H, V)]
     counts, entropy_edges, varentropy_edges = np.histogram2d(H, V, BINS, limits)
     return {
         "entropy_edges": entropy_edges.tolist(),
@@ -159,11 +162,12 @@ def density(H: np.ndarray, V: np.ndarray) -> dict[str, Any]:
     }
 
 
-def windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) -> Windows:
-    """Cuts a text. The first `context` positions of a window are not counted, unless a document has begun in it before.
+def cut_windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) -> TextWindows:
+    """Splits a text into windows and marks the positions to measure.
 
-    There the cut took away what the model would know: its entropy is that of the cut and not of the text. At the beginning of a
-    document there was nothing to know. Behind an end token nothing is counted either: no training taught what follows it.
+    The first `context` positions of a window are not measured unless a document began in the window before them: the model
+    lacks context there, which raises the entropy. The beginning of a document lacks no context. Positions of end tokens are
+    not measured either, since training never scores the token after them.
     """
     tokens_NT = np.zeros((-(-len(ids) // window), window), np.int32)
     tokens_NT.reshape(-1)[: len(ids)] = ids
@@ -171,25 +175,25 @@ def windows(ids: np.ndarray, window: int, context: int, eos_id: int | None) -> W
     segments_NT = np.cumsum(ends_NT, axis=1, dtype=np.int32) - ends_NT
     counted_NT = (np.arange(window) >= context) | (segments_NT > 0)
     text_NT = np.arange(tokens_NT.size).reshape(tokens_NT.shape) < len(ids)
-    return Windows(tokens_NT, segments_NT, counted_NT & ~ends_NT & text_NT)
+    return TextWindows(tokens_NT, segments_NT, counted_NT & ~ends_NT & text_NT)
 
 
-def measure(
-    model: Transformer, text: Windows, progress: Callable[[str], None] = lambda line: None
+def measure_entropy(
+    model: Transformer, text: TextWindows, progress: Callable[[str], None] = lambda line: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Entropy (bits) and varentropy (bits²), float32 `[N, T]`, of the model's distribution behind every token."""
+    """Returns entropy (bits) and varentropy (bits²), float32 `[N, T]`, of the next-token distribution at every position."""
     N, T = text.tokens_NT.shape
 
     def read(rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        return _measure(model, jnp.asarray(text.tokens_NT[rows]), jnp.asarray(text.segments_NT[rows]))
+        return _entropy_batch(model, jnp.asarray(text.tokens_NT[rows]), jnp.asarray(text.segments_NT[rows]))
 
     done = Progress(progress, "measuring entropy", N, f"windows of {T} tokens")
-    H_NT, V_NT = in_batches(N, max(1, BATCH_TOKENS // T), read, done.advance)
+    H_NT, V_NT = map_batches(N, max(1, BATCH_TOKENS // T), read, done.advance)
     return H_NT, V_NT
 
 
 @nnx.jit(graph_updates=False)
-def _measure(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _entropy_batch(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     model = widen(model)
     x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], segments_BT=segments_BT)
     found: tuple[jax.Array, jax.Array] = map_positions(

@@ -1,4 +1,4 @@
-"""The router calibration as text and plot."""
+"""Text and plot of a router calibration."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from dantinox.report.plots import as_png, new_figure
 from dantinox.report.tables import percent, side_by_side, wrapped
 
 PRESETS = tuple(PRESET_NUMBERS)
-# Okabe and Ito's colours, which stay apart for colour-blind eyes.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = {"greedy": "#0072b2", "clarify": "#cc79a7", "explore": "#009e73", "resample": "#d55e00", "adaptive": "#7a808a"}
 
 
 def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[str]:
-    """The percentiles, the thresholds and strategies of both presets, what that means, and what it is for."""
+    """Returns the percentiles, the thresholds and strategy shares of both presets, a summary, and how to use the result."""
     yield f"entropy H and varentropy V of the model at {found.tokens:,} positions of the text"
     yield f"({found.skipped:,} more have too little context, or follow the end of a document, and are not counted)"
     yield ""
@@ -29,11 +29,11 @@ def calibration_lines(found: RouterCalibration, width: int = 100) -> Iterator[st
         yield ""
         yield from side_by_side([[title, *names], *([preset, *cells] for preset, cells in columns.items())])
     use = "saved in the run directory: --strategy entropy --router_preset calibrated uses it"
-    yield from wrapped(["", meaning(found), *problems(found), "", use], max(width, 40), "")
+    yield from wrapped(["", preset_summary(found), *unused_strategies(found), "", use], max(width, 40), "")
 
 
-def meaning(found: RouterCalibration) -> str:
-    """In a sentence, what the two presets make of this model."""
+def preset_summary(found: RouterCalibration) -> str:
+    """Returns a sentence on the strategies that the two presets choose for this model."""
     V = found.vocab_size
     sentence = f"With {V:,} tokens H is at most log2 {V} = {math.log2(V):.2f} bits"
     for preset, link in zip(PRESETS, (": the guide's thresholds", "; the calibrated ones"), strict=True):
@@ -45,8 +45,8 @@ def meaning(found: RouterCalibration) -> str:
     return sentence + "."
 
 
-def problems(found: RouterCalibration) -> Iterator[str]:
-    """A sentence for each strategy whose calibrated thresholds no position of the text meets."""
+def unused_strategies(found: RouterCalibration) -> Iterator[str]:
+    """Yields a sentence for each strategy whose calibrated thresholds no position of the text meets."""
     numbers = _numbers(found, "calibrated")
     for name in RULES:
         if found.shares["calibrated"][name] == 0:
@@ -60,7 +60,7 @@ def problems(found: RouterCalibration) -> Iterator[str]:
 
 
 def draw_calibration(found: RouterCalibration) -> bytes:
-    """Where the positions lie by H and V, and where the strategies of each preset do."""
+    """Plots the density of positions over H and V with the strategy regions of each preset."""
     figure = new_figure(9, 4.6)
     panels = figure.subplots(1, len(PRESETS), sharex=True, sharey=True)
     for axes, preset in zip(panels, PRESETS, strict=True):
@@ -70,13 +70,13 @@ def draw_calibration(found: RouterCalibration) -> bytes:
 
 
 def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:
-    """The positions as a density, the strategies of a preset as areas, and the line above which nothing can lie."""
+    """Draws the positions as a density, the strategies of a preset as areas, and the line of the largest possible V."""
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Patch, Rectangle
 
     cells = found.density
     counts = np.ma.masked_equal(np.asarray(cells["counts"]).T, 0)
-    # All positions, and the thresholds of both presets.
+    # The axes show all positions and the thresholds of both presets.
     thresholds = [_numbers(found, preset) for preset in PRESETS]
     right, top = (
         1.12 * max(cells[f"{metric}_edges"][-1], *(numbers[f"high_{metric}"] for numbers in thresholds))
@@ -97,7 +97,7 @@ def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:
         axes.add_patch(Rectangle(*box, facecolor=colour, alpha=0.13, linewidth=0))
         axes.add_patch(Rectangle(*box, fill=False, edgecolor=colour, linewidth=1.3))
         shown.append(Patch(facecolor=colour + "22", edgecolor=colour, label=label))
-    shown += axes.plot(*largest_varentropy(found.vocab_size), "--", color="#333333", linewidth=0.8, label="largest V")
+    shown += axes.plot(*max_varentropy(found.vocab_size), "--", color="#333333", linewidth=0.8, label="largest V")
     axes.set(xlim=(0, right), ylim=(0, top), xlabel="entropy H (bits)", ylabel="varentropy V (bits²)")
     axes.set_title(preset, loc="left", fontsize=10)
     axes.spines[["right", "top"]].set_visible(False)
@@ -106,14 +106,14 @@ def _draw(axes: Any, found: RouterCalibration, preset: str) -> None:
     )
 
 
-def largest_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """H and V of the distributions with the largest V for their H: one token has p, all others are equal.
+def max_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns H and V of the distributions with the largest V for their H: one token has p, all others are equal.
 
-    Where H is given and V is largest, log p solves one quadratic equation for all tokens (Lagrange): there are two
-    probabilities at most, and of those distributions the one with a single favourite has the largest V.
+    At the maximum of V for a given H, log p of every token solves the same quadratic equation (Lagrange multipliers). So a
+    maximum has at most two different probabilities. V is largest if a single token has the larger one.
     """
     others = max(vocab_size - 1, 1)
-    odds = np.linspace(-30, 40, 1400)  # ln(p / (1 - p)), fine where the curve is steep
+    odds = np.linspace(-30, 40, 1400)  # ln(p / (1 - p)), dense where the curve is steep
     p, rest = 1 / (1 + np.exp(-odds)), 1 / (1 + np.exp(odds))
     surprise, others_surprise = -np.log2(p), np.log2(others) - np.log2(rest)
     above = p >= 1 / vocab_size

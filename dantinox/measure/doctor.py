@@ -16,8 +16,8 @@ PACKAGES = ("dantinox", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "t
 REPEATS = 5
 
 
-def examine() -> Iterator[str]:
-    """Lines about versions, devices, their speed, and the compilation cache."""
+def doctor_lines() -> Iterator[str]:
+    """Yields lines about versions, devices, their speed, and the compilation cache."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for name in PACKAGES:
         try:
@@ -31,17 +31,17 @@ def examine() -> Iterator[str]:
     cpu = get_platform().name == "cpu"
     size, dtype = (1024, jnp.float32) if cpu else (8192, jnp.bfloat16)
     flops = 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
-    yield f"matrix products: {flops / 1e9:.0f} GFLOP/s in {jnp.dtype(dtype).name}"
+    yield f"matrix multiplications: {flops / 1e9:.0f} GFLOP/s in {jnp.dtype(dtype).name}"
     if cpu:
-        yield f"eight rows with bfloat16 weights: {bfloat16_gain():.2g} × the speed of float32 (kept in {cache_folder()})"
+        yield f"eight rows with bfloat16 weights: {bfloat16_gain():.2g} × the speed of float32 (saved in {cache_folder()})"
     large = jnp.ones(1 << 26, jnp.float32)
     yield f"memory: {human_bytes(large.nbytes / _seconds(jnp.sum, large))}/s"
-    use_compilation_cache()  # as every command that compiles; not earlier, as this one keeps none
-    yield f"compiled programs are kept in {jax.config.values['jax_compilation_cache_dir'] or 'memory only'}"
+    use_compilation_cache()  # set last: the benchmarks above should not fill the cache
+    yield f"compiled programs are cached in {jax.config.values['jax_compilation_cache_dir'] or 'memory only'}"
 
 
 def _seconds(function: Callable[..., jax.Array], *inputs: jax.Array) -> float:
-    """The shortest of several runs, after one to compile."""
+    """Returns the shortest time of several runs, after one run that compiles."""
     compiled, times = jax.jit(function), []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()

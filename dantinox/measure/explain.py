@@ -19,14 +19,14 @@ from dantinox.generation.decode import attention_of, probe_of
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket, clamp_to_context
 from dantinox.generation.token_settings import seeded
-from dantinox.measure.texts import positions_of
+from dantinox.measure.texts import padded_positions
 from dantinox.model import Transformer
 from dantinox.report.trace_file import finite
 from dantinox.sampling import SamplerState, SamplingParams, init_state, sample, trace
 from dantinox.sampling.entropy_router import ADAPTIVE, Route
 from dantinox.text import Tokenizer
 
-Given = tuple[str, dict[str, Any]]  # a step's name and settings
+StepSettings = tuple[str, dict[str, Any]]  # a step's name and settings
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
     tokens_1T[0, : len(ids)] = ids
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))
     state = init_state(params, jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)), jnp.asarray(valid_BT), V, T + 1)
-    traced, route, drawn_B, forced_B = _follow(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
+    traced, route, drawn_B, forced_B = _trace_steps(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
     given = [("model", {}), *((name, _numbers(section, name)) for name in params.plan)]
     if route is not None:
-        given = _routed(given, route, config.router.candidates)
+        given = _apply_router_settings(given, route, config.router.candidates)
     strategy = None if route is None else STRATEGIES[int(route.strategy)]
     drawn = np.asarray(drawn_B).tolist()
     steps, tokens = _steps_and_tokens(run.tokenizer, given, np.asarray(traced, np.float64)[: len(given)], drawn, count)
@@ -130,11 +130,11 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
 
 
 @nnx.jit(graph_updates=False)
-def _follow(
+def _trace_steps(
     model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
     """The logits [S, V] behind each step and the route of the first sample, every sample's token, and whether it was forced."""
-    x_1TD, _, aux = widen(model).hidden(tokens_1T, positions_of(tokens_1T, length[None]), probe=probe_of(params))
+    x_1TD, _, aux = widen(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=probe_of(params))
     seen = widen(model).logits(x_1TD[:, length - 1]), attention_of(params, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
@@ -145,7 +145,7 @@ def _follow(
 
 
 def _steps_and_tokens(
-    tokenizer: Tokenizer, given: Sequence[Given], x_SV: np.ndarray, drawn: Sequence[int], count: int
+    tokenizer: Tokenizer, given: Sequence[StepSettings], x_SV: np.ndarray, drawn: Sequence[int], count: int
 ) -> tuple[list[Step], list[Token]]:
     """What the logits behind each step say, and of each token that is shown."""
     names = [name for name, _ in given]
@@ -168,7 +168,7 @@ def _steps_and_tokens(
         Token(
             id=token,
             text=tokenizer.decode([token]),
-            shown=visible(tokenizer, token),
+            shown=display_token(tokenizer, token),
             removed_by=names[1 + int(np.argmax(lost_SV[:, token]))] if lost_SV[:, token].any() else None,
             probabilities=P_SV[:, token].tolist(),
         )
@@ -177,7 +177,7 @@ def _steps_and_tokens(
     return [Step(*step, *numbers) for step, *numbers in zip(given, *columns, strict=True)], tokens
 
 
-def _routed(given: Sequence[Given], route: Route, candidates: int) -> list[Given]:
+def _apply_router_settings(given: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
     """The numbers that the router set in the place of the section's, and its own last step where it took one."""
     found = [(name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED else own) for name, own in given]
     found = [(name, {name: 0} if own.get("top_k") == EVERY else own) for name, own in found]
@@ -191,17 +191,17 @@ def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
     return {key: finite(getattr(section, key)) for key in keys}
 
 
-def visible(tokenizer: Tokenizer, token: int) -> str:
+def display_token(tokenizer: Tokenizer, token: int) -> str:
     """A token as a person can tell it from any other: in quotes, with escapes for what has no shape of its own.
 
     Special tokens stand without quotes; bytes that are only a part of a character are written as `\\xe2`.
     """
     if token in tokenizer.special_ids:
-        return "".join(map(_escaped, str(tokenizer.core.id_to_token(token))))
-    return '"' + "".join(map(_escaped, tokenizer.token_text(token, "surrogateescape"))) + '"'
+        return "".join(map(_escape, str(tokenizer.core.id_to_token(token))))
+    return '"' + "".join(map(_escape, tokenizer.token_text(token, "surrogateescape"))) + '"'
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte that is no text
         return f"\\x{code - 0xDC00:02x}"

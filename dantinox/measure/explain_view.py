@@ -38,15 +38,15 @@ def explanation_lines(found: Explanation, width: int = 100) -> Iterator[str]:
     rows = [(s.name, str(s.survivors), percent(s.mass, 2), f"{s.entropy:.2f} bits") for s in found.steps]
     columns = zip(("step", "left", "mass", "entropy"), *rows, strict=True)
     for line, settings in zip(side_by_side(list(columns)), ["", *map(_settings, found.steps)], strict=True):
-        yield _clipped(f"{line}  {settings}".rstrip(), max(width, 40))
+        yield _clip(f"{line}  {settings}".rstrip(), max(width, 40))
     yield ""
-    yield from wrapped(_drawn(found), max(width, 40))
+    yield from wrapped(_drawn_lines(found), max(width, 40))
 
 
 def _names(found: Explanation) -> list[list[str]]:
     """The first columns: mark, rank, id and token, the last two under headings; the last line is for all other tokens."""
     rows = [
-        ("*" if token.id in found.drawn else " ", f"{rank:>2}", str(token.id), _clipped(token.shown, TOKEN_CELLS))
+        ("*" if token.id in found.drawn else " ", f"{rank:>2}", str(token.id), _clip(token.shown, TOKEN_CELLS))
         for rank, token in enumerate(found.tokens, 1)
     ]
     digits = max([2, *(len(row[2]) for row in rows)])
@@ -71,33 +71,33 @@ def _probabilities(found: Explanation) -> Iterator[list[str]]:
 def _heading(step: Step) -> str:
     """The words of a step's name in lines that fit a column, and its number where it has just one."""
     lines = [line.replace(" ", "_") for line in textwrap.wrap(step.name.replace("_", " "), COLUMN)]
-    values = list(_given(step).values())
+    values = list(_nondefault_settings(step).values())
     if len(values) == 1 and not isinstance(values[0], str):
         lines.append(f"({len(values[0])})" if isinstance(values[0], list | dict) else f"{values[0]:g}")
     return "\n".join(lines)
 
 
-def _drawn(found: Explanation) -> Iterator[str]:
+def _drawn_lines(found: Explanation) -> Iterator[str]:
     tokens = {token.id: token for token in found.tokens}
     for sample, token_id in enumerate(found.drawn[:1] if found.greedy else found.drawn):
         token = tokens[token_id]
         which = f", sample {sample}" if len(found.drawn) > 1 and not found.greedy else ""
         first, last = (percent(token.probabilities[s], 2) for s in (0, -1))
         then = "" if found.greedy or found.forced else f", {last} where it was drawn"
-        yield f"{_how(found)}{which}: {token.shown} (id {token_id}), {first} under the model{then}"
+        yield f"{_draw_method(found)}{which}: {token.shown} (id {token_id}), {first} under the model{then}"
 
 
-def _how(found: Explanation) -> str:
+def _draw_method(found: Explanation) -> str:
     return "emitted by the router" if found.forced else "greedy" if found.greedy else f"drawn with seed {found.seed}"
 
 
 def _settings(step: Step) -> str:
     """`top_p 0.9`, and after a step that changed nothing that it did not."""
-    parts = [f"{key} {_value(value)}" for key, value in _given(step).items()]
+    parts = [f"{key} {_value(value)}" for key, value in _nondefault_settings(step).items()]
     return ", ".join(parts) + ("" if step.changed else " (changes nothing here)")
 
 
-def _given(step: Step) -> dict[str, Any]:
+def _nondefault_settings(step: Step) -> dict[str, Any]:
     """The settings of a step without refinements that have their default."""
     fields = GenerationSection.model_fields
     return {key: value for i, (key, value) in enumerate(step.settings.items()) if i == 0 or value != fields[key].default}
@@ -105,11 +105,11 @@ def _given(step: Step) -> dict[str, Any]:
 
 def _value(value: Any) -> str:
     if isinstance(value, list | dict):
-        return _clipped(printable(json.dumps(value, ensure_ascii=False)), 40)
+        return _clip(printable(json.dumps(value, ensure_ascii=False)), 40)
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _clipped(text: str, cells: int) -> str:
+def _clip(text: str, cells: int) -> str:
     return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"
 
 
@@ -119,7 +119,7 @@ def draw_explanation(found: Explanation) -> bytes:
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     figure = new_figure(8, 0.9 + 1.7 * len(pairs))
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
-    labels = [_clipped(token.shown, 12) for token in found.tokens]
+    labels = [_clip(token.shown, 12) for token in found.tokens]
     for axes, pair in zip(panels, pairs, strict=True):
         draw_step(axes, labels, *([token.probabilities[s] for token in found.tokens] for s in pair))
         step, V = found.steps[pair[1]], found.vocab_size
@@ -128,7 +128,7 @@ def draw_explanation(found: Explanation) -> bytes:
         axes.set_title(f"{title}: {left}", loc="left", fontsize=9, parse_math=False)
         axes.tick_params(axis="y", labelsize=8)
     drawn = [(i, token.probabilities[shown[-1]]) for i, token in enumerate(found.tokens) if token.id in found.drawn]
-    panels[-1].plot(*zip(*drawn, strict=True), "v", color=ACCENT, label=_how(found), clip_on=False)
+    panels[-1].plot(*zip(*drawn, strict=True), "v", color=ACCENT, label=_draw_method(found), clip_on=False)
     panels[-1].legend(frameon=False, fontsize=8)
     return as_png(figure)
 

@@ -17,7 +17,7 @@ METADATA = re.compile(r"\bmetadata=\{(.*?[^\\])\}")
 LABEL = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 PAIRS = re.compile(r"(\w+)=(\d+)")
 TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
-DEEPEST = 100  # frames
+MAX_FRAMES = 100  # frames
 
 
 class Frame(NamedTuple):
@@ -68,13 +68,13 @@ def computations(text: str) -> dict[str, list[Instruction]]:
 
 
 def _instruction(name: str, line: str) -> Instruction:
-    end = _closing(line, 0) if line.startswith("(") else line.index(" ")
+    end = _closing_bracket(line, 0) if line.startswith("(") else line.index(" ")
     opening = line.index("(", end)
-    closing = _closing(line, opening)
+    closing = _closing_bracket(line, opening)
     return Instruction(name, line[:end], line[end:opening].strip(), line[opening + 1 : closing - 1], line[closing:])
 
 
-def _closing(line: str, opening: int) -> int:
+def _closing_bracket(line: str, opening: int) -> int:
     """The index after the bracket that closes the one at `opening`."""
     depth = 0
     for bracket in BRACKET.finditer(line, opening):
@@ -91,10 +91,10 @@ def instructions(text: str) -> dict[str, Instruction]:
     XLA has added takes that of the first instruction that reads it.
     """
     frames, members = _Frames(text), computations(text)
-    found = {i.name: _with_origin(i, frames) for inside in members.values() for i in inside}
+    found = {i.name: _set_origin(i, frames) for inside in members.values() for i in inside}
     for i in list(found.values()):
         if "calls=" in i.attributes:
-            found[i.name] = _fused(i, [found[part.name] for called in i.called for part in members.get(called, [])])
+            found[i.name] = _set_fusion_origin(i, [found[part.name] for called in i.called for part in members.get(called, [])])
     for i in reversed(list(found.values())):  # an instruction comes before those that read it
         for read in NAME.findall(i.operands):
             if read in found and not found[read].frames and found[i.name].frames:
@@ -102,14 +102,14 @@ def instructions(text: str) -> dict[str, Instruction]:
     return found
 
 
-def _with_origin(i: Instruction, frames: "_Frames") -> Instruction:
+def _set_origin(i: Instruction, frames: "_Frames") -> Instruction:
     metadata, target = METADATA.search(i.attributes), TARGET.search(i.attributes)
     origin = metadata[1] if metadata else ""
     label = LABEL.search(origin)
     return replace(i, label=label[1] if label else "", frames=frames.of(origin), target=target[1] if target else "")
 
 
-def _fused(outer: Instruction, parts: list[Instruction]) -> Instruction:
+def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruction:
     products = [part for part in parts if part.opcode in ("dot", "convolution", "custom-call") and part.frames]
     origin = next(iter([*products, *([outer] if outer.frames else []), *(part for part in parts if part.frames)]), outer)
     target = next((part.target for part in parts if part.target), outer.target)
@@ -131,17 +131,17 @@ class _Frames:
         self.shift = int(any(frame.get("parent_frame_id") == number for number, frame in self.stack.items()))
 
     def of(self, metadata: str) -> tuple[Frame, ...]:
-        said = _pairs(metadata)
-        if "source_line" in said:
+        fields = _pairs(metadata)
+        if "source_line" in fields:
             file = re.search(r'source_file="([^"]*)"', metadata)
-            return (Frame(file[1] if file else "", "", said["source_line"]),)
+            return (Frame(file[1] if file else "", "", fields["source_line"]),)
         found: list[Frame] = []
-        at = said.get("stack_frame_id", 0)
-        while at in self.stack and len(found) < DEEPEST:
-            place = self.places.get(self.stack[at].get("file_location_id", 0), {})
+        frame_id = fields.get("stack_frame_id", 0)
+        while frame_id in self.stack and len(found) < MAX_FRAMES:
+            place = self.places.get(self.stack[frame_id].get("file_location_id", 0), {})
             names = self.files.get(place.get("file_name_id", 0), ""), self.functions.get(place.get("function_name_id", 0), "")
             found.insert(0, Frame(*names, place.get("line", 0)))
-            at = self.stack[at].get("parent_frame_id", 0) - self.shift
+            frame_id = self.stack[frame_id].get("parent_frame_id", 0) - self.shift
         return tuple(found)
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from dantinox.config import Config, ModelConfig
 from dantinox.generation import LoadedModel, load, prepare
 from dantinox.generation.quantized_weights import WEIGHTS, weight_bytes, widen
-from dantinox.measure.texts import text_store
+from dantinox.measure.texts import open_text_store
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
 from dantinox.report import human_bytes, human_count, table
@@ -22,36 +22,37 @@ from dantinox.report.metric_files import read_csv
 from dantinox.run import RunDirectory, open_run
 from dantinox.text import Batch, Preferences, TokenStore, open_store
 
-TOKENS = 8192  # of the validation text; the comparison is paired, so that more of them would change little
+TOKENS = 8192  # of validation text; the comparison is paired, so more tokens would change little
 ROWS = 8
 
 
-def describe(run_dir: str | Path, data_path: str | Path | None = None) -> Iterator[str]:
-    """Paragraphs: the model, its training, then a line per precision of the weights.
+def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iterator[str]:
+    """Yields paragraphs on the model and its training, then a line for each weight dtype.
 
     Args:
-      data_path: the text that narrow weights are compared on, as `data.path` names one; None: the validation tokens that
-        training left in the run, if any.
+      data_path: the text for the comparison of quantized (int8) and bfloat16 weights, in the form of `data.path`. None: the
+        validation tokens that training saved in the run, if any.
     """
     directory = open_run(run_dir)
-    given = None if data_path is None else text_store(directory, data_path, TOKENS + 1)
+    given = None if data_path is None else open_text_store(directory, data_path, TOKENS + 1)
     run = load(run_dir)
     yield _model(run)
     yield _training(directory, run.config)
     store = open_store(run.config, directory.data, run.tokenizer) if given is None else given
     if store is None:
-        yield "this run keeps no text of its training: give a text with --data_path to measure the cost of narrow weights\n"
-    reference = Reference(run, store) if store is not None else None
+        yield "this run has no saved training tokens: select a text with --data_path to measure int8 and bfloat16 weights\n"
+    reference = FloatReference(run, store) if store is not None else None
     for name in WEIGHTS[1:]:
-        narrow = (
-            reference.model if reference and name == "float32" else prepare(run.model, name, run.config.generation.products)
-        )
-        line = f"weights {name:<9} {human_bytes(weight_bytes(narrow)):>8}"
+        if reference is not None and name == "float32":
+            model = reference.model
+        else:
+            model = prepare(run.model, name, run.config.generation.products)
+        line = f"weights {name:<9} {human_bytes(weight_bytes(model)):>8}"
         if reference is not None and name != "float32":
-            nats, narrow_nats, gap, targets = reference.compare(narrow)
+            nats, model_nats, gap, targets = reference.compare(model)
             line += (
-                f"  logit error {math.sqrt(gap):.2g}, perplexity {math.exp(nats):.4g} → {math.exp(narrow_nats):.4g} "
-                f"({100 * math.expm1(narrow_nats - nats):+.3f} %) on {targets:.0f} tokens"
+                f"  logit error {math.sqrt(gap):.2g}, perplexity {math.exp(nats):.4g} → {math.exp(model_nats):.4g} "
+                f"({100 * math.expm1(model_nats - nats):+.3f} %) on {targets:.0f} tokens"
             )
         yield line
 
@@ -68,11 +69,13 @@ def _model(run: LoadedModel) -> str:
     if m.global_head_size or m.global_kv_heads:
         keys += f"; without a window {m.global_kv_heads or m.kv_heads} of {m.global_head_size or m.head_size}"
     if m.kv_shared_layers:
-        keys += f"; the last {m.kv_shared_layers} layers read those of others"
+        keys += f"; the last {m.kv_shared_layers} layers reuse those of earlier layers"
     trained, lora = [], run.config.trained_architecture(run.tokenizer.vocab_size).lora
-    if lora is not None:  # the model has the adapters merged
+    if lora is not None:  # the adapters are merged into the loaded model
         count = human_count(adapter_parameters(replace(m, lora=lora)))
-        trained = [("adapters", f"{count} of rank {lora.rank} were trained, on the weights of {run.config.training.init_from}")]
+        trained = [
+            ("adapters", f"{count} trained parameters of rank {lora.rank} on the weights of {run.config.training.init_from}")
+        ]
     return table([
         ("parameters", human_count(run.parameters)),
         *trained,
@@ -89,7 +92,7 @@ def _experts(m: ModelConfig) -> str:
         return ""
     shared = f" and a shared layer {m.experts.shared_dim} wide" if m.experts.shared_dim else ""
     dense = f"; dense layers {m.experts.dense_dim} wide: {len(m.experts.dense_layers)}" if m.experts.dense_layers else ""
-    return f"; {m.experts.count} experts, of which a token takes {m.experts.top_k}{shared}{dense}"
+    return f"; {m.experts.count} experts, {m.experts.top_k} per token{shared}{dense}"
 
 
 def _training(directory: RunDirectory, config: Config) -> str:
@@ -104,11 +107,11 @@ def _training(directory: RunDirectory, config: Config) -> str:
     ])  # fmt: skip
 
 
-class Reference:
-    """The model as it was trained on validation text, to compare quantized models with.
+class FloatReference:
+    """The trained model in float32 on validation text, the reference for other weight dtypes.
 
-    It reads the text once. Quantized weights are widened before they are compared, which changes none of their numbers: all
-    models then run one compiled program.
+    The reference reads the text once. Other weights are converted to float32 before the comparison, without changing their
+    values, so that all models run the same compiled program.
     """
 
     def __init__(self, run: LoadedModel, store: TokenStore):
@@ -117,17 +120,21 @@ class Reference:
         self.x_NBTD = _hidden(self.model, self.batches)
 
     def compare(self, other: Transformer) -> list[float]:
-        """Mean −ln p per target of the reference and of `other`, the mean square of the difference of their logits (both with
-        mean zero per position), and the number of targets."""
+        """Compares another model with the reference.
+
+        Returns:
+          Mean −ln p per target of the reference, the same of `other`, the mean squared difference of their logits (each with
+          its mean per position subtracted), and the number of targets.
+        """
         other = widen(other)
-        sums_NB4 = _sums(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)
+        sums_NB4 = _compare_logits(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)
         *found, targets = np.sum(np.asarray(sums_NB4, np.float64), axis=(0, 1))
         return [*(number / targets for number in found), targets]
 
 
 @nnx.jit(graph_updates=False)
 def _hidden(model: Transformer, batches: Any) -> jax.Array:
-    """The final hidden states `[N, B, T, D]` of N validation batches."""
+    """Returns the final hidden states `[N, B, T, D]` of N validation batches."""
 
     def read(batch: Any) -> jax.Array:
         positions_BT = jnp.broadcast_to(jnp.arange(batch.tokens_BT.shape[1]), batch.tokens_BT.shape)
@@ -137,11 +144,11 @@ def _hidden(model: Transformer, batches: Any) -> jax.Array:
 
 
 @nnx.jit(graph_updates=False)
-def _sums(model: Transformer, other: Transformer, a_NBTD: jax.Array, b_NBTD: jax.Array, batches: Any) -> jax.Array:
-    """For each row the sums over its targets `[N, B, 4]`: −ln p of each model, the mean square difference of logits, 1."""
+def _compare_logits(model: Transformer, other: Transformer, a_NBTD: jax.Array, b_NBTD: jax.Array, batches: Any) -> jax.Array:
+    """Returns sums over the targets of each row, `[N, B, 4]`: −ln p of both models, mean squared logit difference, count."""
 
     def of_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        a_TD, b_TD, targets_T, mask_T = row  # logits of one row at a time
+        a_TD, b_TD, targets_T, mask_T = row  # one row at a time bounds the memory of the logits
         a, b = model.logits(a_TD), other.logits(b_TD)
         nats = [-jnp.take_along_axis(jax.nn.log_softmax(x_TV), targets_T[:, None], 1)[:, 0] for x_TV in (a, b)]
         gap_T = jnp.mean(jnp.square((b - b.mean(-1, keepdims=True)) - (a - a.mean(-1, keepdims=True))), -1)

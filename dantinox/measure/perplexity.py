@@ -1,8 +1,8 @@
 """`dantinox eval ppl`: perplexity and bits per byte of a text, in sliding windows.
 
-The windows are those of Hugging Face's guide "Perplexity of fixed-length models": each begins `stride` tokens behind the one
-before it, and of each only the tokens are scored that none before it has scored. So a token is scored once, with at least
-`context − stride` tokens before it, but for those in the first window of a document, which have all there are.
+The windows follow Hugging Face's guide "Perplexity of fixed-length models". Each window begins `stride` tokens after the
+previous one and scores only the tokens that no earlier window has scored. So each token is scored once, with at least
+`context − stride` tokens before it. Tokens in the first window of a document have all tokens of the document before them.
 """
 
 import math
@@ -22,7 +22,7 @@ from dantinox.generation import load
 from dantinox.generation.decode import PREFILL
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import bucket
-from dantinox.measure.texts import batches, begin_ids, padded, positions_of, read_documents, spelled_bytes
+from dantinox.measure.texts import bos_ids, equal_batches, pad_rows, padded_positions, read_documents, spelled_length
 from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.report import human_count, table
@@ -31,15 +31,18 @@ from dantinox.report.console import Progress
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What `eval ppl` finds.
+    """The result of `eval ppl`.
+
+    Each document begins with the begin token if `bos_ids` returns one and has no end token. No token sees another document.
 
     Attributes:
-      nats: mean −ln p of a scored token; `perplexity` is e to that.
-      bits_per_byte: −log2 p of all scored tokens over the bytes of UTF-8 that they spell.
-      documents, tokens, bytes: what was scored. The begin token stands before each document where `begin_ids` says
-        so, and no end token behind it; no token sees another document.
-      unscored: first tokens of documents, which without a begin token have nothing before them.
-      context, stride: tokens of a window, and from one to the next.
+      nats: mean −ln p of a scored token.
+      perplexity: e to the power of `nats`.
+      bits_per_byte: −log2 p of all scored tokens divided by the UTF-8 bytes that they decode to.
+      documents, tokens, bytes: the amount of text that was scored.
+      unscored: number of first tokens of documents that have no token before them, because there is no begin token.
+      context: tokens of a window.
+      stride: tokens from one window to the next.
     """
 
     nats: float
@@ -54,18 +57,18 @@ class Perplexity:
     seconds: float
 
 
-class Text(NamedTuple):
-    """Tokens of which the last `new` are to be scored, each given those before it; at most a context and one of them."""
+class ScoringInput(NamedTuple):
+    """A sequence whose last `new` tokens are scored, each given those before it; at most the context length plus one."""
 
     ids: np.ndarray
     new: int
 
 
-class Scores(NamedTuple):
-    """ln p of a text's scored tokens, float64 `[new]`, and which of them the model finds likeliest, bool `[new]`."""
+class TokenScores(NamedTuple):
+    """ln p of the scored tokens of a sequence, float64 `[new]`, and whether each is the most likely token, bool `[new]`."""
 
     logp: np.ndarray
-    likeliest: np.ndarray
+    is_top1: np.ndarray
 
 
 def measure_perplexity(
@@ -78,16 +81,17 @@ def measure_perplexity(
     progress: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Perplexity:
-    """Scores a text, named as `data.path` names one, with a run's model as it decodes: the same weights on the same devices.
+    """Scores a text with the model of a run, with the weights and devices that generation uses.
 
     Args:
-      stride: tokens from a window to the next (default: half of a window).
-      tokens: of the text, to read at most.
+      data_path: the text, in the form of `data.path`.
+      stride: tokens from one window to the next (default: half of a window).
+      tokens: maximum tokens of the text to read.
       context: tokens of a window (default: the model's context).
       settings: `weights`, `products` and `tensor_parallel` of the section `generation`.
 
     Raises:
-      UserError: a number is out of its range, the text cannot be read or spelt, or it has nothing to score.
+      UserError: a number is out of range, the text cannot be read or encoded, or it has no token to score.
     """
     run = load(run_dir, settings.get("tensor_parallel"))
     generation = run.settings(settings).generation
@@ -101,22 +105,22 @@ def measure_perplexity(
     if tokens is not None and tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}")
     begun = time.perf_counter()
-    begin = np.array(begin_ids(run.tokenizer), np.int32)
+    begin = np.array(bos_ids(run.tokenizer), np.int32)
     documents = read_documents(run, data_path, tokens)
-    texts = [text for document in documents for text in windows(np.concatenate([begin, document.ids]), context, stride)]
+    texts = [text for document in documents for text in sliding_windows(np.concatenate([begin, document.ids]), context, stride)]
     total = sum(text.new for text in texts)
     if not total:
-        raise UserError(f"{data_path} has no token that has another before it: there is nothing to score")
+        raise UserError(f"{data_path} has no token to score: none has another token before it")
     parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
-    for number, scores in score(run.prepared(generation), texts):
+    for number, scores in score_sequences(run.prepared(generation), texts):
         parts.append(-math.fsum(scores.logp))
         new = texts[number].new
         done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats a token so far")
     nats = math.fsum(parts)
     if not math.isfinite(nats):
-        raise UserError("the model gives a token of the text no probability that is a number: its weights are damaged")
+        raise UserError("the model returns a NaN or infinite log-probability for the text: its weights are damaged")
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
-    size = sum(document.bytes for document in documents) - sum(spelled_bytes(run.tokenizer, ids) for ids in unscored)
+    size = sum(document.bytes for document in documents) - sum(spelled_length(run.tokenizer, ids) for ids in unscored)
     return Perplexity(
         nats=nats / total,
         perplexity=math.exp(min(nats / total, 700.0)),
@@ -131,37 +135,37 @@ def measure_perplexity(
     )
 
 
-def windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Text]:
-    """The windows over a document: every token but the first is among the scored ones of exactly one of them."""
+def sliding_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[ScoringInput]:
+    """Yields the windows over a document. Exactly one window scores each token except the first."""
     scored = 1
     for begin in range(0, len(ids), stride):
         end = min(begin + context, len(ids))
         if end > scored:
-            yield Text(ids[begin:end], end - scored)
+            yield ScoringInput(ids[begin:end], end - scored)
         scored = max(scored, end)
         if end == len(ids):
             return
 
 
-def score(model: Transformer, texts: Sequence[Text]) -> Iterator[tuple[int, Scores]]:
-    """(number of a text, its scores) for all texts in order, by one program."""
+def score_sequences(model: Transformer, texts: Sequence[ScoringInput]) -> Iterator[tuple[int, TokenScores]]:
+    """Yields (index of a sequence, its scores) for all sequences in order, computed by one compiled program."""
     length = min(bucket(max(len(text.ids) for text in texts) - 1), model.config.max_context)
-    for rows in batches(len(texts), int(np.clip(PREFILL // length, 1, 64))):
-        tokens_BT, lengths_B = padded([texts[row].ids for row in rows], length + 1)
-        logp_BT, likeliest_BT = map(np.asarray, _scores(model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)))
+    for rows in equal_batches(len(texts), int(np.clip(PREFILL // length, 1, 64))):
+        tokens_BT, lengths_B = pad_rows([texts[row].ids for row in rows], length + 1)
+        logp_BT, is_top1_BT = map(np.asarray, _score_batch(model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)))
         for place, number in enumerate(rows):
             if place and number < rows[place - 1]:
-                break  # behind the last text the first ones come again
+                break  # the rest of the batch repeats the first sequences
             last = slice(lengths_B[place] - 1 - texts[number].new, lengths_B[place] - 1)
-            yield int(number), Scores(logp_BT[place, last].astype(np.float64), likeliest_BT[place, last])
+            yield int(number), TokenScores(logp_BT[place, last].astype(np.float64), is_top1_BT[place, last])
 
 
 @nnx.jit(graph_updates=False)
-def _scores(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """ln p `[B, T − 1]` of the tokens from the second on, and whether each is the likeliest there."""
+def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns ln p `[B, T − 1]` of all tokens but the first, and whether each is the most likely token at its position."""
     model = widen(model)
     seen_BT, next_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    x_BTD, _, _ = model.hidden(seen_BT, positions_of(seen_BT, lengths_B - 1))
+    x_BTD, _, _ = model.hidden(seen_BT, padded_positions(seen_BT, lengths_B - 1))
 
     def one(x_D: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_V = model.logits(x_D)
@@ -171,8 +175,8 @@ def _scores(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> t
 
 
 def perplexity_lines(found: Perplexity) -> list[str]:
-    """The finding as a table."""
-    unscored = f"; {found.unscored} first tokens have nothing before them and are left out" if found.unscored else ""
+    """Returns the result as the lines of a table."""
+    unscored = f"; {found.unscored} first tokens have no token before them and are not scored" if found.unscored else ""
     of = f"{found.documents} documents, " if found.documents > 1 else ""
     return table([
         ("nats per token", f"{found.nats:.4f}"),

@@ -26,7 +26,7 @@ from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch, slots_needed
-from dantinox.measure.program_cost import SENT, work_of
+from dantinox.measure.program_cost import BYTES_SENT, count_work
 from dantinox.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import uncompressed_slots
@@ -36,8 +36,8 @@ from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
 from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrapped
 from dantinox.sampling import SamplingParams
 
-LOOKED_UP = ("embed", "position_embed")  # tables of which a token reads a row
-STEPS = 1000  # of a schedule whose length the corpus decides: a constant in the program, which changes nothing here
+LOOKUP_TABLES = ("embed", "position_embed")  # tables of which a token reads a row
+SCHEDULE_STEPS = 1000  # of a schedule whose length the corpus decides: a constant in the program, which changes nothing here
 # What each figure is, and whose formula it is; N, L, H, Q as in the functions below.
 FORMULAS = {
     "train": "6N + 12·L·H·Q·T FLOPs a token (Chowdhery et al. 2022, appendix B); what is done again is none of them; "
@@ -47,7 +47,7 @@ FORMULAS = {
     "decode": "2N + 4·L·H·Q·S FLOPs a token, S the slots of the cache",
 }
 # What libtpu writes as custom calls and is no kernel.
-MARKS = {
+NON_KERNELS = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
     "GatherScatterIndicesBitpacked",
 }  # fmt: skip
@@ -138,14 +138,14 @@ PlannedProgram = tuple[Program, Any, Mapping[str, Any]]
 
 
 # `training.step.TrainStep`, whose `traced()` gives for each name (rows, length, program, compiler options).
-Training = Callable[[Config, ModelConfig, int, Layout], Any]
+MakeTrainStep = Callable[[Config, ModelConfig, int, Layout], Any]
 
 
 def make_plan(
     topology: Topology,
     config: Config,
     vocab_size: int,
-    training: Training,
+    training: MakeTrainStep,
     *,
     meshes: Sequence[Mapping[str, int]] = (),
     batch: int = 1,
@@ -178,7 +178,7 @@ def make_plan(
     meshed = [config.model_copy(update={"distributed": section}) for section in distributed]
     trained = config.trained_architecture(vocab_size, topology.platform)
     layouts = [make_layout(one, trained, topology.devices) for one in meshed]
-    with topology.assumed():
+    with topology.emulated():
         traced: list[PlannedProgram] = []
         for one, layout in zip(meshed, layouts, strict=True):
             traced += training_programs(one, trained, training, layout)
@@ -188,7 +188,7 @@ def make_plan(
         for planned, program, options in traced:
             on = f" on {planned.mesh}" if len(topology.devices) > 1 else ""
             progress(f"compiling {planned.name} for {topology.name}{on}")
-            programs.append(_compiled(topology, planned, program, options))
+            programs.append(_compile_program(topology, planned, program, options))
     return Plan(
         topology=topology.name,
         device=topology.device.device_kind,
@@ -217,9 +217,9 @@ def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
     return held - held * taken // model.experts.count
 
 
-def training_programs(config: Config, model: ModelConfig, training: Training, layout: Layout) -> Iterator[PlannedProgram]:
+def training_programs(config: Config, model: ModelConfig, training: MakeTrainStep, layout: Layout) -> Iterator[PlannedProgram]:
     """The optimizer step and the evaluation of a batch; `training` as of `make_plan`."""
-    steps = config.training.steps or STEPS
+    steps = config.training.steps or SCHEDULE_STEPS
     for name, (rows, length, program, options) in training(config, model, steps, layout).traced().items():
         forward = 2 * (matrix_parameters(model) + adapter_parameters(model)) + attention_flops(model, length)
         flops = rows * length * (training_flops(model, length) if name == "train" else forward) // layout.devices
@@ -264,7 +264,9 @@ def generation_programs(
         plan=cache_plan,
     )
     first, following = rows_batch.trace(place)
-    read = bytes_per_device(place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKED_UP]))
+    read = bytes_per_device(
+        place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKUP_TABLES])
+    )
     cache, head = bytes_per_device(place(first.out_info[0][0])), 2 * model.dim * model.vocab_size
     token = 2 * matrix_parameters(model) - head
 
@@ -277,14 +279,14 @@ def generation_programs(
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
     if model.latent is not None:  # which all heads read, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
-    flops = rows * (token + head + 2 * sizes * groups * kept_slots(model, cache_plan))
+    flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"a token of {rows}, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
     yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, {}
 
 
-def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
+def slots_read(model: ModelConfig, plan: CachePlan) -> int:
     """Slots that all key heads of all layers read."""
     if plan.compression is None:
         heads = [model.of_layer(i).kv_heads if model.latent is None else 1 for i in range(model.num_blocks)]
@@ -292,18 +294,18 @@ def kept_slots(model: ModelConfig, plan: CachePlan) -> int:
     return sum(heads * slots for groups in plan.compression.groups for heads, slots in groups)
 
 
-def _compiled(topology: Topology, planned: Program, program: Any, options: Mapping[str, Any]) -> Program:
+def _compile_program(topology: Topology, planned: Program, program: Any, options: Mapping[str, Any]) -> Program:
     begun, found, needs, kernels, failure = time.perf_counter(), None, None, {}, None
     collectives: dict[str, Collectives] = {}
     try:
         compiled = topology.compile(program, options)
         text = compiled.as_text()
-        found, kernels, work = memory_usage(compiled), kernels_in(text), work_of(text)
-        collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in SENT if work.count[kind]}
+        found, kernels, work = memory_usage(compiled), find_kernels(text), count_work(text)
+        collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in BYTES_SENT if work.count[kind]}
         needs = found.peak
     except jax.errors.JaxRuntimeError as error:
         failure = first_line(error)
-        needs = needed_bytes(failure)
+        needs = parse_needed_bytes(failure)
     seconds, memory, chip = time.perf_counter() - begun, topology.memory, topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
     sent = sum(of.sent for of in collectives.values())
@@ -318,15 +320,15 @@ def _compiled(topology: Topology, planned: Program, program: Any, options: Mappi
     return replace(done, compute_seconds=times[0], memory_seconds=times[1], link_seconds=times[2], mfu=mfu)
 
 
-def kernels_in(text: str) -> dict[str, int]:
+def find_kernels(text: str) -> dict[str, int]:
     """Custom calls by their target, Triton's and cuDNN's fusions by their kind, sorts by their length, in a program's text."""
     names = re.findall(r'custom_call_target="([^"]+)"', text) + re.findall(r'"kind":"(__(?:triton|cudnn)[^"]*)"', text)
     for shape, axis in re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(.*dimensions=\{(\d+)\}", text):
         names.append(f"sort of {shape.split(',')[int(axis)]}")
-    return dict(sorted(Counter(name for name in names if name not in MARKS).items()))
+    return dict(sorted(Counter(name for name in names if name not in NON_KERNELS).items()))
 
 
-def needed_bytes(failure: str) -> int | None:
+def parse_needed_bytes(failure: str) -> int | None:
     """What a compiler that ran out of memory says that it needs."""
     number = re.search(r"(\d+(?:\.\d+)?)([KMGT])\b", failure) if "RESOURCE_EXHAUSTED" in failure else None
     return number and int(float(number[1]) * UNITS[number[2]])
@@ -340,7 +342,7 @@ def _bytes(kind: str) -> Column:
     return Column(kind, kind, lambda p: p.bytes and human_bytes(getattr(p.bytes, kind)))
 
 
-def _passed(kind: str) -> Column:
+def _collective_column(kind: str) -> Column:
     """How many collectives of a kind there are, and what they pass."""
 
     def said(p: Program) -> str | None:
@@ -350,14 +352,14 @@ def _passed(kind: str) -> Column:
     return Column(kind, kind, said)
 
 
-NAMES = (Column("program", "program", lambda p: p.name), Column("reads", "reads", lambda p: p.reads))
-MESHED = (NAMES[0], Column("mesh", "mesh", lambda p: p.mesh), NAMES[1])
-MEMORY = (
+NAME_COLUMNS = (Column("program", "program", lambda p: p.name), Column("reads", "reads", lambda p: p.reads))
+MESH_COLUMNS = (NAME_COLUMNS[0], Column("mesh", "mesh", lambda p: p.mesh), NAME_COLUMNS[1])
+MEMORY_COLUMNS = (
     *map(_bytes, ("arguments", "temp", "output", "alias")),
     Column("needs", "needs", lambda p: p.needs and human_bytes(p.needs)),
     Column("compile", "compiled\nin s", lambda p: p.compile_seconds, ".1f"),
 )
-TIME = (
+TIME_COLUMNS = (
     Column("flops", "FLOPs", lambda p: human_count(p.flops)),
     Column("again", "again", lambda p: human_count(p.again) if p.again else None),
     Column("traffic", "traffic", lambda p: human_bytes(p.traffic)),
@@ -366,16 +368,16 @@ TIME = (
     Column("links", "links\nms ≥", lambda p: _milliseconds(p.link_seconds) if p.collectives else None),
     Column("mfu", "MFU ≤", lambda p: p.mfu and percent(p.mfu)),
 )
-PASSED = tuple(map(_passed, SENT))
+COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 
 def plan_lines(found: Plan, width: int = 100) -> Iterator[str]:
     """The machine, the table of programs, and what is to be said of each, in lines of at most `width`."""
     yield from wrapped(_machine(found), width)
     yield ""
-    names = MESHED if found.chips > 1 else NAMES
+    names = MESH_COLUMNS if found.chips > 1 else NAME_COLUMNS
     passing = [program for program in found.programs if program.collectives]
-    for table, programs in ((MEMORY, found.programs), (TIME, found.programs), (PASSED, passing)):
+    for table, programs in ((MEMORY_COLUMNS, found.programs), (TIME_COLUMNS, found.programs), (COLLECTIVE_COLUMNS, passing)):
         if programs:
             columns = [column for column in table if any(column.value(program) is not None for program in programs)]
             yield from text_table([*names, *columns], programs, width, front=len(names))

@@ -29,11 +29,11 @@ KINDS = {
     "update": ("dynamic-update-slice",),
     "reduction": ("reduce", "reduce-window"),
 }  # fmt: skip
-MOVES = {
+DATA_MOVEMENT = {
     "copy", "transpose", "concatenate", "pad", "reverse", "slice", "bitcast", "broadcast", "reshape", "convert", "iota",
     "parameter", "constant", "fusion",
 }  # fmt: skip
-OUTER = ("Transformer.", "Block.")  # nearly everything is in these
+OUTER_SCOPES = ("Transformer.", "Block.")  # nearly everything is in these
 PACKAGE = f"/{__package__.partition('.')[0]}/"
 # What a custom call is, by its target or its name.
 KERNELS = {
@@ -98,9 +98,9 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     device = jax.devices()[0]
     runs = operation_times(jax.profiler.ProfileData.from_file(str(files[-1])))
     programs: dict[str, list[Program]] = defaultdict(list)
-    for name, text in _texts({name for name, _ in runs}):
+    for name, text in _program_texts({name for name, _ in runs}):
         programs[name].append(instructions(text))
-    operations = ranked(runs, programs)
+    operations = rank_operations(runs, programs)
     if not operations:
         raise UserError(f"there is no operation of the device in the trace {files[-1]}")
     kind = f"{jax.device_count()} × " * (jax.device_count() > 1) + device.device_kind
@@ -128,7 +128,7 @@ def operation_times(data: Any) -> Runs:
     return found
 
 
-def _texts(names: set[str]) -> Iterator[tuple[str, str]]:
+def _program_texts(names: set[str]) -> Iterator[tuple[str, str]]:
     """The programs of these names that are compiled in this process."""
     for executable in jax.devices()[0].client.live_executables():
         for module in executable.hlo_modules():
@@ -136,7 +136,7 @@ def _texts(names: set[str]) -> Iterator[tuple[str, str]]:
                 yield module.name, module.to_string()
 
 
-def ranked(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
+def rank_operations(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
     """The operations, most expensive first, those of one kind and origin together; what only holds others is left out.
 
     A run is of the program of its name that knows most of its operations.
@@ -148,13 +148,13 @@ def ranked(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operat
             found = program.get(operation, Instruction("", "", ""))
             stem = re.sub(r"[.\d]+$", "", operation)
             if (found.opcode or stem) not in CONTAINERS:
-                groups[stem, kind_of(found, stem), *_origin(found)] += spent
+                groups[stem, operation_kind(found, stem), *_origin(found)] += spent
     total = sum(map(sum, groups.values())) or 1.0
     operations = [Operation(*group, sum(ns) / 1e6, sum(ns) / total, len(ns)) for group, ns in groups.items()]
     return sorted(operations, key=lambda operation: -operation.ms)
 
 
-def kind_of(found: Instruction, name: str) -> str:
+def operation_kind(found: Instruction, name: str) -> str:
     """What an operation is, by what is in it."""
     inside = {found.opcode, *found.inside}
     if "custom-call" in inside:
@@ -164,7 +164,7 @@ def kind_of(found: Instruction, name: str) -> str:
             return kind
     if not found.opcode:
         return "matmul" if re.match(r"dot|gemm", name) else "–"
-    return "copy" if inside <= MOVES else "elementwise"
+    return "copy" if inside <= DATA_MOVEMENT else "elementwise"
 
 
 def _origin(found: Instruction) -> tuple[str, str]:
@@ -174,7 +174,7 @@ def _origin(found: Instruction) -> tuple[str, str]:
         return "–", "–"
     of_model = [frame.function for frame in own if f"{PACKAGE}model/" in frame.file]
     methods = [name for name in of_model if name[:1].isupper()]
-    methods = [name for name in methods if not name.startswith(OUTER)] or methods[-1:]
+    methods = [name for name in methods if not name.startswith(OUTER_SCOPES)] or methods[-1:]
     if methods:
         parts = dict.fromkeys(name.removesuffix(".__call__") for name in (methods[0], methods[-1]))
     else:  # behind the last line of this package may stand a library's function, an optimizer's for instance

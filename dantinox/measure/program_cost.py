@@ -14,7 +14,7 @@ from dantinox.measure.hlo import Instruction, computations
 
 # Bytes that each of n devices sends round a ring, of operands of so many bytes (Chan et al. 2007, "Collective
 # communication: theory, practice, and experience", section 7).
-SENT: Mapping[str, Callable[[float, int], float]] = {
+BYTES_SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-gather": lambda size, n: size * (n - 1),
     "reduce-scatter": lambda size, n: size * (n - 1) / n,
     "all-reduce": lambda size, n: 2 * size * (n - 1) / n,
@@ -49,13 +49,13 @@ class Work:
         count, sent = self.count + other.count, self.sent + other.sent
         return Work(self.flops + other.flops, count, sent, self.unknown_loops + other.unknown_loops)
 
-    def times(self, turns: int) -> "Work":
+    def repeat(self, turns: int) -> "Work":
         """The same in a loop."""
         count, sent = (Counter({kind: turns * n for kind, n in of.items()}) for of in (self.count, self.sent))
         return Work(turns * self.flops, count, sent, self.unknown_loops)
 
 
-def work_of(text: str) -> Work:
+def count_work(text: str) -> Work:
     """The work of a program, from `compiled.as_text()`; of a condition that the program decides itself, all branches."""
     members = computations(text)
     header = text.partition("\n")[0]
@@ -69,30 +69,32 @@ def work_of(text: str) -> Work:
         begins = any('"AsyncCollectiveStart"' in i.attributes for i in members[computation])
         scatters = computation.startswith("all-reduce-scatter")
         for i in members[computation]:
-            if i.opcode.endswith(("-done", "-update")) or ("chain_id=" in i.attributes and i.opcode in SENT and not begins):
+            if i.opcode.endswith(("-done", "-update")) or (
+                "chain_id=" in i.attributes and i.opcode in BYTES_SENT and not begins
+            ):
                 continue
             if scatters and i.opcode == "all-reduce":
                 i = replace(i, opcode="reduce-scatter")
-            total += _own(i, types, devices)
+            total += _instruction_work(i, types, devices)
             for name in i.called:
-                total += _in_loop(of(name), i, members) if i.opcode == "while" else of(name)
+                total += _loop_work(of(name), i, members) if i.opcode == "while" else of(name)
         return total
 
     return of("ENTRY")
 
 
-def _own(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
+def _instruction_work(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
     """The work of an instruction without that of what it calls."""
     operands = [types[name] for name in re.findall(r"%([\w.\-]+)", i.operands) if name in types]
-    if contracted := _contracted(i, operands):
+    if contracted := _contraction_size(i, operands):
         return Work(flops=2.0 * math.prod(_dimensions(i.type)) * contracted)
     kind = i.opcode.removesuffix("-start")
-    if kind not in SENT or (n := _group(i.attributes, devices)) == 1:
+    if kind not in BYTES_SENT or (n := _group_size(i.attributes, devices)) == 1:
         return Work()
-    return Work(count=Counter({kind: 1}), sent=Counter({kind: SENT[kind](sum(map(_bytes, operands)), n)}))
+    return Work(count=Counter({kind: 1}), sent=Counter({kind: BYTES_SENT[kind](sum(map(_bytes, operands)), n)}))
 
 
-def _contracted(i: Instruction, operands: list[str]) -> int:
+def _contraction_size(i: Instruction, operands: list[str]) -> int:
     """Over how many products an element of the result is summed; 0 where it is no product."""
     if i.opcode == "convolution":
         letters = re.findall(r"dim_labels=\w+_(\w+)->", i.attributes)[0]
@@ -104,7 +106,7 @@ def _contracted(i: Instruction, operands: list[str]) -> int:
     return math.prod(sizes[int(axis)] for axis in re.findall(r"\d+", axes[1]))
 
 
-def _group(rest: str, devices: int) -> int:
+def _group_size(rest: str, devices: int) -> int:
     """Between how many devices a collective passes what they have; of pairs, 0."""
     if "source_target_pairs=" in rest:
         return 0
@@ -118,13 +120,13 @@ def _group(rest: str, devices: int) -> int:
     return devices
 
 
-def _in_loop(body: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
+def _loop_work(body: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
-        return body.times(int(known[1]))
+        return body.repeat(int(known[1]))
     limits = set(_constants(re.findall(r"\bcondition=%?([\w.\-]+)", loop.attributes)[0], members))
     if len(limits) == 1:  # a count from 0 up to it
-        return body.times(limits.pop())
+        return body.repeat(limits.pop())
     return body + Work(unknown_loops=1)
 
 

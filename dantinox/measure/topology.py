@@ -20,7 +20,7 @@ from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, fin
 
 NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-GPUS = tuple(map(str, range(1, 9)))  # that NVLink joins
+GPU_COUNTS = tuple(map(str, range(1, 9)))  # that NVLink joins
 CUDNN, CAPABILITY = 91000, (9, 0)  # 9.10.0, and of an H100: as in the file
 H100 = Path(__file__).with_name("h100.txtpb")
 # Autotuning runs kernels on the device: without one, XLA's heuristics choose them.
@@ -61,12 +61,12 @@ class Topology:
         return self.devices[0]
 
     @contextlib.contextmanager
-    def assumed(self) -> Iterator[None]:
+    def emulated(self) -> Iterator[None]:
         """Inside, jax's cuDNN attention, which asks the device while it is traced and lowered, takes an H100 for granted."""
         if self.platform != "gpu" or self.device in jax.devices():
             yield
             return
-        with _h100_answers():
+        with _emulate_h100():
             yield
 
     def place(self, tree: Any) -> Any:
@@ -94,10 +94,10 @@ def find_topology(name: str | None = None) -> Topology:
         return Topology(name or platform, platform, devices, memory, find_chip(devices[0]))
     found = re.fullmatch(r"(gpu|tpu):(\w+)(?::(\d+(?:x\d+)*))?", name)
     family, model, shape = found.groups() if found else ("", "", None)
-    if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPUS):
+    if f"{family}:{model}" not in NAMES or (shape and family == "gpu" and shape not in GPU_COUNTS):
         raise UserError(
             f"no topology {escape_name(name)}: they are {', '.join(NAMES)}, a GPU also with the number in its host, up to "
-            f"{GPUS[-1]}, as gpu:h100:8, a TPU with its shape, as tpu:v5e:4x4"
+            f"{GPU_COUNTS[-1]}, as gpu:h100:8, a TPU with its shape, as tpu:v5e:4x4"
         )
     if not any(map(find_spec, COMPILERS[family])):
         newer = ", on Python 3.12 or newer" if family == "tpu" else ""
@@ -109,16 +109,16 @@ def find_topology(name: str | None = None) -> Topology:
         target = "\n".join(line for line in lines if not line.startswith("#"))
         devices = topologies.get_topology_desc("h100", "cuda", target_config=target, topology=f"1x1x{shape or 1}").devices
     else:
-        devices = _tpus(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
+        devices = _tpu_devices(model, shape or ("1x1x1" if model == "v5p" else "1x1"))
     chip = CHIPS[model]
     return Topology(name, family, list(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
 
 
-CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"  # private: read and replaced by `_h100_answers` alone
+CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"  # private: read and replaced by `_emulate_h100` alone
 
 
 @contextlib.contextmanager
-def _h100_answers() -> Iterator[None]:
+def _emulate_h100() -> Iterator[None]:
     """Inside, the functions by which jax's cuDNN attention asks the device answer as on an H100 with `CUDNN`."""
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda: CUDNN,
@@ -137,7 +137,7 @@ def _h100_answers() -> Iterator[None]:
         vars(module).update(own)
 
 
-def _tpus(model: str, shape: str) -> list[jax.Device]:
+def _tpu_devices(model: str, shape: str) -> list[jax.Device]:
     # A host has four chips or more, unless it is told that it has one.
     alone = {"chips_per_host_bounds": (1, 1, 1)} if set(shape) == {"1", "x"} or shape == "1" else {}
     try:

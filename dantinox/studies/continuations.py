@@ -16,8 +16,8 @@ from dantinox.config.router_settings import STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import LoadedModel
 from dantinox.generation.loaded_model import load_model
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.measure.perplexity import Text, score
-from dantinox.measure.texts import batches
+from dantinox.measure.perplexity import ScoringInput, score_sequences
+from dantinox.measure.texts import equal_batches
 from dantinox.run import load_run_config, open_run
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
@@ -109,7 +109,7 @@ def write(
     special = sorted(run.tokenizer.special_ids)
     fixed = {**NEUTRAL, "max_new_tokens": tokens, "banned_tokens": special, **settings}
     ids, rates, strategies = list[list[int]](), [], []
-    for numbers in batches(len(prompts), ROWS):
+    for numbers in equal_batches(len(prompts), ROWS):
         requests = [
             run.request(prompts[n], {**fixed, "seed": (seed << 20) + int(n)}, logprobs=0 if report else None) for n in numbers
         ]
@@ -172,14 +172,14 @@ class Judge:
         """
         spelt = [self._spelt(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         with jax.default_matmul_precision("highest"):
-            nats_N = np.array([-scores.logp.sum() for _, scores in score(self.model, spelt)])
+            nats_N = np.array([-scores.logp.sum() for _, scores in score_sequences(self.model, spelt)])
         sizes = [max(1, len(text.encode())) for text in texts]
         bits_N = nats_N / np.log(2) / sizes
         if not np.isfinite(bits_N).all():
             raise UserError("the reference gives a text no likelihood that is a number: its weights are damaged")
         return bits_N
 
-    def _spelt(self, prompt: str, text: str) -> Text:
+    def _spelt(self, prompt: str, text: str) -> ScoringInput:
         """The tokens of prompt and text, at most a context of them, of which the text's are to be scored."""
         try:
             before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(text)
@@ -190,4 +190,4 @@ class Judge:
             raise UserError(
                 f"a continuation is {len(ids)} tokens for the reference, whose context holds {context}: lower --tokens"
             )
-        return Text(np.array((before + ids)[-context:], np.int32), len(ids))
+        return ScoringInput(np.array((before + ids)[-context:], np.int32), len(ids))

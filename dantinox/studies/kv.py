@@ -19,7 +19,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.texts import text_store
+from dantinox.measure.texts import open_text_store
 from dantinox.run import open_run
 from dantinox.studies.kv_bench import (
     FREE_TOKENS,
@@ -163,7 +163,7 @@ def evaluate_kv(
       UserError: a name or number is wrong, the text is too short or repeats itself, or the run was not calibrated.
     """
     directory = open_run(run_dir)
-    store = text_store(directory, data_path)
+    store = open_text_store(directory, data_path)
     run = load(run_dir)
     counts = [usual_count(*both, run.parameters) for both in zip(QUICK if quick else FULL, LEAST, strict=True)]
     sequences, of_each_kind = counts[0] if sequences is None else sequences, counts[1]

@@ -16,8 +16,8 @@ from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK, read_prompt
 from dantinox.generation.quantized_weights import widen
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.measure.head_loss import divergence, read_limited, rows_at_once
-from dantinox.measure.texts import batches, in_batches, positions_of
+from dantinox.measure.head_loss import limited_logprobs, mean_kl, rows_per_batch
+from dantinox.measure.texts import equal_batches, map_batches, padded_positions
 from dantinox.model import CacheReport, KVCache, Transformer, make_cache
 from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.report.console import Progress
@@ -66,7 +66,7 @@ class Contender(NamedTuple):
         """
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name == ORACLE:
-            return read_limited(*inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True)
+            return limited_logprobs(*inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True)
         return _read(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
@@ -75,7 +75,7 @@ class Contender(NamedTuple):
         if self.name != ORACLE:
             return _answer(*inputs, plan=self.plan)
         start = int(lengths_B.min())
-        logprobs = read_limited(*inputs, self._kept_LK, inputs[2] - 1, start=start, best=True)
+        logprobs = limited_logprobs(*inputs, self._kept_LK, inputs[2] - 1, start=start, best=True)
         return _best(logprobs, inputs[2] - start)
 
     @property
@@ -89,7 +89,7 @@ class Contender(NamedTuple):
 def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int) -> jax.Array:
     """See `Contender.read`; tokens are right-padded, and what stands behind a row's length is not read."""
     model, B = widen(model), len(tokens_BT)
-    positions_BT = positions_of(tokens_BT, lengths_B)
+    positions_BT = padded_positions(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
     x_BtD, cache, _ = read_prompt(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
     first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
@@ -112,7 +112,7 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
     """
     model, B, last_B = widen(model), len(tokens_BT), lengths_B - 1
     cache = make_cache(model.config, B, *plan)
-    _, read, _ = read_prompt(model, tokens_BT, positions_of(tokens_BT, lengths_B), cache)
+    _, read, _ = read_prompt(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
     assert read is not None
     layers = tuple(_without(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
@@ -230,7 +230,7 @@ def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, 
 def _damage(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) -> tuple[jax.Array, ...]:
     logp_BS = jnp.take_along_axis(ours_BSV, next_BS[:, :, None], axis=2)[..., 0]
     same_BS = jnp.argmax(ours_BSV, axis=2) == jnp.argmax(full_BSV, axis=2)
-    return -logp_BS.mean(1), divergence(ours_BSV, full_BSV, jnp.ones_like(same_BS)), same_BS.mean(1)
+    return -logp_BS.mean(1), mean_kl(ours_BSV, full_BSV, jnp.ones_like(same_BS)), same_BS.mean(1)
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Bench:
         parts: list[list[Written]] = [[] for _ in self.caches]
         count = max(TIMED, -(-P // FREE_ROWS))
         done = self._started("continuing prompts", count * len(self.caches))
-        for rows in batches(FREE_ROWS * count, FREE_ROWS):
+        for rows in equal_batches(FREE_ROWS * count, FREE_ROWS):
             for cache, own in zip(self.caches, parts, strict=True):
                 if cache.name != ORACLE:
                     own.append(_write(cache, prompts_PT[rows % P], params, tokens))
@@ -307,9 +307,9 @@ class Bench:
 
     def _in_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
         """What `read` makes of all texts, in batches as large as memory allows; it counts a batch for each of the caches."""
-        most = rows_at_once(self.caches[0].model.config, -(-self.caches[0].plan.slots // 2))  # the other half is the prompt
+        most = rows_per_batch(self.caches[0].model.config, -(-self.caches[0].plan.slots // 2))  # the other half is the prompt
         done = self._started(task, -(-count // most) * caches)
-        return in_batches(count, most, lambda rows: read(rows, done))
+        return map_batches(count, most, lambda rows: read(rows, done))
 
     def _started(self, task: str, total: int) -> Progress:
         # What other work compiled is not needed again, and takes memory maps: hundreds a program, of 65,530 that Linux gives.

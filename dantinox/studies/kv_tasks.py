@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.measure.texts import padded
+from dantinox.measure.texts import pad_rows
 from dantinox.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
@@ -114,7 +114,7 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
         for _ in range(share)
     ]
     rows, answers = zip(*made, strict=True)
-    return Tasks(*padded(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
+    return Tasks(*pad_rows(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
 
 
 def _task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, context: int) -> tuple[list[int], int]:

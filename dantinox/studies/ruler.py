@@ -21,7 +21,7 @@ from dantinox.generation import LoadedModel, load
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import CHUNK, PART, read_prompt
 from dantinox.generation.quantized_weights import NARROW_ROWS, widen
-from dantinox.measure.texts import batches, padded
+from dantinox.measure.texts import equal_batches, pad_rows
 from dantinox.model import CacheReport, KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
 from dantinox.run import KVCalibration, open_run
@@ -228,7 +228,7 @@ Drawn = Mapping[str, Sequence[Sample]]
 def _jobs(run: LoadedModel, drawn: Drawn, length: int, aware: bool) -> Iterator[tuple[Job, list[Sample]]]:
     rows = max(1, ROW_TOKENS // length)
     for task, samples in drawn.items():
-        for numbers in batches(len(samples), min(rows, len(samples))):
+        for numbers in equal_batches(len(samples), min(rows, len(samples))):
             own = [samples[number] for number in numbers]
             pairs = [(run.prompt_ids(sample.context), run.tokenizer.encode(sample.question)) for sample in own]
             if aware:
@@ -276,7 +276,7 @@ def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.nd
     begun, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
     parts = -(-length // PART)
     size = -(-length // parts)
-    tokens_BT, lengths_B = padded(job.prompts, parts * size)
+    tokens_BT, lengths_B = pad_rows(job.prompts, parts * size)
     positions_BT = np.where(np.arange(parts * size) < lengths_B[:, None], np.arange(parts * size), -1).astype(np.int32)
     memory: KVCache = make_cache(cache.model.config, len(tokens_BT), *cache.plan)
     for part in range(parts):
@@ -285,7 +285,7 @@ def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.nd
         jax.block_until_ready(memory)
         done.advance(1, note)
     prefilled = time.perf_counter()
-    given_BQ, counts_B = padded(job.given, length)
+    given_BQ, counts_B = pad_rows(job.given, length)
     last_B, found = jnp.zeros(len(tokens_BT), jnp.int32), []
     for start in range(0, job.steps, CHUNK):
         rest = (jnp.asarray(given_BQ), jnp.asarray(counts_B), jnp.asarray(lengths_B), jnp.int32(start))

@@ -21,7 +21,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel, load
-from dantinox.measure.texts import text_store
+from dantinox.measure.texts import open_text_store
 from dantinox.run import open_run
 from dantinox.studies.continuations import Judge, Windows, Written, draw_windows, prompt_tokens, write
 from dantinox.studies.statistics import (
@@ -232,7 +232,7 @@ def evaluate_sampling(
             f"{', '.join(calibrated)} cannot run without {directory.router}: run `dantinox calibrate --run_dir "
             f"{directory.path} --what router`, or name other methods in --methods"
         )
-    store = text_store(directory, data_path)
+    store = open_text_store(directory, data_path)
     run = load(run_dir)
     for name in names:  # a setting that the engine refuses is reported before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].tuned(0.5), "seed": 0})])

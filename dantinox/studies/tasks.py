@@ -2,7 +2,7 @@
 
 Texts are spelt as the harness has it with its own Hugging Face models: a context's trailing spaces belong to what follows it,
 and a continuation's tokens are those of both together behind as many as the context has alone. The begin token stands
-before every text where `begin_ids` says so; an empty context is the begin or else the end token. Of a text that is too long
+before every text where `bos_ids` says so; an empty context is the begin or else the end token. Of a text that is too long
 for the model's context the beginning is left out.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 from dantinox.config import UserError, settings_of
 from dantinox.files import first_line, quote
 from dantinox.generation import LoadedModel, load
-from dantinox.measure.perplexity import Text, score
-from dantinox.measure.texts import batches, begin_ids
+from dantinox.measure.perplexity import ScoringInput, score_sequences
+from dantinox.measure.texts import bos_ids, equal_batches
 from dantinox.report.tables import Column, text_table
 from dantinox.studies.continuations import NEUTRAL, ROWS
 
@@ -47,7 +47,7 @@ class LMEvalModel:
         self.context = run.model.config.max_context
         self._device = {name: settings_of(run.settings(settings))[name] for name in ("weights", "products", "tensor_parallel")}
         self._model = run.prepared(run.settings(settings).generation)
-        self._begin = begin_ids(run.tokenizer)
+        self._begin = bos_ids(run.tokenizer)
         self._alone = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
         if not self._alone:
             raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score what stands at the beginning")
@@ -64,21 +64,21 @@ class LMEvalModel:
             if new > self.context:
                 raise UserError(f"a continuation makes {new} tokens, and the model's context is {self.context}")
             ids = [*(self._begin if context else self._alone), *whole]
-            texts.append(Text(np.array(ids[-(self.context + 1) :], np.int32), new))
-        return [(float(np.sum(one.logp)), bool(one.likeliest.all())) for one in self._scored(texts)]
+            texts.append(ScoringInput(np.array(ids[-(self.context + 1) :], np.int32), new))
+        return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in self._scored(texts)]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """ln p of each text, whatever its length, in windows that score as many tokens as the context has places.
 
         The last window reaches back as far as the context does.
         """
-        windows: list[Text] = []
+        windows: list[ScoringInput] = []
         owners: list[int] = []
         for number, text in enumerate(texts):
             ids = np.array([*self._alone, *self._spelt(text)], np.int32)
             for start in range(1, len(ids), self.context):
                 end = min(start + self.context, len(ids))
-                windows.append(Text(ids[max(0, end - self.context - 1) : end], end - start))
+                windows.append(ScoringInput(ids[max(0, end - self.context - 1) : end], end - start))
                 owners.append(number)
         sums = np.zeros(len(texts))
         np.add.at(sums, owners, [np.sum(one.logp) for one in self._scored(windows)])
@@ -93,21 +93,21 @@ class LMEvalModel:
             asked.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
         order = sorted(range(len(asked)), key=lambda number: -len(asked[number][0]))
         answers: dict[int, str] = {}
-        for places in batches(len(asked), ROWS) if asked else ():
+        for places in equal_batches(len(asked), ROWS) if asked else ():
             numbers = [order[place] for place in places]
             results = self.run.complete([self.run.request(*asked[number]) for number in numbers], pad=self._pad)
             answers |= {number: result.text for number, result in zip(numbers, results, strict=True)}
             self.progress(f"{len(answers)} of {len(asked)} texts are generated")
         return [answers[number] for number in range(len(asked))]
 
-    def _scored(self, texts: Sequence[Text]) -> list[Any]:
+    def _scored(self, texts: Sequence[ScoringInput]) -> list[Any]:
         """The scores of texts in their order; those of about one length are read together."""
         groups: dict[int, list[int]] = {}
         for number, text in enumerate(texts):
             groups.setdefault(self._pad(len(text.ids) - 1), []).append(number)
         found: dict[int, Any] = {}
         for _, numbers in sorted(groups.items(), reverse=True):
-            for place, scores in score(self._model, [texts[number] for number in numbers]):
+            for place, scores in score_sequences(self._model, [texts[number] for number in numbers]):
                 found[numbers[place]] = scores
             self.progress(f"{len(found)} of {len(texts)} texts are scored")
         return [found[number] for number in range(len(texts))]

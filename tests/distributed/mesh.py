@@ -9,7 +9,7 @@ import numpy as np
 
 from dantinox.config import Config, build_config
 from dantinox.distributed import Layout, make_layout
-from dantinox.measure.program_cost import Work, work_of
+from dantinox.measure.program_cost import Work, count_work
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore
 from dantinox.training.objective import next_token_losses
@@ -99,7 +99,7 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
         lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place_shapes(shapes), batch)
     step = lowered.compile()
-    return Program(step, work_of(step.as_text()), memory_usage(step).arguments, tree_bytes(shapes))
+    return Program(step, count_work(step.as_text()), memory_usage(step).arguments, tree_bytes(shapes))
 
 
 class Trained(NamedTuple):

@@ -16,7 +16,7 @@ from dantinox import cli
 from dantinox.config import UserError, build_config
 from dantinox.generation import load
 from dantinox.measure import calibrate_kv as kv
-from dantinox.measure.calibrate_kv import choose, measure, row_ends
+from dantinox.measure.calibrate_kv import measure_attention, query_lengths, sample_sequences
 from dantinox.model.parameters import get_parameters
 from dantinox.run import accept_run, load_kv_calibration, load_run_config, open_run, save_config, save_weights, weights_digest
 from dantinox.text import prepare_data
@@ -64,7 +64,7 @@ def test_the_measures_are_those_of_numpy(changes, batch_tokens, monkeypatch):
     config = builder.config(**changes)
     built = builder.build(config)
     texts = [builder.texts((1, length), seed=length)[0] for length in (26, 9, 4, 23, 16)]
-    entropy_SRLN, keys_SRLN, distance_SRLN = measure(built.model(), texts)
+    entropy_SRLN, keys_SRLN, distance_SRLN = measure_attention(built.model(), texts)
     assert entropy_SRLN.shape == (5, 4, config.num_blocks, 4)
     wanted = np.array([expected(config, built.weights, text) for text in texts])
     assert np.ptp(wanted[:, 0]) > 2 and np.ptp(wanted[:, 1]) > 5  # or equality would prove little
@@ -74,9 +74,9 @@ def test_the_measures_are_those_of_numpy(changes, batch_tokens, monkeypatch):
 
 
 def test_the_query_rows():
-    assert row_ends(64) == [16, 32, 48, 64] and row_ends(4) == [1, 2, 3, 4] and row_ends(10) == [3, 5, 8, 10]
+    assert query_lengths(64) == [16, 32, 48, 64] and query_lengths(4) == [1, 2, 3, 4] and query_lengths(10) == [3, 5, 8, 10]
     for tokens in range(4, 300):
-        starts = [0, *row_ends(tokens)]
+        starts = [0, *query_lengths(tokens)]
         assert max(np.diff(starts)) <= -(-tokens // 4) and min(np.diff(starts)) >= 1
 
 
@@ -127,11 +127,13 @@ def test_sequences_are_long_stretches_of_single_documents(sizes, length, count, 
     ids = ids if closed else ids[:-1]
     least = min(64, length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv, "TRIES", 200)
+        patch.setattr(kv, "MAX_TRIES", 200)
         # Every token tells its place: a sequence is known by its numbers.
         places = np.where(ids == EOS, EOS, np.arange(len(ids)) + 10)
-        found = choose(places, count, length, EOS, seed)
-        assert [text.tolist() for text in choose(places, count, length, EOS, seed)] == [text.tolist() for text in found]
+        found = sample_sequences(places, count, length, EOS, seed)
+        assert [text.tolist() for text in sample_sequences(places, count, length, EOS, seed)] == [
+            text.tolist() for text in found
+        ]
     long_enough = [(begin, end) for begin, end in documents_of(ids) if end - begin >= least]
     assert len({tuple(text) for text in found}) == len(found) <= count
     for text in found:
@@ -144,20 +146,22 @@ def test_sequences_are_long_stretches_of_single_documents(sizes, length, count, 
 def test_places_are_drawn_uniformly():
     """A document is taken in proportion to its tokens, and each of its places as often as another."""
     ids = np.concatenate([np.append(np.full(size, number), EOS) for number, size in enumerate((1000, 3000, 70, 20))])
-    found = [text for seed in range(200) for text in choose(ids, 10, 64, EOS, seed)]
+    found = [text for seed in range(200) for text in sample_sequences(ids, 10, 64, EOS, seed)]
     assert len(found) == 2000
     shares = np.bincount([text[0] for text in found], minlength=4) / 2000
     np.testing.assert_allclose(shares, np.array([1000, 3000, 70, 0]) / 4070, atol=0.03)
-    starts = np.array([text[0] for seed in range(300) for text in choose(np.arange(10, 5010), 10, 64, None, seed)]) - 10
+    starts = (
+        np.array([text[0] for seed in range(300) for text in sample_sequences(np.arange(10, 5010), 10, 64, None, seed)]) - 10
+    )
     assert np.abs(np.bincount(starts // 500, minlength=10)[:9] / 3000 - 0.1).max() < 0.025
 
 
 def test_a_text_without_a_long_document_gives_none(monkeypatch):
-    monkeypatch.setattr(kv, "TRIES", 300)
+    monkeypatch.setattr(kv, "MAX_TRIES", 300)
     ids = np.tile(np.append(np.ones(63), EOS), 9)
-    assert choose(ids, 3, 200, EOS, 0) == [] and choose(ids[:0], 3, 200, EOS, 0) == []
-    assert {len(text) for text in choose(ids, 3, 63, EOS, 0)} == {63}
-    assert len(choose(ids[:63], 9, 60, EOS, 0)) == 4  # no more than differ
+    assert sample_sequences(ids, 3, 200, EOS, 0) == [] and sample_sequences(ids[:0], 3, 200, EOS, 0) == []
+    assert {len(text) for text in sample_sequences(ids, 3, 63, EOS, 0)} == {63}
+    assert len(sample_sequences(ids[:63], 9, 60, EOS, 0)) == 4  # no more than differ
 
 
 # --- a run
@@ -211,7 +215,7 @@ def test_the_record_is_that_of_numpy(measured):
     path, record = measured
     run = load(path)
     ids = [token for text in texts() for token in [run.tokenizer.bos_id, *text.encode(), run.tokenizer.eos_id]]
-    chosen = choose(np.array(ids), 3, 128, run.tokenizer.eos_id, 4)
+    chosen = sample_sequences(np.array(ids), 3, 128, run.tokenizer.eos_id, 4)
     weights = reference.float64(nnx.to_pure_dict(nnx.state(run.model)))
     wanted = np.array([expected(run.model.config, weights, text) for text in chosen])
     heads = wanted[:, 0].mean(axis=(0, 1))
@@ -316,16 +320,16 @@ def test_what_does_not_fit_is_not_taken_over(measured, run_path, tmp_path):
 
 
 def test_no_text_and_too_short_documents(run_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(kv, "TRIES", 100)
+    monkeypatch.setattr(kv, "MAX_TRIES", 100)
     assert "sequences must be an integer ≥ 1, got 0" in sentence(run_path, sequences=0)
     assert "seed must be an integer ≥ 0, got -1" in sentence(run_path, seed=-1)
     short = tmp_path / "short.jsonl"
     short.write_text('{"text": "' + "a" * 62 + '"}\n{"text": "b"}\n', encoding="utf-8")  # 63 tokens with the first
-    told = "found no document of at least 64 tokens in the text: give another one with --data_path"
+    told = "the text has no document of at least 64 tokens: select another text with --data_path"
     assert sentence(run_path, data_path=short) == told
     assert "no corpus at" in sentence(run_path, data_path=tmp_path / "none.txt")
     shutil.rmtree(run_path / "data")
-    assert sentence(run_path) == f"{run_path} keeps no text of its training: give a text with --data_path"
+    assert sentence(run_path) == f"{run_path} has no saved training tokens: select a text with --data_path"
     assert not open_run(run_path).kv.exists()
     assert "no run directory at" in sentence(tmp_path / "none")
 
@@ -334,7 +338,7 @@ def test_a_tiny_context(run_path):
     config = open_run(run_path).config
     config.write_text(config.read_text(encoding="utf-8").replace("max_context: 128", "max_context: 3"), encoding="utf-8")
     accept_run(open_run(run_path))
-    assert sentence(run_path) == "a calibration needs model.max_context ≥ 4, got 3"
+    assert sentence(run_path) == "calibration needs model.max_context ≥ 4, got 3"
 
 
 def test_weights_that_are_no_numbers(run_path):

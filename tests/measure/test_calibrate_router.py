@@ -16,8 +16,14 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router_settings import MEASURED, RULES, STRATEGIES, RouterSection, intervals
 from dantinox.generation import load
 from dantinox.measure import calibrate_router as calibrate
-from dantinox.measure.calibrate_router import LEAST_SCALE, calibrate_router, density, thresholds, windows
-from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration, largest_varentropy, meaning, problems
+from dantinox.measure.calibrate_router import MIN_SCALE, calibrate_router, cut_windows, density, thresholds
+from dantinox.measure.calibrate_router_view import (
+    calibration_lines,
+    draw_calibration,
+    max_varentropy,
+    preset_summary,
+    unused_strategies,
+)
 from dantinox.measure.texts import read_text
 from dantinox.model.parameters import get_parameters
 from dantinox.report.tables import percent
@@ -188,23 +194,23 @@ def test_tokens_bound_the_text(run_path, record, tmp_path):
 
 
 def test_what_is_counted():
-    found = windows(np.array([5, 5, 5, 9, 5, 5, 5, 5, 5, 5]), 4, 2, 9)
+    found = cut_windows(np.array([5, 5, 5, 9, 5, 5, 5, 5, 5, 5]), 4, 2, 9)
     np.testing.assert_array_equal(found.tokens_NT, [[5, 5, 5, 9], [5, 5, 5, 5], [5, 5, 0, 0]])
     np.testing.assert_array_equal(found.counted_NT, [[0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
-    found = windows(np.array([5, 9, 5, 5, 9, 9, 5]), 8, 3, 9)
+    found = cut_windows(np.array([5, 9, 5, 5, 9, 9, 5]), 8, 3, 9)
     np.testing.assert_array_equal(found.segments_NT, [[0, 0, 1, 1, 1, 2, 3, 3]])
     np.testing.assert_array_equal(found.counted_NT, [[0, 0, 1, 1, 0, 0, 1, 0]])
-    assert windows(np.array([5] * 9), 4, 0, None).counted_NT.sum() == 9
-    assert windows(np.zeros(0, np.int32), 4, 2, None).counted_NT.shape == (0, 4)
+    assert cut_windows(np.array([5] * 9), 4, 0, None).counted_NT.sum() == 9
+    assert cut_windows(np.zeros(0, np.int32), 4, 2, None).counted_NT.shape == (0, 4)
 
 
 def test_a_model_without_any_doubt_still_has_scales():
     measured = thresholds(np.zeros(9), np.zeros(9))
-    assert measured == dict.fromkeys(MEASURED, 0.0) | {"entropy_scale": LEAST_SCALE, "varentropy_scale": LEAST_SCALE}
+    assert measured == dict.fromkeys(MEASURED, 0.0) | {"entropy_scale": MIN_SCALE, "varentropy_scale": MIN_SCALE}
     RouterConfig.build(RouterSection(router_preset="calibrated"), measured)
-    RouterSection(entropy_scale=LEAST_SCALE)
+    RouterSection(entropy_scale=MIN_SCALE)
     with pytest.raises(ValueError):
-        RouterSection(entropy_scale=LEAST_SCALE * 0.99)
+        RouterSection(entropy_scale=MIN_SCALE * 0.99)
     assert np.sum(density(np.zeros(9), np.zeros(9))["counts"]) == 9
 
 
@@ -224,10 +230,10 @@ def test_no_text_and_too_little_of_it(run_path, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("abc" * 100, encoding="utf-8")
     told = sentence(run_path, data_path=short)
-    assert "at least 500 positions" in told and "give a longer text with --data_path" in told and "first 32 of each" in told
+    assert "at least 500 positions" in told and "select a longer text with --data_path" in told and "first 32 of each" in told
     assert "no corpus at" in sentence(run_path, data_path=tmp_path / "none.txt")
     shutil.rmtree(run_path / "data")
-    assert sentence(run_path) == f"{run_path} keeps no text of its training: give a text with --data_path"
+    assert sentence(run_path) == f"{run_path} has no saved training tokens: select a text with --data_path"
     assert not open_run(run_path).router.exists()
     assert "no run directory at" in sentence(tmp_path / "none")
 
@@ -267,20 +273,20 @@ def test_the_lines(record):
     assert row["low_entropy"] == ["0.100", f"{record.measured['low_entropy']:.3f}"]
     assert row["H"][1:] == [f"{value:.3f}" for value in record.quantiles["entropy"]]
     assert row["explore"] == [percent(record.shares[preset]["explore"]) for preset in ("guide", "calibrated")]
-    assert meaning(record) in " ".join(lines) and "--router_preset calibrated" in lines[-1]
+    assert preset_summary(record) in " ".join(lines) and "--router_preset calibrated" in lines[-1]
 
 
 def test_the_sentence_names_what_never_comes():
     guide = dict(zip(STRATEGIES, (0.01, 0.0, 0.04, 0.0, 0.95), strict=True))
     calibrated = dict.fromkeys(STRATEGIES, 0.1) | {"explore": 0.6}
     record = SimpleNamespace(vocab_size=80, shares={"guide": guide, "calibrated": calibrated})
-    assert meaning(record) == (
+    assert preset_summary(record) == (
         "With 80 tokens H is at most log2 80 = 6.32 bits: the guide's thresholds give adaptive 95.0% of the positions and none "
         "to clarify and resample; the calibrated ones give explore 60.0% of the positions and use all five strategies."
     )
     numbers = dict.fromkeys(MEASURED, 1.0) | {"clarify_entropy": 6.214, "low_varentropy": 4.58}
     never = {"calibrated": dict.fromkeys(STRATEGIES, 0.25) | {"clarify": 0.0}}
-    assert list(problems(SimpleNamespace(tokens=5808, measured=numbers, shares=never))) == [
+    assert list(unused_strategies(SimpleNamespace(tokens=5808, measured=numbers, shares=never))) == [
         "problem: none of the 5,808 positions meets the calibrated thresholds of clarify (H > 6.21 and V < 4.58): this model "
         "will hardly ever use that strategy"
     ]
@@ -304,7 +310,7 @@ def test_the_areas_are_those_of_the_rules():
 
 @pytest.mark.parametrize("n", [2, 3, 10, 80, 5000])
 def test_no_distribution_lies_above_the_line(n):
-    H_line, V_line = largest_varentropy(n)
+    H_line, V_line = max_varentropy(n)
     assert H_line.max() == pytest.approx(math.log2(n), abs=0.01) and H_line.min() < 1e-6 and np.all(np.diff(H_line) <= 1e-9)
     random = np.random.default_rng(n)
     found = [random.dirichlet(np.full(n, concentration)) for concentration in (0.01, 0.1, 0.5, 1, 5) for _ in range(40)]

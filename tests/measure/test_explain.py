@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from dantinox import cli
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.explain import explain, visible
+from dantinox.measure.explain import display_token, explain
 from dantinox.measure.explain_view import draw_explanation, explanation_lines
 
 PROMPT = "abca"
@@ -184,7 +184,7 @@ def test_settings_are_ready_for_json(long_record):
 
 def test_tokens_are_visible(run):
     ids = [ord("a"), ord("\n"), ord("\t"), ord(" "), ord('"'), ord("\\"), 0x1B, 0xE2, run.tokenizer.eos_id]
-    shown = [visible(run.tokenizer, token) for token in ids]
+    shown = [display_token(run.tokenizer, token) for token in ids]
     assert shown[:8] == ['"a"', '"\\n"', '"\\t"', '" "', '"\\""', '"\\\\"', '"\\x1b"', '"\\xe2"']
     assert shown[8] == run.tokenizer.core.id_to_token(run.tokenizer.eos_id)
 

@@ -11,7 +11,7 @@ from flax import nnx
 from generation import builder
 
 from dantinox.measure import head_loss as eviction
-from dantinox.measure.head_loss import SINKS, Limited, loss_rises, read_limited
+from dantinox.measure.head_loss import SINKS, LimitedKeys, estimate_loss_rises, limited_logprobs
 from dantinox.model import KVCache
 from dantinox.model.cache import uncompressed_slots
 
@@ -36,7 +36,7 @@ def test_later_queries_see_the_best_or_the_newest_keys(best, window):
     q, k, v = (random.standard_normal((B, T, K, *shape)) for shape in ((G, H), (H,), (H,)))
     kept, starts, lengths = np.array([6, 9]), np.array([5, 10]), np.array([T, 12])
     positions = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1)
-    limited = Limited(jnp.asarray(kept), jnp.asarray(starts), best)
+    limited = LimitedKeys(jnp.asarray(kept), jnp.asarray(starts), best)
     out = jax.jit(lambda *x: limited.attend(*x, window)[0])(*(np.float32(x) for x in (q, k, v)), positions)
     left_out = 0
     for b, t, head in np.ndindex(B, T, K):
@@ -54,7 +54,9 @@ def test_a_text_read_through_few_keys_is_that_of_these_keys():
     """In one layer keys and values are those of the tokens alone: what a query may see is a text of its own."""
     model = builder.model(builder.config(windows=(None,), kv_heads=1))
     tokens = np.random.default_rng(4).integers(0, builder.V, (1, 24))
-    found = read_limited(model, jnp.asarray(tokens), jnp.array([24]), jnp.array([[9]]), jnp.array([15]), start=10, best=False)
+    found = limited_logprobs(
+        model, jnp.asarray(tokens), jnp.array([24]), jnp.array([[9]]), jnp.array([15]), start=10, best=False
+    )
     assert found.shape == (1, 24 - 10 + 1, builder.V)
     read = jax.jit(lambda model, *x: model(*x)[0])
     for t in (9, 14, 15, 23):
@@ -69,11 +71,11 @@ def test_a_text_read_through_few_keys_is_that_of_these_keys():
 class Scaled:
     """Attention over all keys, plus the change of its output with few keys, times a number for each head."""
 
-    limited: Limited
+    limited: LimitedKeys
     scale_K: jax.Array
 
     def attend(self, *args):
-        whole = Limited(jnp.full(K, T), self.limited.from_B, False).attend(*args)[0]
+        whole = LimitedKeys(jnp.full(K, T), self.limited.from_B, False).attend(*args)[0]
         return whole + (self.limited.attend(*args)[0] - whole) * self.scale_K[:, None, None], self, None
 
 
@@ -83,12 +85,12 @@ def test_the_estimate_is_the_quadratic_part_of_the_divergence(monkeypatch):
     model = builder.model(builder.config(windows=(None, None), kv_heads=K))
     lengths, scale = np.array([T, 12]), 0.03
     tokens = np.random.default_rng(8).integers(0, builder.V, (2, T))
-    monkeypatch.setattr(eviction, "DRAWS", 4000)
-    rises, sizes = loss_rises(model, tokens, lengths)
+    monkeypatch.setattr(eviction, "CONTINUATIONS", 4000)
+    rises, sizes = estimate_loss_rises(model, tokens, lengths)
     assert sizes == [8, T] and rises.shape == (2, K, 2) and not rises[..., -1].any()
     positions = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1)
     counted = (np.arange(T) >= (lengths // 2)[:, None]) & (positions >= 0)
-    limited = Limited(jnp.full(K, 8), jnp.asarray(lengths // 2), False)
+    limited = LimitedKeys(jnp.full(K, 8), jnp.asarray(lengths // 2), False)
 
     @nnx.jit(graph_updates=False)
     def logits_of(model, scale_LK):
@@ -124,7 +126,7 @@ def test_eviction_costs_where_a_head_looks_far_back(monkeypatch):
     texts[:, start:] = likeliest[:, start - 1 : -1]
     said, lengths = [], np.array([T, 250, 90])
     monkeypatch.setattr(eviction, "ROWS", 2)
-    rises, sizes = loss_rises(model, texts, lengths, said.append)
+    rises, sizes = estimate_loss_rises(model, texts, lengths, said.append)
     assert sizes == [24, 48, 96, 192, T] and rises.shape == (2, 2, 5)
     assert np.abs(rises[[0, 0, 1], [0, 1, 1]]).max() < 1e-6 and rises[1, 0, 0] > 0.1 and rises[1, 0, -1] == 0
     assert said[0] == "measuring what eviction costs each head: 3 sequences"
@@ -132,7 +134,7 @@ def test_eviction_costs_where_a_head_looks_far_back(monkeypatch):
     inputs = jnp.asarray(texts), jnp.asarray(lengths)
     kept = [jnp.array([[T, T], [count, T]]) for count in (T, 48)]
     whole, limited = (
-        np.asarray(read_limited(model, *inputs, x, inputs[1] // 2, start=45, best=False), np.float64) for x in kept
+        np.asarray(limited_logprobs(model, *inputs, x, inputs[1] // 2, start=45, best=False), np.float64) for x in kept
     )
     parts = [
         (np.exp(whole[b, t - 45]) * (whole[b, t - 45] - limited[b, t - 45])).sum()

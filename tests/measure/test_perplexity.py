@@ -11,7 +11,7 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.perplexity import Text, measure_perplexity, score, windows
+from dantinox.measure.perplexity import ScoringInput, measure_perplexity, score_sequences, sliding_windows
 from dantinox.measure.texts import read_documents
 
 TEXT = "aè€😀b\nc, and what no circle says: " * 4
@@ -77,16 +77,16 @@ def test_scores_say_which_tokens_are_the_likeliest(run):
     """The model of the run is sure of what follows on its circle."""
     circle = np.array(list("aè€😀b\nca".encode()), np.int32)
     broken = np.concatenate([circle[:5], circle[:3]])
-    (_, sure), (_, unsure) = score(run.model, [Text(circle, 4), Text(broken, 5)])
-    assert sure.likeliest.tolist() == [True] * 4
-    assert unsure.likeliest.tolist() == [True, True, False, True, True]
+    (_, sure), (_, unsure) = score_sequences(run.model, [ScoringInput(circle, 4), ScoringInput(broken, 5)])
+    assert sure.is_top1.tolist() == [True] * 4
+    assert unsure.is_top1.tolist() == [True, True, False, True, True]
     assert len(unsure.logp) == 5 and (unsure.logp < 0).all()
 
 
 @pytest.mark.parametrize(("count", "context", "stride"), [(100, 16, 8), (5, 16, 3), (17, 16, 15), (40, 16, 1), (1, 4, 2)])
 def test_windows_score_each_token_once_and_far_enough_from_their_beginning(count, context, stride):
     ids = np.arange(count)
-    found = list(windows(ids, context, stride))
+    found = list(sliding_windows(ids, context, stride))
     scored = np.concatenate([text.ids[-text.new :] for text in found] or [ids[:0]])
     assert scored.tolist() == list(range(1, count))
     for text in found:

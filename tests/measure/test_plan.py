@@ -15,14 +15,14 @@ from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config
 from dantinox.measure import topology as topologies
 from dantinox.measure.plan import (
     Collectives,
+    find_kernels,
     generation_programs,
-    kernels_in,
     make_plan,
     matrix_parameters,
-    needed_bytes,
+    parse_needed_bytes,
     plan_lines,
 )
-from dantinox.measure.topology import CUDNN_MODULE, _h100_answers, find_topology
+from dantinox.measure.topology import CUDNN_MODULE, _emulate_h100, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import CHIPS
@@ -215,10 +215,10 @@ def test_what_is_of_note_in_a_program():
   %l = bf16[8] custom-call(%d), custom_call_target="tpu_custom_call", backend_config={}
   %g = bf16[8] fusion(%d), kind=kCustom, calls=%f, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
 """
-    assert kernels_in(text) == {"__triton_gemm": 1, "sort of 256": 1, "sort of 8192": 1, "tpu_custom_call": 2}
+    assert find_kernels(text) == {"__triton_gemm": 1, "sort of 256": 1, "sort of 8192": 1, "tpu_custom_call": 2}
     says = "RESOURCE_EXHAUSTED: E1000: memory required for HLO temporaries (26.25G) exceeds available HBM (15.75G)"
-    assert needed_bytes(says) == 26.25 * 2**30
-    assert needed_bytes("INTERNAL: 3.5G of something") is None
+    assert parse_needed_bytes(says) == 26.25 * 2**30
+    assert parse_needed_bytes("INTERNAL: 3.5G of something") is None
 
 
 def test_json_and_table_say_the_same(plan, command, capfd):
@@ -266,11 +266,11 @@ def test_the_private_questions_of_cudnn_attention_are_answered_and_given_back(mo
     asked = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
     own = {name: getattr(module, name) for name in asked}
     assert [len(inspect.signature(function).parameters) for function in own.values()] == [0, 1, 1]
-    with _h100_answers():
+    with _emulate_h100():
         assert module.check_cudnn_version() == 91000
         assert module.check_compute_capability("8.0") and not module.check_compute_capability("10.0")
         assert module.is_cuda_compute_capability_equal("9.0") and not module.is_cuda_compute_capability_equal("8.0")
     assert {name: getattr(module, name) for name in asked} == own
     monkeypatch.delattr(module, asked[0])
-    with pytest.raises(UserError, match="cannot be planned for a GPU that is not there"), _h100_answers():
+    with pytest.raises(UserError, match="cannot be planned for a GPU that is not there"), _emulate_h100():
         pass

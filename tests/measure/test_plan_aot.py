@@ -11,8 +11,8 @@ from flax import nnx
 
 from dantinox.config import build_config
 from dantinox.distributed import make_layout
-from dantinox.measure.plan import generation_programs, kernels_in, training_programs
-from dantinox.measure.program_cost import Work, work_of
+from dantinox.measure.plan import find_kernels, generation_programs, training_programs
+from dantinox.measure.program_cost import Work, count_work
 from dantinox.measure.topology import COMPILERS, find_topology
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
@@ -89,7 +89,7 @@ def traced(topology: str, case: str) -> dict[str, Any]:
 @cache
 def compiled(topology: str, case: str, name: str) -> Compiled:
     target = find_topology(topology)
-    with target.assumed():
+    with target.emulated():
         program, options = traced(topology, case)[name]
         lowered = program.lower()
         found = target.compile(program, options)
@@ -127,7 +127,7 @@ def test_decoding_of_many_rows_takes_little_beside_what_it_reads(topology, case,
 def test_attention_is_the_chips_own_kernel(topology, case, name):
     """Once in a layer and backwards once more: on a TPU twice, for the queries and for keys and values."""
     kernel, backwards = {"gpu:h100": ("__cudnn$fmha", 1), "tpu:v5e": ("tpu_custom_call", 2)}[topology]
-    found = [count for target, count in kernels_in(compiled(topology, case, name).text).items() if target.startswith(kernel)]
+    found = [count for target, count in find_kernels(compiled(topology, case, name).text).items() if target.startswith(kernel)]
     layers = {"greedy": 2, "muon": 1}[case]
     assert sum(found) == layers * (1 + backwards * (name == "train"))
 
@@ -145,7 +145,7 @@ def test_products_are_of_bfloat16(topology, case, name):
 
 @each(*ALL, cases=tuple(case for case in CASES if case != "compressed"))
 def test_nothing_is_sorted(topology, case, name):
-    assert not any(kernel.startswith("sort") for kernel in kernels_in(compiled(topology, case, name).text))
+    assert not any(kernel.startswith("sort") for kernel in find_kernels(compiled(topology, case, name).text))
 
 
 def kernels_of_a_token(text: str) -> int:
@@ -191,7 +191,7 @@ def test_what_is_narrow_takes_less(topology, case, name):
 
 
 # Name of a machine with several chips → what its attention kernels begin with.
-MESHED = {"gpu:h100:8": "__cudnn$fmha", "tpu:v5e:2x2": "tpu_custom_call"}
+MESH_KERNELS = {"gpu:h100:8": "__cudnn$fmha", "tpu:v5e:2x2": "tpu_custom_call"}
 
 
 class Meshed(NamedTuple):
@@ -213,13 +213,13 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
     config = build_config({}, SIZE | {"model.dim": 512, "model.weight_tying": False} | given)
     model = config.architecture(V, target.platform)
     layout = make_layout(config, model, target.devices)
-    with target.assumed():
+    with target.emulated():
         programs = {planned.name: others for planned, *others in training_programs(config, model, TrainStep, layout)}
         found = target.compile(*programs[name])
     shapes, text = abstract_model(model)[1], found.as_text()
     return Meshed(
-        kernels_in(text),
-        work_of(text),
+        find_kernels(text),
+        count_work(text),
         memory_usage(found),
         tree_bytes(shapes),
         sum(len(shape.shape) > 1 for shape in shapes.values()),
@@ -235,13 +235,15 @@ def on_meshes(*cases: tuple[str, int, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("topology", "tensor", "name"), found)
 
 
-MESHES = [(topology, tensor, "train") for topology in MESHED for tensor in (1, 2)]
+MESHES = [(topology, tensor, "train") for topology in MESH_KERNELS for tensor in (1, 2)]
 
 
 @on_meshes(*MESHES)
 def test_a_mesh_has_the_chips_kernels(topology, tensor, name):
     """Forward, and backward once or on a TPU twice; recomputed in no layer."""
-    found = sum(count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESHED[topology]))
+    found = sum(
+        count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESH_KERNELS[topology])
+    )
     assert found == (2 if topology.startswith("gpu") else 3)
 
 
@@ -261,16 +263,16 @@ def test_a_mesh_passes_each_weight_twice_in_a_part(topology, tensor, name):
         assert found.work.sent["reduce-scatter"] <= parts * found.whole
 
 
-@on_meshes(*((topology, 4, "decode") for topology in MESHED))
+@on_meshes(*((topology, 4, "decode") for topology in MESH_KERNELS))
 def test_a_token_passes_activations_alone(topology, tensor, name):
     """Four devices pass a token's logits and its residual stream, and no weight: the smallest has twice as many bytes."""
     given = {"model.num_blocks": 1, "model.kv_heads": 4, "generation.greedy": True, "generation.tensor_parallel": tensor}
     config, target = build_config({}, SIZE | given), find_topology(topology)
     model = config.architecture(V, target.platform)
-    with target.assumed():
+    with target.emulated():
         planned = generation_programs(target, config, model, 1, T - 128, 128)
         programs = {found.name: program for found, program, _ in planned}
         found = target.compile(programs[name], {})
     whole = tree_bytes(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
     assert memory_usage(found).arguments < whole / tensor  # which are float32
-    assert 3 * V < work_of(found.as_text()).bytes < D * D
+    assert 3 * V < count_work(found.as_text()).bytes < D * D

@@ -11,7 +11,7 @@ import dantinox
 from dantinox import cli
 from dantinox.config import build_config
 from dantinox.measure.hlo import Frame, instructions
-from dantinox.measure.profile import kind_of, ranked
+from dantinox.measure.profile import operation_kind, rank_operations
 from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer
 from dantinox.text import prepare_data
 
@@ -70,7 +70,7 @@ def test_what_a_program_says_of_its_operations():
     assert [frame.line for frame in fused.frames] == [3, 20, 32] and fused.frames[-1] == LINEAR, "the product's"
     assert found["copy.4"].frames == fused.frames, "that of what reads it"
     assert found["reduce.1"].opcode == "reduce" and found["reduce.1"].frames[-1].function == "clip.<locals>.update_fn"
-    assert [kind_of(found[name], name) for name in ("ynn_fusion.3", "reduce.1", "copy.4", "gemm.1")] == [
+    assert [operation_kind(found[name], name) for name in ("ynn_fusion.3", "reduce.1", "copy.4", "gemm.1")] == [
         "matmul", "reduction", "copy", "matmul",
     ]  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_operations_of_one_origin_count_as_one_and_loops_not_at_all():
     layers = instructions(TEXT) | {"ynn_fusion.7": instructions(TEXT)["ynn_fusion.3"]}
     times = {"ynn_fusion.3": [1e6, 2e6], "ynn_fusion.7": [5e5, 5e5], "reduce.1": [4e6], "while.5": [9e9]}
     runs = {("jit_step", "1"): times, ("jit_step", "2"): {"unknown.2": [2e6] * 4}}
-    found = ranked(runs, {"jit_step": [{}, layers]})
+    found = rank_operations(runs, {"jit_step": [{}, layers]})
     assert [(o.name, o.kind, o.place, o.source, o.ms, o.share, o.calls) for o in found] == [
         ("unknown", "–", "–", "–", 8.0, 0.5, 4),
         ("ynn_fusion", "matmul", "Attention › Linear (backward)", "model/layers.py:32", 4.0, 0.25, 4),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dantinox.measure.program_cost import Work, work_of
+from dantinox.measure.program_cost import Work, count_work
 
 PROGRAM = """HloModule example, is_scheduled=true, num_partitions=8
 
@@ -58,7 +58,7 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
 
 def test_a_program_is_counted_with_its_loops():
     turns = 5 + 2
-    assert work_of(PROGRAM) == Work(
+    assert count_work(PROGRAM) == Work(
         flops=turns * 2 * 8 * 4 * 16 + 2 * 8 * 8 * 2,
         count={"all-gather": turns, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1, "all-to-all": 1},
         sent={
@@ -106,7 +106,7 @@ ENTRY %main (p: bf16[2,2], q: f32[8,2]) -> f32[2,2] {{
   ROOT %x = f32[] parameter(0)
 }}
 """
-    counted = work_of(text)
+    counted = count_work(text)
     assert counted == Work(
         count={"all-gather": 1, "reduce-scatter": 1}, sent={"all-gather": 3 * 8, "reduce-scatter": 64 * 3 / 4}
     )
@@ -122,4 +122,4 @@ def test_a_compiled_loop(turns, unknown):
         return jax.lax.while_loop(lambda x: jnp.sum(x) > x.shape[0], lambda x: jnp.tanh(x @ w), x)
 
     text = jax.jit(times).lower(jnp.ones((16, 32)), jnp.ones((32, 32))).compile().as_text()
-    assert work_of(text) == Work(flops=(turns or 1) * 2 * 16 * 32 * 32, unknown_loops=unknown)
+    assert count_work(text) == Work(flops=(turns or 1) * 2 * 16 * 32 * 32, unknown_loops=unknown)

@@ -506,7 +506,7 @@ def test_what_is_wrong_is_told_before_the_work(toy, run_dir):
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate_kv(toy, **wrong)
-    with pytest.raises(UserError, match="keeps no text of its training: give a text with --data_path"):
+    with pytest.raises(UserError, match="has no saved training tokens: select a text with --data_path"):
         evaluate_kv(run_dir, methods=["uniform"])
 
 

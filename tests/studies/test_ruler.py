@@ -14,7 +14,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.measure.texts import padded
+from dantinox.measure.texts import pad_rows
 from dantinox.model import make_cache
 from dantinox.report.console import Progress
 from dantinox.studies import ruler
@@ -145,7 +145,7 @@ def test_greedy_answers_are_those_of_the_whole_text(run_dir):
     for row, (prompt, known) in enumerate(zip(prompts, given, strict=True)):
         text = [*prompt, *known]
         for _ in range(job.new_tokens):
-            tokens_1T, _ = padded([text], 64)
+            tokens_1T, _ = pad_rows([text], 64)
             text.append(int(whole(model, tokens_1T)[0, len(text) - 1].argmax()))
         assert ids_BT[row, len(known) - 1 :][: job.new_tokens].tolist() == text[-job.new_tokens :]
 

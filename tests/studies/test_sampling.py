@@ -15,7 +15,7 @@ from flax import nnx
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.config.router_settings import MEASURED, STRATEGIES, THRESHOLDS, forcing
 from dantinox.generation import load
-from dantinox.measure.texts import batches
+from dantinox.measure.texts import equal_batches
 from dantinox.model.parameters import abstract_model
 from dantinox.run import (
     create_run,
@@ -395,7 +395,7 @@ def test_prompts_leave_room_for_the_continuation():
 
 @pytest.mark.parametrize(("count", "most", "size"), [(40, 32, 20), (96, 32, 32), (33, 32, 17), (5, 32, 5), (65, 64, 33)])
 def test_batches_are_filled_evenly(count, most, size):
-    rows = [numbers.tolist() for numbers in batches(count, most)]
+    rows = [numbers.tolist() for numbers in equal_batches(count, most)]
     assert {len(numbers) for numbers in rows} == {size} and len(rows) == -(-count // most)
     assert [number for numbers in rows for number in numbers][:count] == list(range(count))
 
@@ -592,7 +592,7 @@ def test_all_methods_together(toy):
 def test_what_is_missing_is_told_before_the_work(toy, run_dir, tmp_path):
     with pytest.raises(UserError, match=r"router_calibrated, .*router_random cannot run without .*router.json: run `dantinox"):
         evaluate_sampling(run_dir)
-    with pytest.raises(UserError, match="keeps no text of its training: give a text with --data_path"):
+    with pytest.raises(UserError, match="has no saved training tokens: select a text with --data_path"):
         evaluate_sampling(run_dir, methods=["min_p"])
     with pytest.raises(UserError, match="leave room for a prompt of 8 in the model's context of 128: at most 120, got 1"):
         evaluate_sampling(toy, methods=["min_p"], tokens=128)
