@@ -35,7 +35,7 @@ from dantinox.config.kv_settings import KVSection
 from dantinox.generation import prepare
 from dantinox.generation.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.static_batch import StaticBatch, bucket
+from dantinox.generation.static_batch import StaticBatch, padded_length
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed_cache import CompressedLayer, HeadGroup
 from dantinox.run import KVCalibration
@@ -143,7 +143,7 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
 
 
 def full_plans(o: argparse.Namespace, context: int) -> list[CachePlan]:
-    slots = sorted({context, bucket(context), *(context + more for more in o.spare)})
+    slots = sorted({context, padded_length(context), *(context + more for more in o.spare)})
     return [CachePlan(count, dtype) for dtype in o.full_dtypes for count in slots]
 
 
@@ -152,7 +152,7 @@ def compressed_plan(o: argparse.Namespace, model: Any, context: int, ratio: floa
     c = model.config
     measured = KVCalibration(np.random.default_rng(0).uniform(0, 6, (c.num_blocks, c.n_heads)))
     kv = KVSection(budget=ratio, dtype=dtype, policy=o.policy, signal=o.signal)
-    return plan_cache(c, kv, bucket(context), measured)
+    return plan_cache(c, kv, padded_length(context), measured)
 
 
 def enter(

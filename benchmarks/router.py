@@ -152,12 +152,12 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
     import jax.numpy as jnp
 
     from dantinox.generation.decode import _generate_toks
-    from dantinox.generation.static_batch import bucket
+    from dantinox.generation.static_batch import padded_length
     from dantinox.model import make_cache
     from dantinox.sampling import SamplingParams
 
     state, params = session(o, model, batch, case).state, SamplingParams.build(CASES[case], batch=batch)
-    cache = make_cache(model.config, batch, bucket(length(o)), model.dtype)
+    cache = make_cache(model.config, batch, padded_length(length(o)), model.dtype)
     return _generate_toks.lower(model, cache, state, params, jnp.int32(32), use_cache=True, report=None)
 
 

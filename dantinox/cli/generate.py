@@ -86,7 +86,7 @@ def generate(options: argparse.Namespace) -> int:
         raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
     use_compilation_cache()
     from dantinox.generation import load
-    from dantinox.generation.loaded_model import in_order
+    from dantinox.generation.loaded_model import results_in_order
 
     run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1))
     alternatives = min(ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
@@ -113,7 +113,7 @@ def generate(options: argparse.Namespace) -> int:
                 print(part.text, end="", flush=True)
     if stream:
         print()
-    results, documents = in_order(batches), list[dict[str, Any]]()
+    results, documents = results_in_order(batches), list[dict[str, Any]]()
     if traced:
         from dantinox.generation.trace import trace_document
 
@@ -141,7 +141,7 @@ def _constraint(options: argparse.Namespace) -> Any:
         return None
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each say what the text has to be: use one of them")
-    from dantinox.generation.constraints import LONGEST_SOURCE, Constraint, check
+    from dantinox.generation.constraints import MAX_SOURCE_BYTES, Constraint, check_constraint
 
     if options.regex is not None:
         constraint = Constraint("regex", options.regex)
@@ -152,10 +152,10 @@ def _constraint(options: argparse.Namespace) -> Any:
             raise UserError(f"--grammar must name a .lark or .gbnf file, got {path}")
         try:
             with path.open(encoding="utf-8") as file:
-                constraint = Constraint(kind, file.read(LONGEST_SOURCE + 1))
+                constraint = Constraint(kind, file.read(MAX_SOURCE_BYTES + 1))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {given[0]} {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
-    check(constraint)
+    check_constraint(constraint)
     return constraint
 
 

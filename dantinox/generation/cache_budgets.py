@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 UNIT = 8
-PRIOR = 3e-4  # nats per token each time a head's slots are cut in half, in `divided`
+PRIOR = 3e-4  # nats per token each time a head's slots are cut in half, in `allocate_by_loss`
 PARTS = 4  # of a doubling
-SHARES = 4096  # that `divided` counts all slots in
+SHARES = 4096  # that `allocate_by_loss` counts all slots in
 
 GROUPINGS: dict[str, Callable[..., np.ndarray]] = {"max": np.max, "mean": np.mean, "min": np.min}
 
@@ -32,7 +32,7 @@ class Allocation(NamedTuple):
     groups: tuple[Groups, ...]
 
 
-def by_key_head(signal_LN: np.ndarray, kv_heads: int, grouping: str) -> np.ndarray:
+def reduce_query_heads(signal_LN: np.ndarray, kv_heads: int, grouping: str) -> np.ndarray:
     """The signal of each key head `[L, K]` from those of its query heads, which stand next to each other.
 
     Args:
@@ -49,7 +49,7 @@ def head_weights(signal_LK: np.ndarray, scale_min: float, scale_max: float) -> n
     return np.clip(signal_LK / mean, scale_min, scale_max) if mean > 0 else np.ones_like(signal_LK)
 
 
-def divided(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: int) -> np.ndarray:
+def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float, floor: int) -> np.ndarray:
     """Slots of each key head `[L, K]` with which the loss rises least, for a share of all slots and two sizes in a layer.
 
     Rises are summed over heads. Between the measured sizes they are taken to be linear in log₂ of the slots, and each time the
@@ -111,12 +111,12 @@ def _undominated(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
     return order_X[better_X & (cost_X[order_X] <= SHARES)]
 
 
-def least_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
+def min_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
     """The fewest slots that give every head of every layer its floor."""
     return kv_heads * int(_floors(np.asarray(caps_L), floor).sum())
 
 
-def allocate(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: int) -> Allocation:
+def allocate_by_weight(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: int) -> Allocation:
     """Slots by weight that sum to `total`, short of it by less than `UNIT`, or all the caps where these are fewer.
 
     Water-filling: a head wishes for level · weight slots, no less than its floor and no more than its layer's cap, in whole
@@ -132,11 +132,11 @@ def allocate(weights_LK: np.ndarray, caps_L: Sequence[int], total: int, floor: i
       not matter.
 
     Raises:
-      ValueError: `total` is below `least_total`.
+      ValueError: `total` is below `min_total`.
     """
     weights_LK = np.asarray(weights_LK, np.float64)
     L, K = weights_LK.shape
-    if total < (least := least_total(caps_L, K, floor)):
+    if total < (least := min_total(caps_L, K, floor)):
         raise ValueError(f"total must be at least {least}, got {total}")
     caps_L1 = np.asarray(caps_L)[:, None]
     floors_L1 = _floors(caps_L1, floor)

@@ -10,7 +10,14 @@ import numpy as np
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv_settings import AVERAGES, KVSection
 from dantinox.config.model import uneven_keys
-from dantinox.generation.cache_budgets import UNIT, allocate, by_key_head, divided, head_weights, least_total
+from dantinox.generation.cache_budgets import (
+    UNIT,
+    allocate_by_loss,
+    allocate_by_weight,
+    head_weights,
+    min_total,
+    reduce_query_heads,
+)
 from dantinox.generation.quantized_weights import HeadOrder
 from dantinox.model import Compression, compute_dtype
 from dantinox.model.cache import uncompressed_slots
@@ -62,7 +69,7 @@ def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | 
     return tuple(tuple(np.argsort(-weights_K, kind="stable").tolist()) for weights_K in _weights(config, kv, calibration))
 
 
-def measured_or_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
+def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
     """The settings with shares that are all alike, and a warning, where the signal they go by was not measured.
 
     Args:
@@ -86,8 +93,8 @@ def _weights(config: ModelConfig, kv: KVSection, calibration: KVCalibration | No
     if kv.signal == "loss":
         slots = calibration.loss_slots
         share = kv.budget or min(1.0, (kv.budget_tokens or 0) / slots[-1])
-        return divided(measured, slots, share, _floor(kv))
-    return head_weights(by_key_head(measured, config.kv_heads, kv.grouping), kv.scale_min, kv.scale_max)
+        return allocate_by_loss(measured, slots, share, _floor(kv))
+    return head_weights(reduce_query_heads(measured, config.kv_heads, kv.grouping), kv.scale_min, kv.scale_max)
 
 
 def _floor(kv: KVSection) -> int:
@@ -99,7 +106,7 @@ def _compression(
     config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
 ) -> Compression:
     K, caps_L, floor, tokens = config.kv_heads, uncompressed_slots(config, slots), _floor(kv), kv.budget_tokens
-    whole, least = K * sum(caps_L), least_total(caps_L, K, floor)
+    whole, least = K * sum(caps_L), min_total(caps_L, K, floor)
     wanted = int((kv.budget or 1) * whole) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
     if least == whole:  # no text of this length has anything to give up
         wanted = whole
@@ -133,7 +140,7 @@ def _compression(
     }[kv.policy]
     expects = kv.policy == "expected_attention"
     return Compression(
-        groups=allocate(-np.sort(-weights_LK, axis=1), caps, wanted, floor).groups,
+        groups=allocate_by_weight(-np.sort(-weights_LK, axis=1), caps, wanted, floor).groups,
         decays=_decays(config, kv, calibration) if decay == "entropy" else ((decay,) * K,) * len(caps_L),
         window=window,
         pool=pool,
@@ -154,6 +161,6 @@ def _decays(config: ModelConfig, kv: KVSection, calibration: KVCalibration | Non
         raise UserError(
             "kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir … --what kv`", key="kv.decay"
         )
-    decays_LK = 1 - 1 / (TAU * 2 ** by_key_head(calibration.signal("entropy"), config.kv_heads, kv.grouping))
+    decays_LK = 1 - 1 / (TAU * 2 ** reduce_query_heads(calibration.signal("entropy"), config.kv_heads, kv.grouping))
     order = head_order(config, kv, calibration) or ()
     return tuple(tuple(decays_K[list(heads)].tolist()) for decays_K, heads in zip(decays_LK, order, strict=True))

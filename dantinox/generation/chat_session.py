@@ -15,7 +15,7 @@ from dantinox.files import atomic_write, check_writable, first_line, quote
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.sample_text import TextPart
-from dantinox.generation.static_batch import bucket
+from dantinox.generation.static_batch import padded_length
 
 Message = dict[str, str]  # role and content
 LEAST_LENGTH = 256  # tokens that a prompt and a cache are padded to at least
@@ -196,7 +196,7 @@ class Chat:
         return ids, context - len(ids)
 
     def _pad(self, length: int) -> int:
-        return min(max(LEAST_LENGTH, 1 << (length - 1).bit_length()), bucket(self.run.model.config.max_context))
+        return min(max(LEAST_LENGTH, 1 << (length - 1).bit_length()), padded_length(self.run.model.config.max_context))
 
     # --- its file
 

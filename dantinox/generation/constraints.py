@@ -15,7 +15,7 @@ from dantinox.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-LONGEST_SOURCE = 64 << 10  # bytes
+MAX_SOURCE_BYTES = 64 << 10  # bytes
 # What the library may spend on a grammar and on each token, in units of its own: with a vocabulary of 100,000 the worst of the
 # grammars tried takes .2 s to be built and .15 s a token.
 LIMITS = {
@@ -28,18 +28,18 @@ LIMITS = {
     "verbose_errors": False,
 }
 # How it says that one of them was reached.
-TOO_MUCH = ("too many", "too complex", "too large", "too big", "max is", "fuel", "limit", "precomputation", "exceed")
+LIMIT_PHRASES = ("too many", "too complex", "too large", "too big", "max is", "fuel", "limit", "precomputation", "exceed")
 # Between the parts of JSON: nothing, a space, or a line break with what it is indented by. Without an end to it a text need
 # never come to one.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
-NOUNS = {
+DISPLAY_NAMES = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON object",
     "regex": "the regex",
     "lark": "the Lark grammar",
     "gbnf": "the GBNF grammar",
 }
-KINDS = tuple(NOUNS)
+KINDS = tuple(DISPLAY_NAMES)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Constraint:
     source: str
 
 
-def check(constraint: Constraint) -> None:
+def check_constraint(constraint: Constraint) -> None:
     """Says what is wrong with a constraint, as far as that is known without a tokenizer.
 
     Raises:
@@ -65,7 +65,7 @@ def check(constraint: Constraint) -> None:
         raise _mistake(constraint.kind, problem)
 
 
-class Grammars:
+class ConstraintCompiler:
     """A tokenizer as the library wants it; makes what follows a text of that vocabulary token by token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None):
@@ -115,7 +115,7 @@ class Matcher:
     """
 
     def __init__(self, matcher: "LLMatcher", kind: str, end: int, vocab_size: int, ends: Sequence[int]):
-        """Made by `Grammars.matcher`; `end` is what the library takes for the end token."""
+        """Made by `ConstraintCompiler.matcher`; `end` is what the library takes for the end token."""
         self._matcher, self._kind, self._end = matcher, kind, end
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._words = -(-vocab_size // 32)
@@ -170,7 +170,7 @@ class Matcher:
             if complete:
                 bits |= self._bits(self._ends)
             elif not bits.any():
-                raise UserError(f"{NOUNS[self._kind]} wants text that no token of this vocabulary goes on with")
+                raise UserError(f"{DISPLAY_NAMES[self._kind]} wants text that no token of this vocabulary goes on with")
             self._next = bits, complete
         return self._next
 
@@ -230,11 +230,11 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     try:
         size = len(source.encode())
     except UnicodeEncodeError:
-        raise UserError(f"{NOUNS[kind]} holds half of a character (a lone surrogate), which is not text") from None
-    if size > LONGEST_SOURCE:
-        raise UserError(f"{NOUNS[kind]} must have at most {LONGEST_SOURCE >> 10} KB, got {-(-size // 1024)}")
+        raise UserError(f"{DISPLAY_NAMES[kind]} holds half of a character (a lone surrogate), which is not text") from None
+    if size > MAX_SOURCE_BYTES:
+        raise UserError(f"{DISPLAY_NAMES[kind]} must have at most {MAX_SOURCE_BYTES >> 10} KB, got {-(-size // 1024)}")
     if "\0" in source:
-        raise UserError(f"{NOUNS[kind]} holds U+0000 at character {source.index(chr(0)) + 1}, which is not text")
+        raise UserError(f"{DISPLAY_NAMES[kind]} holds U+0000 at character {source.index(chr(0)) + 1}, which is not text")
     make = library.LLMatcher
     if kind == "regex":
         return str(make.grammar_from_regex(source))
@@ -309,6 +309,6 @@ def _mistake(kind: str, message: str) -> UserError:
         what = "no text meets it"
     elif "recursion" in what or "nest" in what:
         what = "it is nested too deeply"
-    elif any(words in what.lower() for words in TOO_MUCH):
+    elif any(words in what.lower() for words in LIMIT_PHRASES):
         what = "it takes too long to follow: make it simpler"
-    return UserError(f"{NOUNS[kind]} cannot be used{where}: {what}")
+    return UserError(f"{DISPLAY_NAMES[kind]} cannot be used{where}: {what}")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.quantized_weights import NARROW_ROWS, Split, widen
+from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs
@@ -23,8 +23,9 @@ from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine, layer_attention
 
 CHUNK = 32
-PART = 2048  # tokens of a prompt that a compressed cache takes in at once
-PREFILL = 1 << 14  # tokens read at once, of a prompt or of several: what is held of them besides the cache grows with them
+COMPRESSED_PREFILL_CHUNK = 2048  # tokens of a prompt that a compressed cache takes in at once
+# Prompt tokens in one forward pass, of one prompt or of several: the memory for activations grows with them.
+PREFILL_BATCH_TOKENS = 1 << 14
 
 
 @partial(
@@ -74,7 +75,7 @@ _compiled: Any = partial(
 
 @_compiled  # type: ignore[untyped-decorator]
 def _generate_toks(
-    model: Transformer | Split,
+    model: Transformer | SplitModel,
     cache: KVCache | None,
     state: DecodeState,
     params: SamplingParams,
@@ -103,17 +104,17 @@ def _generate_toks(
       Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]` of the
       prompt's own tokens, the first one's 0.
     """
-    model = model.merge(model.leaves) if isinstance(model, Split) else model
+    model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
     rows = state.token_B.shape[0]
     if prompt is not None:
-        model = widen(model)
+        model = dequantize(model)
         seen, x_PTD, cache = _prefill(model, params, prompt, plan if use_cache else None)
         echo_PT = prompt_logprobs(model, x_PTD, prompt[0]) if echo else None
         if samples > 1:
             cache, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, seen))
         state, emitted = sample_step(seen, state, params, report)
         return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
-    model = model if use_cache and rows <= NARROW_ROWS else widen(model)
+    model = model if use_cache and rows <= MAX_MATVEC_ROWS else dequantize(model)
 
     def step(cache: KVCache | None, state: DecodeState) -> tuple[KVCache | None, DecodeState, Emitted]:
         seen, cache = forward_step(model, cache, state, params, use_cache)
@@ -148,12 +149,12 @@ def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
     return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.attends else None)
 
 
-def probe_of(params: SamplingParams) -> Probe | None:
+def make_probe(params: SamplingParams) -> Probe | None:
     """What is measured of attention in each layer: nothing, unless the router reads it."""
     return jax.vmap(layer_attention) if params.attends else None
 
 
-def attention_of(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
+def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
     """The metrics `[B]` from what that probe measured in every layer, or None."""
     return jax.vmap(combine)(aux["probe"]) if params.attends else None
 
@@ -175,7 +176,7 @@ def _prefill(
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
         return _prefill_rows(model, params, rows_RT, positions_RT, cache)
 
-    rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL))
+    rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
     if rows == P:
         x_PTD, cache, attention = read((tokens_PT, positions_PT))
     else:
@@ -184,7 +185,7 @@ def _prefill(
     return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
 
 
-def read_prompt(
+def prefill_hidden(
     model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None, probe: Probe | None = None
 ) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
     """`Transformer.hidden` of a prompt, or part of one, for any cache: one that asks for it gets the tokens twice.
@@ -213,19 +214,19 @@ def _prefill_rows(
     A compressed cache reads long prompts part by part, so that it drops a key only after all keys before it.
     """
     P, T = tokens_PT.shape
-    parts = -(-T // PART) if cache is not None and cache.compressed else 1
+    parts = -(-T // COMPRESSED_PREFILL_CHUNK) if cache is not None and cache.compressed else 1
     if parts == 1:
         twice = cache is not None and cache.reconstructs
         begun = cache if cache is None or twice else cache.for_prefill(model.config, model.parallelism)
-        x_PTD, cache, aux = read_prompt(model, tokens_PT, positions_PT, begun, probe_of(params))
-        return x_PTD, cache, attention_of(params, aux)
+        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, begun, make_probe(params))
+        return x_PTD, cache, attention_metrics(params, aux)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
 
     def read(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
-        x_PtD, cache, aux = read_prompt(model, part[0], part[1], cache, probe_of(params))
-        return cache, (x_PtD, attention_of(params, aux))
+        x_PtD, cache, aux = prefill_hidden(model, part[0], part[1], cache, make_probe(params))
+        return cache, (x_PtD, attention_metrics(params, aux))
 
     split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]
     cache, (x_NPtD, attention_NP) = jax.lax.scan(read, cache, tuple(split))
@@ -240,14 +241,14 @@ def forward_step(
     """The logits after the newest token of every row, and the cache with that token in it."""
     if use_cache:
         positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
-        x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=probe_of(params))
-        return StepLogits(model.logits(x_B1D[:, 0]), attention_of(params, aux)), cache
+        x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
+        return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), cache
     assert state.text_BS is not None  # without a cache the whole text is kept
     B, S = state.text_BS.shape
     places_S = jnp.arange(S)
     positions_BS = jnp.where(places_S <= state.position_B[:, None], places_S, -1)
-    x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=probe_of(params))
-    return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_of(params, aux)), cache
+    x_BSD, _, aux = model.hidden(state.text_BS, positions_BS, probe=make_probe(params))
+    return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params, aux)), cache
 
 
 @shared_trace("report")  # one trace serves prefill and decoding

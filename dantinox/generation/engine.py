@@ -34,11 +34,11 @@ from dantinox.generation.scheduler import Scheduler
 from dantinox.generation.slot_batch import ALTERNATIVES, RowParams, SlotBatch
 from dantinox.sampling import StepInfo
 
-READER_SECONDS = 0.08  # of a chunk, about, where somebody reads along
-MOST_SAMPLES = 16
+STREAM_CHUNK_SECONDS = 0.08  # of a chunk, about, where somebody reads along
+MAX_SAMPLES = 16
 FEW_STEPS = 4  # tokens of a chunk between two parts of a prompt
 PARTS = 2  # of a prompt that are read between two chunks
-FAILURES = 3  # steps in a row that may fail before the engine gives up
+MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
 
 log = logging.getLogger("dantinox.generation")
 
@@ -128,7 +128,7 @@ class Engine:
         batch: RunningBatch,
         *,
         queue: int = 0,
-        chunk_seconds: float | None = READER_SECONDS,
+        chunk_seconds: float | None = STREAM_CHUNK_SECONDS,
         most_steps: int = CHUNK,
         ahead: bool = True,
         isolate: bool = False,
@@ -221,7 +221,7 @@ class Engine:
 
     def _check(self, request: GenerationRequest) -> None:
         generation, length, context = request.config.generation, len(request.ids), self._slots.context
-        most = min(MOST_SAMPLES, self.batch.count)
+        most = min(MAX_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= most:
             raise UserError(f"generation.n must be in [1, {most}] in this server, got {generation.n}", key="generation.n")
         if length < 1 or (length >= context and generation.max_new_tokens > 0) or length > context:
@@ -262,7 +262,7 @@ class Engine:
             self._step()
             self.idle = self._pending is None and not self.batch.has_work and not self._scheduler.reading
         except Exception as error:
-            if not self._isolate or self._failures == FAILURES:
+            if not self._isolate or self._failures == MAX_FAILURES:
                 raise
             self._failures, self.idle = self._failures + 1, False
             log.exception("a step of the engine failed; the requests that were running are ended")

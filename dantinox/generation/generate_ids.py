@@ -11,9 +11,9 @@ import numpy as np
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
 from dantinox.config.request_settings import SamplingSettings
 from dantinox.files import quote
-from dantinox.generation.cache_plan import measured_or_uniform
+from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.loaded_model import LoadedModel
-from dantinox.generation.quantized_weights import HeadOrder, with_head_order
+from dantinox.generation.quantized_weights import HeadOrder, permute_heads
 from dantinox.model import Transformer
 from dantinox.platform import use_compilation_cache
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration
@@ -190,10 +190,10 @@ class _IdsModel(LoadedModel):
                 "kv.signal and kv.decay read what was measured on the model's heads: name its file by kv_calibration"
             )
         remedy = "name the file of what was measured on them by kv_calibration, or give kv_signal uniform"
-        return measured_or_uniform(kv, None, remedy), None
+        return fall_back_to_uniform(kv, None, remedy), None
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
-        return with_head_order(self.model, order)
+        return permute_heads(self.model, order)
 
 
 def _stacked(steps: Sequence[StepInfo | None]) -> StepInfo | None:

@@ -19,8 +19,8 @@ from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import Result
-from dantinox.generation.static_batch import bucket
-from dantinox.generation.token_settings import seeded
+from dantinox.generation.static_batch import padded_length
+from dantinox.generation.token_settings import with_default_seed
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import use_compilation_cache
@@ -40,7 +40,7 @@ from dantinox.sampling.params import ScoreFn
 from dantinox.text import Tokenizer
 
 # The same for all rows of a batch, with router.use_attention, all of kv, and what the request reports.
-SHARED = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.SHARED)
+PER_BATCH_SETTINGS = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.SHARED)
 ALIASED = 64  # bytes: on a CPU `jax.device_put` does not copy an array of NumPy with this alignment
 
 
@@ -129,13 +129,13 @@ class LoadedModel(ModelBundle):
         (run,) = self.start([request], stream=True)
         return (part.text for _, part in run.parts())
 
-    def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = bucket) -> list[Result]:
+    def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length) -> list[Result]:
         """The results of requests in their order, the samples of each together; `pad` is that of `start`."""
         runs = self.start(requests, pad=pad)
         for run in runs:
             for _ in run.parts():
                 pass
-        return in_order(runs)
+        return results_in_order(runs)
 
     def request(
         self,
@@ -164,7 +164,7 @@ class LoadedModel(ModelBundle):
         requests: Sequence[GenerationRequest],
         *,
         stream: bool = False,
-        pad: Callable[[int], int] = bucket,
+        pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
     ) -> list[BatchRun]:
         """Requests, each with its own numbers, in batches ready to be decoded.
@@ -181,10 +181,10 @@ class LoadedModel(ModelBundle):
             raise UserError("there is no prompt to continue")
         fresh = secrets.randbits(32)
         groups: dict[tuple[Any, ...], list[int]] = {}
-        seeded_requests = [replace(request, config=seeded(request.config, fresh)) for request in requests]
+        seeded_requests = [replace(request, config=with_default_seed(request.config, fresh)) for request in requests]
         for number, request in enumerate(seeded_requests):
             config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
-            shared = [getattr(config.generation, name) for name in SHARED]
+            shared = [getattr(config.generation, name) for name in PER_BATCH_SETTINGS]
             key = (*shared, config.router.use_attention, config.kv, *report, request.constraint is None)
             groups.setdefault(key, []).append(number)
         return [
@@ -193,7 +193,7 @@ class LoadedModel(ModelBundle):
         ]
 
 
-def in_order(runs: Sequence[BatchRun]) -> list[Result]:
+def results_in_order(runs: Sequence[BatchRun]) -> list[Result]:
     """The results of finished batches in the order of the requests, the samples of each together."""
     numbered = [pair for run in runs for pair in zip(run.numbers, run.results, strict=True)]
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]

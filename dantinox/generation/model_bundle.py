@@ -10,9 +10,9 @@ from flax import nnx
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
-from dantinox.generation.cache_plan import measured_or_uniform
-from dantinox.generation.constraints import Constraint, Grammars, Matcher
-from dantinox.generation.quantized_weights import HeadOrder, prepare, with_head_order
+from dantinox.generation.cache_plan import fall_back_to_uniform
+from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
+from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.run import KVCalibration
@@ -76,7 +76,7 @@ class ModelBundle:
             return kv, None
         calibration = self.kv_calibration(kv.calibration)
         remedy = f"kv.signal {kv.signal} was not measured on this model (`dantinox calibrate --run_dir … --what kv` does)"
-        return measured_or_uniform(kv, calibration, remedy), calibration
+        return fall_back_to_uniform(kv, calibration, remedy), calibration
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
         """The model as decoding wants it; the `PREPARED` used last, by precision, devices and order of heads, are kept."""
@@ -85,7 +85,7 @@ class ModelBundle:
         made = self._prepared.pop(key, None)
         if made is None:
             mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
-            made = prepare(with_head_order(self.model, order), weights, products)
+            made = prepare(permute_heads(self.model, order), weights, products)
             made = made if mesh is None else shard_model(made, mesh)
         self._prepared[key] = made
         if len(self._prepared) > PREPARED:
@@ -93,9 +93,9 @@ class ModelBundle:
         return made
 
     @cached_property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> ConstraintCompiler:
         """What makes constraints for this vocabulary; it needs the libraries of a server."""
-        return Grammars(self.tokenizer, self.model.config.vocab_size)
+        return ConstraintCompiler(self.tokenizer, self.model.config.vocab_size)
 
     def matcher(self, constraint: Constraint, section: GenerationSection) -> Matcher:
         """Follows one text that must meet a constraint.

@@ -8,14 +8,14 @@ import numpy as np
 from dantinox.config import KVSection
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import CHUNK
-from dantinox.generation.engine import READER_SECONDS, Engine, Job
+from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine, Job
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import GenerationStats, Result, TokenColumns
 from dantinox.generation.sample_text import TextPart
-from dantinox.generation.static_batch import RunTimer, StaticBatch, bucket, clamp_to_context, slots_needed
+from dantinox.generation.static_batch import RunTimer, StaticBatch, clamp_to_context, padded_length, slots_needed
 from dantinox.generation.token_settings import stop_token_ids
-from dantinox.generation.trace import changed_settings, columns, router_numbers
+from dantinox.generation.trace import changed_settings, router_values, token_columns
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
 
@@ -36,7 +36,7 @@ class BatchRun:
         numbers: Sequence[int],
         *,
         stream: bool = False,
-        pad: Callable[[int], int] = bucket,
+        pad: Callable[[int], int] = padded_length,
         steps: int | None = None,
     ):
         """Builds the batch; the arguments are those of `LoadedModel.start`.
@@ -82,7 +82,7 @@ class BatchRun:
             pad=pad,
             constrained=first.constraint is not None,
         )
-        seconds = READER_SECONDS if stream else None
+        seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = Engine(model, self.batch, chunk_seconds=seconds, most_steps=steps or CHUNK, ahead=steps is None)
         self._jobs = self._engine.place(requests, limits_P.tolist())
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
@@ -150,14 +150,14 @@ class BatchRun:
                     stats={**stats, "prompt_tokens": len(request.ids), "new_tokens": len(sample.tokens)},
                     steps=steps,
                     settings=changed_settings(request.config),
-                    router=router_numbers(self.batch.params, row),
+                    router=router_values(self.batch.params, row),
                 )
             )
         return results
 
     def _info(self, job: Job, tokens: Sequence[int], steps: StepInfo) -> TokenColumns:
         tokenizer = self._model.tokenizer
-        found = columns(tokenizer, tokens, steps)
+        found = token_columns(tokenizer, tokens, steps)
         if self.batch.echo is not None:
             ids = job.request.ids
             logprobs = self.batch.echo[self._jobs.index(job), : len(ids)].tolist()

@@ -20,10 +20,10 @@ from dantinox.model.transformer import output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform
 
 HeadOrder = tuple[tuple[int, ...], ...]
-WEIGHTS = ("auto", "float32", "bfloat16", "int8")
-PRODUCTS = ("auto", "float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8")
+MATMUL_DTYPES = ("auto", "float32", "bfloat16")
 LONG_ROW = 4096  # inputs: of 16 KiB on XLA fuses no conversion into a product any more, and makes wide weights for each row
-NARROW_ROWS = 4  # up to here the product row by row is faster on a CPU than one over weights widened to float32
+MAX_MATVEC_ROWS = 4  # up to here the product row by row is faster on a CPU than one over weights widened to float32
 
 
 def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ def _matvec(row_I: jax.Array, weights_OI: jax.Array) -> jax.Array:
     return row_I @ wide_OI.T if len(row_I) < LONG_ROW else jnp.sum(row_I * wide_OI, axis=1)
 
 
-class NarrowLinear(nnx.Module):
+class LowPrecisionLinear(nnx.Module):
     """A `Linear` whose weights are stored narrow, one output per row: `[O, I]` bfloat16, or int8 with a scale per row.
 
     On a CPU the conversion fuses into the matrix–vector loop, so the bytes saved are time saved. It takes two precautions
@@ -82,8 +82,8 @@ class NarrowLinear(nnx.Module):
         return plain
 
 
-class NarrowExperts(nnx.Module):
-    """An `ExpertLinear` stored narrow, `[E, O, I]`, with the precautions and the products of a `NarrowLinear`."""
+class LowPrecisionExperts(nnx.Module):
+    """An `ExpertLinear` stored narrow, `[E, O, I]`, with the precautions and the products of a `LowPrecisionLinear`."""
 
     def __init__(self, linear: ExpertLinear, dtype: str, bfloat16_from: int | None = None):
         self.bfloat16_from, self.platform = bfloat16_from, linear.platform
@@ -123,7 +123,7 @@ class NarrowExperts(nnx.Module):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
 @dataclass(frozen=True)
-class Split:
+class SplitModel:
     """A model taken apart: a call passes its arrays on without walking through its modules.
 
     `merge(leaves)` is the model. Models of the same structure have the same `merge`, and so share their programs.
@@ -133,11 +133,11 @@ class Split:
     merge: Callable[[tuple[jax.Array, ...]], Transformer]
 
 
-def split(model: Transformer) -> Split:
+def split_model(model: Transformer) -> SplitModel:
     """Takes a model apart; the arrays are shared with it."""
     graph, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    return Split(tuple(leaves), _merge(graph, structure))
+    return SplitModel(tuple(leaves), _merge(graph, structure))
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +157,7 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
     Raises:
       UserError: another name.
     """
-    for key, value, allowed in (("weights", weights, WEIGHTS), ("products", products, PRODUCTS)):
+    for key, value, allowed in (("weights", weights, WEIGHT_DTYPES), ("products", products, MATMUL_DTYPES)):
         if value not in allowed:
             raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
     model = nnx.clone(model)
@@ -177,13 +177,13 @@ def prepare(model: Transformer, weights: str = "auto", products: str = "auto") -
     change = {
         "float32": lambda linear: _in_dtype(linear, jnp.float32),
         "compute": lambda linear: _in_dtype(linear, linear.dtype),
-        "bfloat16": lambda linear: NARROW[type(linear)](linear, "bfloat16", together),
-        "int8": lambda linear: NARROW[type(linear)](_in_dtype(linear, jnp.float32), "int8", together),
+        "bfloat16": lambda linear: LOW_PRECISION[type(linear)](linear, "bfloat16", together),
+        "int8": lambda linear: LOW_PRECISION[type(linear)](_in_dtype(linear, jnp.float32), "int8", together),
     }[weights]
     return _replace(model, (Linear, ExpertLinear), change)
 
 
-NARROW: dict[type, type] = {Linear: NarrowLinear, ExpertLinear: NarrowExperts}
+LOW_PRECISION: dict[type, type] = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExperts}
 
 
 def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
@@ -196,15 +196,15 @@ def _bfloat16_from(platform: str, weights: str, products: str) -> int | None:
     return 1 + on.max_matvec_rows[weights == "int8"]
 
 
-def widen(model: Transformer) -> Transformer:
+def dequantize(model: Transformer) -> Transformer:
     """The model for products over many rows: narrow projections that are multiplied in float32 are plain ones in it."""
-    narrow = NarrowLinear, NarrowExperts
+    narrow = LowPrecisionLinear, LowPrecisionExperts
     if not any(isinstance(node, narrow) and node.bfloat16_from is None for _, node in nnx.iter_graph(model)):
         return model
     return _replace(nnx.clone(model), narrow, lambda linear: linear.wide())
 
 
-def with_head_order(model: Transformer, order: HeadOrder | None) -> Transformer:
+def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
     """The same function with the key heads of each layer, and their query heads, in another order.
 
     `order[l]` lists the old numbers of layer l's heads; None leaves all where they are.
@@ -231,7 +231,7 @@ def weight_bytes(model: Transformer) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def _with_heads(linear: Linear | NarrowLinear, index_K: jax.Array, by_output: bool) -> Linear | NarrowLinear:
+def _with_heads(linear: Linear | LowPrecisionLinear, index_K: jax.Array, by_output: bool) -> Linear | LowPrecisionLinear:
     """A projection whose outputs or inputs, the key head their first axis, are taken in another order."""
     linear = nnx.clone(linear)
     if by_output and linear.bias is not None:
@@ -258,7 +258,7 @@ def _with_kernel(like: Any, kernel: jax.Array) -> Any:
 
     def shapes() -> Linear | ExpertLinear:
         dtype, rngs = like.dtype, nnx.Rngs(0)
-        if isinstance(like, ExpertLinear | NarrowExperts):
+        if isinstance(like, ExpertLinear | LowPrecisionExperts):
             E, I = kernel.shape[:2]  # noqa: E741
             return ExpertLinear(
                 E, I, like.shape_out, dtype=dtype, platform=like.platform, rngs=rngs, bias=like.bias is not None

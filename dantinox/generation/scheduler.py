@@ -1,11 +1,11 @@
-"""The request queue: assigns free slots in order of arrival; raises `Full` when too many requests wait."""
+"""The request queue: assigns free slots in order of arrival; raises `QueueFull` when too many requests wait."""
 
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """All slots are taken, and all places of the queue."""
 
 
@@ -66,7 +66,7 @@ class Scheduler(Generic[J]):
             left -= wanted
             stuck += left < 0
         if stuck > self.queue:
-            raise Full
+            raise QueueFull
 
     def add(self, job: J) -> None:
         """Puts a job behind all others; raises as `check` does."""

@@ -22,12 +22,12 @@ from dantinox.config.generation_settings import order_of
 from dantinox.config.sampling_steps import EDITS
 from dantinox.files import quote
 from dantinox.generation.cache_plan import head_order, plan_cache
-from dantinox.generation.decode import PART, DecodeState, Emitted, _generate_toks, read_prompt
+from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, _generate_toks, prefill_hidden
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import NO_PREFIX, PrefixMatch, longest_prefix
-from dantinox.generation.quantized_weights import Split, split, widen
+from dantinox.generation.quantized_weights import SplitModel, dequantize, split_model
 from dantinox.generation.running_batch import NO_ID, Row, RunningBatch
-from dantinox.generation.token_settings import seeded, stop_token_ids
+from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.model import KVCache, make_cache
 from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
@@ -41,7 +41,7 @@ READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and more
 SHORTEST = 16
 COMPILERS = 2  # programs compiled at once
 ALTERNATIVES = 20  # reported at most
-REMEMBERED = 64  # settings whose arrays are kept
+CACHED_SETTINGS = 64  # settings whose arrays are kept
 USUAL_SLOTS = 8
 MEMORY_SHARE = 4  # the caches of all slots take at most one part in so many of the free memory
 # Entries that a list of a request may have, and tokens of a sequence: with more it would need a program of its own.
@@ -134,7 +134,7 @@ class SlotBatch(RunningBatch):
         plan = plan_cache(self._architecture, kv, context, calibration)
         super().__init__(_fitting_slots(self._architecture, plan, context) if count is None else count)
         self.context, self._loaded, self._config = context, model, config
-        self._model = split(model.prepared(config.generation, head_order(self._architecture, kv, calibration)))
+        self._model = split_model(model.prepared(config.generation, head_order(self._architecture, kv, calibration)))
         segmented = get_platform(self._architecture.platform).segmented_cache
         compiled = jax.jit(make_cache, static_argnums=range(6))
         self._make_cache: Callable[[int], KVCache] = lambda rows: compiled(self._architecture, rows, *plan, segmented)
@@ -142,12 +142,12 @@ class SlotBatch(RunningBatch):
         # Only a compressed cache keeps what a new request must not see.
         self._fresh: KVCache | None = self._make_cache(1) if self._cache_shapes.compressed else None
         self._ring = min(self._cache_shapes.uncompressed_slots)
-        self.part = min(PART if self._cache_shapes.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
+        self.part = min(COMPRESSED_PREFILL_CHUNK if self._cache_shapes.compressed else READ_AT_ONCE, _wide(context, SHORTEST))
         self._rows: list[_SlotRow] = [_SlotRow() for _ in range(self.count)]  # type: ignore[assignment]
         self._programs: dict[Hashable, Any] = {}
         self._compiling = Lock()
         # Making the arrays takes some ten milliseconds beside a running program, and clients repeat their settings.
-        self._remembered = lru_cache(REMEMBERED)(self._row_params)
+        self._remembered = lru_cache(CACHED_SETTINGS)(self._row_params)
 
     # --- programs
 
@@ -256,7 +256,7 @@ class SlotBatch(RunningBatch):
             )
         chain = section.strategy == "chain"
         also: ProgramOptions = {"dynamic_order": True} if chain else {"also": (*EDITS, *order_of(section))}
-        params, V = self._loaded.params([seeded(config, 0)], **also), self._architecture.vocab_size
+        params, V = self._loaded.params([with_default_seed(config, 0)], **also), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         own: dict[str, Any] = {"reports": np.zeros(1, bool), "allowed": np.full((1, -(-V // 32)), ALL, np.uint32)}
         ends_1E = np.asarray([[*ends, *[NO_ID] * (END_IDS - len(ends))]], np.int32)
@@ -411,7 +411,7 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
 
 @partial(jax.jit, static_argnames=("report",), donate_argnames=("cache",))
 def _decode(
-    model: Split, cache: KVCache, state: DecodeState, params: SamplingParams, steps: jax.Array, *, report: int
+    model: SplitModel, cache: KVCache, state: DecodeState, params: SamplingParams, steps: jax.Array, *, report: int
 ) -> tuple[KVCache, DecodeState, Emitted]:
     cache, state, emitted, _ = _generate_toks(model, cache, state, params, steps, use_cache=True, report=report)
     return cache, state, emitted
@@ -419,7 +419,7 @@ def _decode(
 
 @partial(jax.jit, static_argnames=("report",), donate_argnames=("cache",))
 def _prefill_part(
-    model: Split,
+    model: SplitModel,
     cache: KVCache,
     slot: jax.Array,
     tokens_1T: jax.Array,
@@ -430,10 +430,10 @@ def _prefill_part(
     report: int | None,
 ) -> tuple[KVCache, StepInfo | None]:
     """The cache with `count` tokens of a text in it, behind `first` others, and a report on the tokens after them."""
-    transformer = widen(model.merge(model.leaves))
+    transformer = dequantize(model.merge(model.leaves))
     places_T = jnp.arange(tokens_1T.shape[1])
     positions_1T = jnp.where(places_T < count, first + places_T, -1)[None]
-    x_1TD, read, _ = read_prompt(transformer, tokens_1T, positions_1T, cache.one_slot(slot))
+    x_1TD, read, _ = prefill_hidden(transformer, tokens_1T, positions_1T, cache.one_slot(slot))
     assert read is not None
     cache = read.all_slots()
     if report is None:

@@ -14,7 +14,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
 from dantinox.generation.decode import CHUNK, DecodeState, Emitted, _generate_toks
-from dantinox.generation.quantized_weights import split
+from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RunningBatch
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
@@ -32,12 +32,12 @@ class Place(Protocol):
     def __call__(self, tree: T, /) -> T: ...
 
 
-def bucket(length: int) -> int:
+def padded_length(length: int) -> int:
     """The padded length: the next power of two from 16, above 256 the next multiple of 256."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
 
 
-def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = bucket) -> int:
+def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
     """The slots of a cache for rows with prompts and new tokens of these numbers."""
     return pad(int(np.max(lengths + limits)))
 
@@ -116,7 +116,7 @@ class StaticBatch(RunningBatch):
         report: int | None = None,
         echo: bool = False,
         plan: CachePlan | None = None,
-        pad: Callable[[int], int] = bucket,
+        pad: Callable[[int], int] = padded_length,
         constrained: bool = False,
     ):
         """Takes `P · samples` rows, the samples of a prompt together.
@@ -161,7 +161,7 @@ class StaticBatch(RunningBatch):
             words = -(-model.config.vocab_size // 32)
             params = replace(params, allowed=jnp.full((self.count, words), ALL, jnp.uint32))
         self._states[PROGRAM] = params, state
-        self._model, self._prompt = split(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
+        self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}
         self._first: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
         self._prefilled = False

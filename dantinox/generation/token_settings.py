@@ -47,7 +47,7 @@ def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[in
     return _tokens(tokenizer, section, "stop_token_ids")
 
 
-def seeded(config: Config, seed: int) -> Config:
+def with_default_seed(config: Config, seed: int) -> Config:
     """The same settings, with this seed where they have none."""
     if config.generation.seed is not None:
         return config
@@ -55,14 +55,14 @@ def seeded(config: Config, seed: int) -> Config:
 
 
 def _with_ids(config: Config, tokenizer: Tokenizer) -> Config:
-    found: dict[str, Any] = {"generation": with_ids(config.generation, tokenizer)}
+    found: dict[str, Any] = {"generation": resolve_token_ids(config.generation, tokenizer)}
     if config.router.clarify_token is not None:
         token = _token(tokenizer, config.router.clarify_token, "router.clarify_token")
         found["router"] = config.router.model_copy(update={"clarify_token": token})
     return config.model_copy(update=found)
 
 
-def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
+def resolve_token_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSection:
     """The same settings with token ids in the place of texts."""
     found: dict[str, Any] = {"stop_token_ids": stop_token_ids(tokenizer, section)}
     for key, setting in SETTINGS.items():
@@ -81,7 +81,7 @@ def with_ids(section: GenerationSection, tokenizer: Tokenizer) -> GenerationSect
             found[key] = tuple((words, bias) for item, bias in pairs for words in _spellings(tokenizer, item, key))
         elif setting.kind == Breakers:
             on = any(key in STEPS[name].beside for name in steps_on(section))
-            found[key] = containing(tokenizer, tuple(getattr(section, key))) if on else ()
+            found[key] = tokens_containing(tokenizer, tuple(getattr(section, key))) if on else ()
     return section.model_copy(update=found)
 
 
@@ -127,7 +127,7 @@ def _spellings(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> l
 
 
 @lru_cache(maxsize=16)
-def containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
+def tokens_containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
     """The ids given, and those of every token that contains one of the texts, ascending.
 
     The time is that of looking up every part of every token of the vocabulary, however many texts there are.

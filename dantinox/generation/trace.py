@@ -27,7 +27,7 @@ def changed_settings(config: Config) -> dict[str, object]:
     }
 
 
-def columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenColumns:
+def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenColumns:
     """One row's report with a list per quantity: the `logprobs` of `generate.py --json`."""
 
     def spelled(some: Sequence[int]) -> list[str]:
@@ -138,7 +138,7 @@ def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[floa
     ]
 
 
-def router_numbers(params: SamplingParams, row: int) -> dict[str, float | None] | None:
+def router_values(params: SamplingParams, row: int) -> dict[str, float | None] | None:
     """The numbers that the router of one row goes by, null where one is no bound; or None without a router."""
     if params.router is None:
         return None

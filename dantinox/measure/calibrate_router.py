@@ -13,7 +13,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.config.router_settings import MEASURED, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
-from dantinox.generation.quantized_weights import widen
+from dantinox.generation.quantized_weights import dequantize
 from dantinox.measure.texts import map_batches, open_text_store
 from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
@@ -194,7 +194,7 @@ def measure_entropy(
 
 @nnx.jit(graph_updates=False)
 def _entropy_batch(model: Transformer, tokens_BT: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    model = widen(model)
+    model = dequantize(model)
     x_BTD, _, _ = model.hidden(tokens_BT, jnp.arange(tokens_BT.shape[1])[None], segments_BT=segments_BT)
     found: tuple[jax.Array, jax.Array] = map_positions(
         lambda x_D: logit_metrics(model.logits(x_D)), model.config.vocab_size, x_BTD, at_once=CHUNK_LOGITS

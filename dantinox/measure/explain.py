@@ -15,10 +15,10 @@ from dantinox.config.generation_settings import ROUTED
 from dantinox.config.router_settings import EVERY, STRATEGIES
 from dantinox.config.sampling_steps import NUMBERS, STEPS
 from dantinox.generation import LoadedModel
-from dantinox.generation.decode import attention_of, probe_of
-from dantinox.generation.quantized_weights import widen
-from dantinox.generation.static_batch import bucket, clamp_to_context
-from dantinox.generation.token_settings import seeded
+from dantinox.generation.decode import attention_metrics, make_probe
+from dantinox.generation.quantized_weights import dequantize
+from dantinox.generation.static_batch import clamp_to_context, padded_length
+from dantinox.generation.token_settings import with_default_seed
 from dantinox.measure.texts import padded_positions
 from dantinox.model import Transformer
 from dantinox.report.trace_file import finite
@@ -97,13 +97,13 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
     Raises:
       UserError: a wrong setting, or a prompt that is empty or fills the context.
     """
-    config = seeded(run.settings(settings), secrets.randbits(32))
+    config = with_default_seed(run.settings(settings), secrets.randbits(32))
     section, ids = config.generation, run.prompt_ids(prompt)
     model = run.prepared(section)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     params = run.params([config] * section.n, range(section.n))
     params = replace(params, plan=tuple(name for name in params.plan if params.on[name].any()))
-    T, V = bucket(len(ids)), model.config.vocab_size
+    T, V = padded_length(len(ids)), model.config.vocab_size
     tokens_1T = np.zeros((1, T), np.int32)
     tokens_1T[0, : len(ids)] = ids
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))
@@ -134,8 +134,8 @@ def _trace_steps(
     model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
     """The logits [S, V] behind each step and the route of the first sample, every sample's token, and whether it was forced."""
-    x_1TD, _, aux = widen(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=probe_of(params))
-    seen = widen(model).logits(x_1TD[:, length - 1]), attention_of(params, aux)
+    x_1TD, _, aux = dequantize(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params))
+    seen = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), seen)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
     routed = None if drawn.token is None else drawn.token.routed

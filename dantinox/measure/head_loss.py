@@ -11,7 +11,7 @@ from flax import nnx
 
 from dantinox.config import ModelConfig
 from dantinox.generation.cache_budgets import UNIT
-from dantinox.generation.quantized_weights import widen
+from dantinox.generation.quantized_weights import dequantize
 from dantinox.measure.texts import map_batches, padded_positions
 from dantinox.model import KVCache, Transformer
 from dantinox.model.attention import attention, causal_mask
@@ -85,7 +85,7 @@ def limited_logprobs(
     One forward pass reads the right-padded `tokens_BT` without a cache, whatever the model's windows are. Queries from position
     `from_B` on see `kept_LK` keys of each key/value head; see `LimitedKeys`.
     """
-    model = widen(model)
+    model = dequantize(model)
     layers = tuple(LimitedKeys(kept_K, from_B, best) for kept_K in kept_LK)
     seen = KVCache(layers, uncompressed_slots(model.config, tokens_BT.shape[1]))  # type: ignore[arg-type]
     x_BTD, _, _ = model.hidden(tokens_BT, padded_positions(tokens_BT, lengths_B), cache=seen)
@@ -143,7 +143,7 @@ def _loss_rises_batch(
     start: int,
 ) -> jax.Array:
     """Returns estimated loss rises summed over the counted tokens of each row, `[B, L, K, C]`; see `estimate_loss_rises`."""
-    model = widen(model)
+    model = dequantize(model)
     config, (B, T) = model.config, tokens_BT.shape
     shape = B, T, config.kv_heads, config.n_heads // config.kv_heads, config.head_size
     counted_BS = (jnp.arange(start, T) >= from_B[:, None]) & (jnp.arange(start, T) < lengths_B[:, None])

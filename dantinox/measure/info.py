@@ -13,7 +13,7 @@ from flax import nnx
 
 from dantinox.config import Config, ModelConfig
 from dantinox.generation import LoadedModel, load, prepare
-from dantinox.generation.quantized_weights import WEIGHTS, weight_bytes, widen
+from dantinox.generation.quantized_weights import WEIGHT_DTYPES, dequantize, weight_bytes
 from dantinox.measure.texts import open_text_store
 from dantinox.model import Transformer, make_cache
 from dantinox.model.flops import adapter_parameters
@@ -42,7 +42,7 @@ def info_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iter
     if store is None:
         yield "this run has no saved training tokens: select a text with --data_path to measure int8 and bfloat16 weights\n"
     reference = FloatReference(run, store) if store is not None else None
-    for name in WEIGHTS[1:]:
+    for name in WEIGHT_DTYPES[1:]:
         if reference is not None and name == "float32":
             model = reference.model
         else:
@@ -126,7 +126,7 @@ class FloatReference:
           Mean −ln p per target of the reference, the same of `other`, the mean squared difference of their logits (each with
           its mean per position subtracted), and the number of targets.
         """
-        other = widen(other)
+        other = dequantize(other)
         sums_NB4 = _compare_logits(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)
         *found, targets = np.sum(np.asarray(sums_NB4, np.float64), axis=(0, 1))
         return [*(number / targets for number in found), targets]

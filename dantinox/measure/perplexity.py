@@ -19,9 +19,9 @@ from flax import nnx
 
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.generation.decode import PREFILL
-from dantinox.generation.quantized_weights import widen
-from dantinox.generation.static_batch import bucket
+from dantinox.generation.decode import PREFILL_BATCH_TOKENS
+from dantinox.generation.quantized_weights import dequantize
+from dantinox.generation.static_batch import padded_length
 from dantinox.measure.texts import bos_ids, equal_batches, pad_rows, padded_positions, read_documents, spelled_length
 from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
@@ -149,8 +149,8 @@ def sliding_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Scor
 
 def score_sequences(model: Transformer, texts: Sequence[ScoringInput]) -> Iterator[tuple[int, TokenScores]]:
     """Yields (index of a sequence, its scores) for all sequences in order, computed by one compiled program."""
-    length = min(bucket(max(len(text.ids) for text in texts) - 1), model.config.max_context)
-    for rows in equal_batches(len(texts), int(np.clip(PREFILL // length, 1, 64))):
+    length = min(padded_length(max(len(text.ids) for text in texts) - 1), model.config.max_context)
+    for rows in equal_batches(len(texts), int(np.clip(PREFILL_BATCH_TOKENS // length, 1, 64))):
         tokens_BT, lengths_B = pad_rows([texts[row].ids for row in rows], length + 1)
         logp_BT, is_top1_BT = map(np.asarray, _score_batch(model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)))
         for place, number in enumerate(rows):
@@ -163,7 +163,7 @@ def score_sequences(model: Transformer, texts: Sequence[ScoringInput]) -> Iterat
 @nnx.jit(graph_updates=False)
 def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns ln p `[B, T − 1]` of all tokens but the first, and whether each is the most likely token at its position."""
-    model = widen(model)
+    model = dequantize(model)
     seen_BT, next_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
     x_BTD, _, _ = model.hidden(seen_BT, padded_positions(seen_BT, lengths_B - 1))
 

@@ -258,7 +258,7 @@ class CompressedLayer:
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         if self.reconstructs and positions_BT.shape[1] > 1:
-            raise ValueError("this cache reads prompts twice: use generation.decode.read_prompt")
+            raise ValueError("this cache reads prompts twice: use generation.decode.prefill_hidden")
         return self._attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, twice=False)
 
     def _attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax, *, twice: bool):

@@ -34,9 +34,9 @@ from dantinox.config import Config, overlay, with_generation
 from dantinox.generation.engine import Engine, Job, Output, RequestFailed
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.generation.scheduler import Full
-from dantinox.generation.slot_batch import REMEMBERED, CacheKey, ProgramKey, SlotBatch
-from dantinox.generation.token_settings import seeded
+from dantinox.generation.scheduler import QueueFull
+from dantinox.generation.slot_batch import CACHED_SETTINGS, CacheKey, ProgramKey, SlotBatch
+from dantinox.generation.token_settings import with_default_seed
 from dantinox.generation.trace import token_records
 from dantinox.sampling import StepInfo
 from dantinox.serve.errors import Busy, Unavailable
@@ -112,7 +112,8 @@ class AsyncEngine:
         self._engine = Engine(run, self._batch, queue=queue, isolate=True)
         self._engine.compile = self._request_programs
         self._responders: dict[Job, _Responder] = {}
-        self._overlaid = lru_cache(REMEMBERED)(self._laid_over)  # they take a millisecond, and clients ask with the same again
+        # Applying overrides takes a millisecond, and clients repeat their settings.
+        self._overlaid = lru_cache(CACHED_SETTINGS)(self._laid_over)
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
@@ -159,13 +160,13 @@ class AsyncEngine:
           Busy: the queue is full.
           Unavailable: no request is taken now.
         """
-        request = replace(request, config=seeded(request.config, secrets.randbits(32)))
+        request = replace(request, config=with_default_seed(request.config, secrets.randbits(32)))
         with self._lock:
             if self._state != "ready":
                 raise Unavailable(f"the server is {self._state}: {self._doing}")
             try:
                 job = self._engine.reserve(request)
-            except Full:
+            except QueueFull:
                 self._counters["refused"] += 1
                 seconds = self._engine.job_seconds * (self._engine.load.queued + 1) / self._batch.count
                 raise Busy(min(60.0, max(1.0, seconds))) from None

@@ -13,8 +13,8 @@ from flax import nnx
 from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import CHUNK, read_prompt
-from dantinox.generation.quantized_weights import widen
+from dantinox.generation.decode import CHUNK, prefill_hidden
+from dantinox.generation.quantized_weights import dequantize
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.measure.head_loss import limited_logprobs, mean_kl, rows_per_batch
 from dantinox.measure.texts import equal_batches, map_batches, padded_positions
@@ -88,10 +88,10 @@ class Contender(NamedTuple):
 @nnx.jit(static_argnames=("plan", "start"), graph_updates=False)
 def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int) -> jax.Array:
     """See `Contender.read`; tokens are right-padded, and what stands behind a row's length is not read."""
-    model, B = widen(model), len(tokens_BT)
+    model, B = dequantize(model), len(tokens_BT)
     positions_BT = padded_positions(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
-    x_BtD, cache, _ = read_prompt(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
+    x_BtD, cache, _ = prefill_hidden(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
     first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
 
     def step(cache: KVCache | None, column: tuple[jax.Array, jax.Array]) -> tuple[KVCache | None, jax.Array]:
@@ -110,9 +110,9 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
 
     While a prompt is read it sees all of itself, so its own next token says nothing of the cache.
     """
-    model, B, last_B = widen(model), len(tokens_BT), lengths_B - 1
+    model, B, last_B = dequantize(model), len(tokens_BT), lengths_B - 1
     cache = make_cache(model.config, B, *plan)
-    _, read, _ = read_prompt(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
+    _, read, _ = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
     assert read is not None
     layers = tuple(_without(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]

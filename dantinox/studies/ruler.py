@@ -19,8 +19,8 @@ from flax import nnx
 from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel, load
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import CHUNK, PART, read_prompt
-from dantinox.generation.quantized_weights import NARROW_ROWS, widen
+from dantinox.generation.decode import CHUNK, COMPRESSED_PREFILL_CHUNK, prefill_hidden
+from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, dequantize
 from dantinox.measure.texts import equal_batches, pad_rows
 from dantinox.model import CacheReport, KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
@@ -215,7 +215,7 @@ class Job(NamedTuple):
 
     def work(self, length: int) -> int:
         """How many compiled calls it takes."""
-        return -(-length // PART) + -(-self.steps // CHUNK)
+        return -(-length // COMPRESSED_PREFILL_CHUNK) + -(-self.steps // CHUNK)
 
     @property
     def steps(self) -> int:
@@ -274,7 +274,7 @@ def _findings(
 def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
     """The likeliest token `[B, steps]` behind each one that is read or written, and the seconds of prefill and decoding."""
     begun, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
-    parts = -(-length // PART)
+    parts = -(-length // COMPRESSED_PREFILL_CHUNK)
     size = -(-length // parts)
     tokens_BT, lengths_B = pad_rows(job.prompts, parts * size)
     positions_BT = np.where(np.arange(parts * size) < lengths_B[:, None], np.arange(parts * size), -1).astype(np.int32)
@@ -298,7 +298,7 @@ def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.nd
 @nnx.jit(donate_argnames=("cache",), graph_updates=False)
 def _read(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> KVCache:
     """The cache with part of the prompts in it."""
-    _, after, _ = read_prompt(widen(model), tokens_BT, positions_BT, cache)
+    _, after, _ = prefill_hidden(dequantize(model), tokens_BT, positions_BT, cache)
     assert after is not None
     return after
 
@@ -318,7 +318,7 @@ def _decode(
     Returns:
       The cache, the likeliest token `[B]` behind the last of them, and behind each of them `[B, CHUNK]`.
     """
-    model = model if len(last_B) <= NARROW_ROWS else widen(model)
+    model = model if len(last_B) <= MAX_MATVEC_ROWS else dequantize(model)
 
     def step(i: jax.Array, carry: Any) -> Any:
         cache, last_B, ids_BC = carry

@@ -5,7 +5,7 @@ import pytest
 
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.generation import generate, prepare
-from dantinox.generation.quantized_weights import weight_bytes, widen
+from dantinox.generation.quantized_weights import dequantize, weight_bytes
 
 from . import builder
 
@@ -69,5 +69,5 @@ def test_narrow_weights_say_what_the_same_numbers_say_wide(config):
     narrow = prepare(builder.model(config), "int8")
     assert weight_bytes(narrow) < 0.6 * weight_bytes(builder.model(config))
     tokens, lengths = builder.padded(PROMPTS)
-    said = [generate(m, tokens, STEPS, prompt_lengths=lengths, greedy=True) for m in (narrow, widen(narrow))]
+    said = [generate(m, tokens, STEPS, prompt_lengths=lengths, greedy=True) for m in (narrow, dequantize(narrow))]
     np.testing.assert_array_equal(*said)

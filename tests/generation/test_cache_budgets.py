@@ -15,11 +15,11 @@ from dantinox.generation.cache_budgets import (
     PRIOR,
     SHARES,
     UNIT,
-    allocate,
-    by_key_head,
-    divided,
+    allocate_by_loss,
+    allocate_by_weight,
     head_weights,
-    least_total,
+    min_total,
+    reduce_query_heads,
 )
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def requests(draw, uniform=False):
     )
     floor = draw(st.integers(1, 40))
     weights = np.ones(L * K) if uniform else TABLE[list(draw(st.binary(min_size=L * K, max_size=L * K)))]
-    total = draw(st.integers(least_total(caps, K, floor), K * sum(caps) + 10))
+    total = draw(st.integers(min_total(caps, K, floor), K * sum(caps) + 10))
     return weights.reshape(L, K), caps, total, floor
 
 
@@ -56,7 +56,7 @@ def slots_of(allocation):
 def test_the_total_is_met(request):
     weights_LK, caps, total, floor = request
     most = weights_LK.shape[1] * sum(caps)
-    spent = slots_of(allocate(weights_LK, caps, total, floor)).sum()
+    spent = slots_of(allocate_by_weight(weights_LK, caps, total, floor)).sum()
     if total >= most:
         assert spent == most
     else:
@@ -67,7 +67,7 @@ def test_the_total_is_met(request):
 @given(requests())
 def test_every_head_is_within_bounds_and_in_whole_units(request):
     weights_LK, caps, total, floor = request
-    for slots_K, cap in zip(slots_of(allocate(weights_LK, caps, total, floor)), caps, strict=True):
+    for slots_K, cap in zip(slots_of(allocate_by_weight(weights_LK, caps, total, floor)), caps, strict=True):
         assert all(min(floor, cap) <= slots <= cap for slots in slots_K)
         assert all(slots % UNIT == 0 or slots == cap for slots in slots_K)
 
@@ -77,7 +77,7 @@ def test_every_head_is_within_bounds_and_in_whole_units(request):
 def test_groups(request):
     """At most two in a layer, the one with more slots first; plain integers, for shapes and for hashing."""
     weights_LK, caps, total, floor = request
-    allocation = allocate(weights_LK, caps, total, floor)
+    allocation = allocate_by_weight(weights_LK, caps, total, floor)
     for groups in allocation.groups:
         assert len(groups) in (1, 2) and all(heads > 0 for heads, _ in groups)
         assert sum(heads for heads, _ in groups) == weights_LK.shape[1]
@@ -91,7 +91,7 @@ def test_groups(request):
 @given(requests())
 def test_a_larger_weight_never_has_fewer_slots(request):
     weights_LK, caps, total, floor = request
-    slots_LK = slots_of(allocate(weights_LK, caps, total, floor))
+    slots_LK = slots_of(allocate_by_weight(weights_LK, caps, total, floor))
     for slots_K, weights_K in zip(slots_LK, weights_LK, strict=True):
         for a, b in itertools.permutations(range(len(slots_K)), 2):
             assert slots_K[a] >= slots_K[b] or weights_K[a] <= weights_K[b]
@@ -102,11 +102,11 @@ def test_a_larger_weight_never_has_fewer_slots(request):
 def test_the_order_is_that_of_the_weights_whatever_the_total(request, data):
     weights_LK, caps, total, floor = request
     K = weights_LK.shape[1]
-    allocation = allocate(weights_LK, caps, total, floor)
+    allocation = allocate_by_weight(weights_LK, caps, total, floor)
     for order, weights_K in zip(allocation.order, weights_LK, strict=True):
         assert list(order) == sorted(range(K), key=lambda head: (-weights_K[head], head))
-    other = data.draw(st.integers(least_total(caps, K, floor), K * sum(caps)))
-    assert allocate(weights_LK, caps, other, floor).order == allocation.order
+    other = data.draw(st.integers(min_total(caps, K, floor), K * sum(caps)))
+    assert allocate_by_weight(weights_LK, caps, other, floor).order == allocation.order
 
 
 @laws
@@ -114,7 +114,7 @@ def test_the_order_is_that_of_the_weights_whatever_the_total(request, data):
 def test_equal_weights_differ_by_at_most_a_unit(request):
     """Every head that is at most a unit above the least one; only a head at its cap may have fewer."""
     weights_LK, caps, total, floor = request
-    slots_LK = slots_of(allocate(weights_LK, caps, total, floor))
+    slots_LK = slots_of(allocate_by_weight(weights_LK, caps, total, floor))
     below = slots_LK[slots_LK < np.array(caps)[:, None]]
     assert below.size == 0 or slots_LK.max() - below.min() <= UNIT
 
@@ -191,17 +191,17 @@ def test_meeting_the_total_costs_no_head_more_than_a_unit(L, K):
     for ratio in (0.1, 0.2, 0.3, 0.5) * 5:
         weights_LK = head_weights(random.gamma(1, 1, (L, K)), 0.3, 2.5)
         total = int(ratio * L * K * 512)
-        slots_LK = slots_of(allocate(weights_LK, [512] * L, total, floor=20))
+        slots_LK = slots_of(allocate_by_weight(weights_LK, [512] * L, total, floor=20))
         bounds = budgets._floors(np.array([[512]] * L), 20), np.array([[512]] * L)
         level = budgets._level(-np.sort(-weights_LK), *bounds, total)
         assert (np.clip(level * weights_LK, *bounds) - slots_LK).max() <= UNIT
 
 
 def test_least_total():
-    assert least_total([256, 17, 24], kv_heads=2, floor=20) == 2 * (24 + 17 + 24)
+    assert min_total([256, 17, 24], kv_heads=2, floor=20) == 2 * (24 + 17 + 24)
     with pytest.raises(ValueError, match="total must be at least 130, got 129"):
-        allocate(np.ones((3, 2)), [256, 17, 24], total=129, floor=20)
-    assert slots_of(allocate(np.ones((3, 2)), [256, 17, 24], 130, 20)).tolist() == [[24, 24], [17, 17], [24, 24]]
+        allocate_by_weight(np.ones((3, 2)), [256, 17, 24], total=129, floor=20)
+    assert slots_of(allocate_by_weight(np.ones((3, 2)), [256, 17, 24], 130, 20)).tolist() == [[24, 24], [17, 17], [24, 24]]
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ def test_least_total():
     ],
 )
 def test_by_hand(weights, caps, total, order, groups):
-    allocation = allocate(np.array(weights, float), caps, total, floor=8)
+    allocation = allocate_by_weight(np.array(weights, float), caps, total, floor=8)
     assert allocation.order[0] == order and list(allocation.groups) == groups
 
 
 def test_a_window_is_a_cap_and_the_others_have_the_rest():
-    slots_LK = slots_of(allocate(np.ones((3, 2)), [1024, 128, 1024], total=6 * 512, floor=20))
+    slots_LK = slots_of(allocate_by_weight(np.ones((3, 2)), [1024, 128, 1024], total=6 * 512, floor=20))
     assert slots_LK.tolist() == [[704, 704], [128, 128], [704, 704]]
 
 
@@ -233,10 +233,10 @@ def test_weights():
 
 def test_query_heads_of_a_key_head_stand_next_to_each_other():
     signal_LN = np.array([[1.0, 2.0, 3.0, 7.0], [0.0, 8.0, 4.0, 1.0]])
-    assert by_key_head(signal_LN, 2, "max").tolist() == [[2, 7], [8, 4]]
-    assert by_key_head(signal_LN, 2, "mean").tolist() == [[1.5, 5], [4, 2.5]]
-    assert by_key_head(signal_LN, 2, "min").tolist() == [[1, 3], [0, 1]]
-    assert by_key_head(signal_LN, 4, "min").tolist() == signal_LN.tolist()
+    assert reduce_query_heads(signal_LN, 2, "max").tolist() == [[2, 7], [8, 4]]
+    assert reduce_query_heads(signal_LN, 2, "mean").tolist() == [[1.5, 5], [4, 2.5]]
+    assert reduce_query_heads(signal_LN, 2, "min").tolist() == [[1, 3], [0, 1]]
+    assert reduce_query_heads(signal_LN, 4, "min").tolist() == signal_LN.tolist()
 
 
 def test_a_large_model_takes_no_time():
@@ -244,7 +244,7 @@ def test_a_large_model_takes_no_time():
     weights_LK = head_weights(np.random.default_rng(0).gamma(1, 1, (L, K)), 0.3, 2.5)
     for weights in (weights_LK, np.ones((L, K))):
         total, start = int(0.2 * L * K * N) + 1000, time.process_time()
-        spent = slots_of(allocate(weights, [N] * L, total, floor=20)).sum()
+        spent = slots_of(allocate_by_weight(weights, [N] * L, total, floor=20)).sum()
         assert time.process_time() - start < 1
         assert 0 <= total - spent < UNIT
 
@@ -299,7 +299,7 @@ def test_no_division_costs_less(layers, heads, sizes, floor, share, seed):
     """Integer programming finds nothing better, but for the slots that rounding leaves."""
     slots = [16 << i for i in range(sizes)]
     rises = np.random.default_rng(seed).normal(0, 0.01, (layers * heads, sizes)) + np.linspace(0.02, 0, sizes)
-    found = divided(rises.reshape(layers, heads, sizes), slots, share, floor)
+    found = allocate_by_loss(rises.reshape(layers, heads, sizes), slots, share, floor)
     x, y = curves(rises, slots, min(floor, slots[-1]))
     total = max(share * layers * heads * slots[-1], layers * heads * x[0]) * (1 + 1e-9)
     assert found.sum() <= total and all(len(set(row)) <= 2 for row in found.tolist())
@@ -312,16 +312,16 @@ def test_no_division_costs_less(layers, heads, sizes, floor, share, seed):
 
 def test_slots_go_where_they_help_most():
     needs = np.array([[[0.9, 0.9, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]], [[0.0] * 4, [0.0, 0.0, 0.01, 0.0]]])
-    found = divided(needs, [32, 64, 128, 256], 0.25, 24)
+    found = allocate_by_loss(needs, [32, 64, 128, 256], 0.25, 24)
     assert found == pytest.approx(np.array([[128, 64], [32, 32]]))
-    alike = divided(np.zeros((1, 3, 4)), [32, 64, 128, 256], 0.5, 24)
+    alike = allocate_by_loss(np.zeros((1, 3, 4)), [32, 64, 128, 256], 0.5, 24)
     assert np.median(alike) == pytest.approx(128) and 384 * 0.9 < alike.sum() <= 384
-    assert divided(needs, [32, 64, 128, 256], 0.01, 24) == pytest.approx(np.full((2, 2), 32))
-    assert divided(needs, [32, 64, 128, 256], 0.01, 40) == pytest.approx(np.full((2, 2), 40))
-    assert divided(needs, [32, 64, 128, 256], 1, 300) == pytest.approx(np.full((2, 2), 256))
+    assert allocate_by_loss(needs, [32, 64, 128, 256], 0.01, 24) == pytest.approx(np.full((2, 2), 32))
+    assert allocate_by_loss(needs, [32, 64, 128, 256], 0.01, 40) == pytest.approx(np.full((2, 2), 40))
+    assert allocate_by_loss(needs, [32, 64, 128, 256], 1, 300) == pytest.approx(np.full((2, 2), 256))
 
 
 def test_dividing_a_large_model_takes_seconds():
     rises = np.random.default_rng(0).gamma(0.1, 0.001, (80, 16, 13)).cumsum(axis=2)[:, :, ::-1]
-    found = divided(rises - rises[:, :, -1:], [24 << i for i in range(13)], 0.2, 24)
+    found = allocate_by_loss(rises - rises[:, :, -1:], [24 << i for i in range(13)], 0.2, 24)
     assert 0.19 < found.mean() / (24 << 12) <= 0.2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation.constraints import KINDS, LONGEST_SOURCE, Constraint, Grammars, check
+from dantinox.generation.constraints import KINDS, MAX_SOURCE_BYTES, Constraint, ConstraintCompiler, check_constraint
 from dantinox.generation.loaded_model import LoadedModel
 from dantinox.text import Tokenizer, train_tokenizer
 
@@ -111,7 +111,7 @@ def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern,
     texts = language(pattern, alphabet, longest)
     beginnings = {text[:size] for text in texts for size in range(len(text) + 1)}
     spelling, compared = tokenizer.token_pieces.inner, 0
-    grammars = Grammars(tokenizer)
+    grammars = ConstraintCompiler(tokenizer)
     for seed in range(12):
         matcher, said, chance = grammars.matcher("regex", pattern), b"", random.Random(seed)
         while True:
@@ -140,7 +140,7 @@ def test_masks_are_what_every_text_of_a_small_language_says(vocabulary, pattern,
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_text_that_may_be_written_meets_it(vocabulary, kind):
     tokenizer, source = TOKENIZERS[vocabulary], SOURCES[kind]
-    grammars, texts = Grammars(tokenizer), set()
+    grammars, texts = ConstraintCompiler(tokenizer), set()
     for seed in range(40):
         text, done = written(tokenizer, grammars.matcher(kind, source), seed)
         assert done and MEETS[kind, source](text), text
@@ -151,7 +151,7 @@ def test_every_text_that_may_be_written_meets_it(vocabulary, kind):
 @every_vocabulary
 def test_any_json_object(vocabulary):
     tokenizer = TOKENIZERS[vocabulary]
-    grammars, ended = Grammars(tokenizer), 0
+    grammars, ended = ConstraintCompiler(tokenizer), 0
     for seed in range(30):
         text, done = written(tokenizer, grammars.matcher("json_object", ""), seed)
         ended += done
@@ -161,7 +161,7 @@ def test_any_json_object(vocabulary):
 
 def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
     tokenizer = TOKENIZERS["bpe"]
-    matcher = Grammars(tokenizer, 400).matcher("regex", r"(.|\n)*")
+    matcher = ConstraintCompiler(tokenizer, 400).matcher("regex", r"(.|\n)*")
     assert matcher.mask().shape == (13,) and matcher.mask().dtype == np.uint32
     found = set(allowed(matcher, 416))
     assert found & {*tokenizer.special_ids} == {tokenizer.eos_id}
@@ -172,23 +172,23 @@ def test_special_tokens_and_rows_beyond_the_vocabulary_never_come():
 
 def test_a_lark_grammar_may_name_special_tokens_but_for_the_end():
     tokenizer = TOKENIZERS["bpe"]
-    named = Grammars(tokenizer).matcher("lark", "start: <bos> /[a-c]/")
+    named = ConstraintCompiler(tokenizer).matcher("lark", "start: <bos> /[a-c]/")
     assert allowed(named, 400) == [tokenizer.bos_id]
     named.take(tokenizer.bos_id)
     assert {tokenizer.token_text(token) for token in allowed(named, 400)} == {"a", "b", "c"}
     with pytest.raises(UserError, match="no token of this vocabulary goes on"):
-        Grammars(tokenizer).matcher("lark", 'start: <eos> "a"')
+        ConstraintCompiler(tokenizer).matcher("lark", 'start: <eos> "a"')
 
 
 def test_a_tokenizer_whose_tokens_look_at_their_neighbours_has_none():
     tree = json.loads(TOKENIZERS["bpe"].to_json()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
     with pytest.raises(UserError, match="constraints need a tokenizer whose tokens spell the same"):
-        Grammars(Tokenizer(json.dumps(tree)))
+        ConstraintCompiler(Tokenizer(json.dumps(tree)))
 
 
 def test_tokens_that_end_a_text_besides_the_end_token():
     tokenizer = TOKENIZERS["byte"]
-    matcher = Grammars(tokenizer).matcher("regex", "ab?", ends=[tokenizer.pad_id])
+    matcher = ConstraintCompiler(tokenizer).matcher("regex", "ab?", ends=[tokenizer.pad_id])
     assert allowed(matcher, 259) == [ord("a")]
     matcher.take(ord("a"))
     assert allowed(matcher, 259) == [ord("b"), tokenizer.pad_id, tokenizer.eos_id]
@@ -200,7 +200,7 @@ def test_tokens_that_end_a_text_besides_the_end_token():
 
 
 def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
-    matcher = Grammars(TOKENIZERS["byte"]).matcher("regex", "ab")
+    matcher = ConstraintCompiler(TOKENIZERS["byte"]).matcher("regex", "ab")
     with pytest.raises(ValueError, match="token 98 may not come"):
         matcher.take(ord("b"))
     matcher.take(ord("a"))
@@ -216,7 +216,7 @@ def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
         ("xml", "a", "a constraint must be one of json_schema, json_object, regex, lark, gbnf, got 'xml'"),
         ("regex", "ab(c", "the regex cannot be used at character 3: unclosed group"),
         ("regex", "a(?=b)", "the regex cannot be used at character 2: look-around"),
-        ("regex", "a" * LONGEST_SOURCE + "b", "the regex must have at most 64 KB, got 65"),
+        ("regex", "a" * MAX_SOURCE_BYTES + "b", "the regex must have at most 64 KB, got 65"),
         ("regex", "\ud800", "half of a character"),
         ("regex", "a\0", "U+0000 at character 2"),
         ("regex", "(" * 400 + "a" + ")" * 400, "nest"),
@@ -244,8 +244,8 @@ def test_a_token_that_may_not_come_is_refused_and_changes_nothing():
     ],
 )
 def test_a_source_that_is_wrong_is_one_sentence(kind, source, says):
-    grammars = Grammars(TOKENIZERS["byte"])
-    for tried in (lambda: check(Constraint(kind, source)), lambda: grammars.matcher(kind, source)):
+    grammars = ConstraintCompiler(TOKENIZERS["byte"])
+    for tried in (lambda: check_constraint(Constraint(kind, source)), lambda: grammars.matcher(kind, source)):
         with pytest.raises(UserError) as caught:
             tried()
         sentence = str(caught.value)
@@ -262,17 +262,17 @@ def test_a_source_that_is_wrong_is_one_sentence(kind, source, says):
 def test_what_takes_too_long_is_given_up_soon(kind, source):
     tokenizer, begun = TOKENIZERS["bpe"], time.process_time()
     with pytest.raises(UserError, match="takes too long to follow: make it simpler"):
-        written(tokenizer, Grammars(tokenizer).matcher(kind, source), 0)
+        written(tokenizer, ConstraintCompiler(tokenizer).matcher(kind, source), 0)
     assert time.process_time() - begun < 5
 
 
 def test_a_grammar_without_any_text_is_one_sentence():
     with pytest.raises(UserError, match="the Lark grammar cannot be used: no text meets it"):
-        Grammars(TOKENIZERS["byte"]).matcher("lark", 'start: a\na: a "b"')
+        ConstraintCompiler(TOKENIZERS["byte"]).matcher("lark", 'start: a\na: a "b"')
 
 
 def test_text_that_a_vocabulary_cannot_spell_is_said():
-    grammars = Grammars(TOKENIZERS["char"])
+    grammars = ConstraintCompiler(TOKENIZERS["char"])
     with pytest.raises(UserError, match="the regex "):
         grammars.matcher("regex", "Ж+")
     matcher = grammars.matcher("regex", "a(Ж|b)")
@@ -282,14 +282,14 @@ def test_text_that_a_vocabulary_cannot_spell_is_said():
 
 def test_good_sources_pass_the_check():
     for kind, source in SOURCES.items():
-        check(Constraint(kind, source))
-    check(Constraint("json_object", ""))
+        check_constraint(Constraint(kind, source))
+    check_constraint(Constraint("json_object", ""))
     assert {*SOURCES, "json_object"} == {*KINDS}
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    for tried in (lambda: Grammars(TOKENIZERS["byte"]), lambda: check(Constraint("regex", "a"))):
+    for tried in (lambda: ConstraintCompiler(TOKENIZERS["byte"]), lambda: check_constraint(Constraint("regex", "a"))):
         with pytest.raises(UserError, match=r"pip install 'dantinox\[serve\]'"):
             tried()
 

@@ -15,7 +15,7 @@ from dantinox.config.kv_settings import AVERAGES, KVSection
 from dantinox.generation import decode, generate, prepare
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.quantized_weights import with_head_order
+from dantinox.generation.quantized_weights import permute_heads
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import attention, kernels, make_cache
 from dantinox.model.compressed_cache import CompressedLayer
@@ -301,7 +301,7 @@ def test_importances_of_a_prompt_in_blocks(monkeypatch, policy):
 
 def test_long_prompts_are_read_in_parts(monkeypatch):
     """A compressed cache keeps its size, its sinks and the newest tokens."""
-    compressed, _ = read_with(monkeypatch, plan_of(512, budget_tokens=48), PART=100)
+    compressed, _ = read_with(monkeypatch, plan_of(512, budget_tokens=48), COMPRESSED_PREFILL_CHUNK=100)
     for group in groups_of(compressed.cache):
         for row, length in enumerate((300, 130)):
             for kept in np.asarray(group.position_BKS[row]):
@@ -330,7 +330,7 @@ def test_the_router_reads_what_the_cache_holds():
     model = builder.model(CONFIG)
     calibration = calibrated([[1, 1, 4, 4], [1, 1, 2, 2]])
     kv = KVSection(budget=0.35, signal="entropy")
-    model = with_head_order(model, head_order(CONFIG, kv, calibration))
+    model = permute_heads(model, head_order(CONFIG, kv, calibration))
     running = session(model, [prompt()], NEW, plan_cache(CONFIG, kv, SLOTS, calibration))
     running.start()
     assert sorted(group.position_BKS.shape[2] for group in running.cache.layers[0].groups) == [24, 88]
@@ -355,7 +355,7 @@ def test_another_order_of_the_heads_is_the_same_function(weights):
     tokens, places = np.array([[3, 9, 4, 1, 7]]), np.arange(5)[None]
     read = jax.jit(lambda model: model(tokens, places)[0])
     plain = read(prepare(model, weights))
-    for other in (prepare(with_head_order(model, order), weights), with_head_order(prepare(model, weights), order)):
+    for other in (prepare(permute_heads(model, order), weights), permute_heads(prepare(model, weights), order)):
         np.testing.assert_allclose(read(other), plain, rtol=1e-4, atol=1e-4)
         assert not np.array_equal(
             nnx.state(other.blocks[0].attention.qkv).kernel[...],

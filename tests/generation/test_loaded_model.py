@@ -9,7 +9,7 @@ import pytest
 import dantinox
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel
-from dantinox.generation.loaded_model import in_order
+from dantinox.generation.loaded_model import results_in_order
 from dantinox.text import Tokenizer
 
 from . import builder
@@ -303,7 +303,7 @@ def test_requests_that_need_another_program_are_a_batch_of_their_own(run):
     assert [batch.numbers for batch in batches] == [[0, 3], [1, 1], [2], [4]]
     for batch in batches:
         list(batch.parts())
-    results = in_order(batches)
+    results = results_in_order(batches)
     assert [result.prompt for result in results] == ["a", "b", "b", "c", "d", "e"]
     for number, given in ((0, requests[0][1]), (4, requests[3][1])):
         assert results[number].tokens == run.generate(results[number].prompt, **settings | given).tokens

@@ -9,9 +9,9 @@ import pytest
 
 from dantinox.generation import decode, generate
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.quantized_weights import split
+from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.slot_batch import _prefill_part
-from dantinox.generation.static_batch import StaticBatch, bucket
+from dantinox.generation.static_batch import StaticBatch, padded_length
 from dantinox.model import make_cache
 from dantinox.programs import tree_bytes
 from dantinox.sampling import SamplingParams
@@ -28,7 +28,7 @@ def wide():
 def test_buckets():
     """Powers of two from 16, then multiples of 256."""
     lengths = [1, 15, 16, 17, 32, 33, 129, 255, 256, 257, 512, 513, 1000, 4096]
-    assert [bucket(length) for length in lengths] == [16, 16, 16, 32, 32, 64, 256, 256, 256, 512, 512, 768, 1024, 4096]
+    assert [padded_length(length) for length in lengths] == [16, 16, 16, 32, 32, 64, 256, 256, 256, 512, 512, 768, 1024, 4096]
 
 
 def test_numbers_and_words_change_nothing_that_is_compiled(programs):
@@ -193,7 +193,7 @@ def test_reading_a_prompt_into_a_slot_copies_no_whole_row(wide):
     """The parts of a row that are in use are copied layer by layer, and the cache is updated in place."""
     cache = jax.eval_shape(lambda: make_cache(wide.config, 4, 4096, "float32", parted=True))
     tokens_1T, zero = jnp.zeros((1, 16), jnp.int32), jnp.int32(0)
-    compiled = _prefill_part.lower(split(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
+    compiled = _prefill_part.lower(split_model(wide), cache, zero, tokens_1T, zero, zero, tokens_1T, report=None).compile()
     memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4
     assert memory.temp_size_in_bytes < row // 2, "half of a row: two of four layers"
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 10

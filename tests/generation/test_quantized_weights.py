@@ -11,7 +11,7 @@ from dantinox.config import UserError
 from dantinox.generation import generate, prepare
 from dantinox.generation import quantized_weights as weights_module
 from dantinox.generation.decode import _generate_toks
-from dantinox.generation.quantized_weights import NarrowLinear, weight_bytes, widen
+from dantinox.generation.quantized_weights import LowPrecisionLinear, dequantize, weight_bytes
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
@@ -78,23 +78,23 @@ def test_products_in_bfloat16_are_those_of_rounded_operands(weights):
     """float64 NumPy, of one row and of more than are multiplied row by row, which alone keep the rows in float32."""
     linear = Linear((3, 8), (5, 2), dtype=jnp.float32, rngs=nnx.Rngs(3))
     model = builder.model(TIED)
-    few = NarrowLinear(linear, weights, 4)
+    few = LowPrecisionLinear(linear, weights, 4)
     x = np.asarray(jax.random.normal(jax.random.key(1), (6, 3, 8)), np.float32)
     kernel = rounded(np.asarray(linear.kernel[...]), (3, 8), weights).astype(np.float64).reshape(24, 10)
     for rows, operand in ((3, x), (6, np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32))):
         expected = operand[:rows].reshape(rows, 24).astype(np.float64) @ kernel
         np.testing.assert_allclose(np.asarray(few(jnp.asarray(x[:rows]))).reshape(rows, 10), expected, atol=3e-6)
-    assert few.bfloat16_from == 4 and widen(prepare(model, weights, "bfloat16")).head.kernel[...].dtype == jnp.dtype(weights)
+    head = dequantize(prepare(model, weights, "bfloat16")).head
+    assert few.bfloat16_from == 4 and head.kernel[...].dtype == jnp.dtype(weights)
 
 
 def test_narrow_weights_are_not_widened_where_products_are_in_bfloat16():
     """Neither while prompts are read nor while many rows are decoded is there a float array as large as an int8 kernel."""
     model = prepare(builder.model(TIED), "int8", "bfloat16")
-    assert widen(model) is model
-    narrow = [
-        leaf for leaf in jax.tree.leaves(nnx.state(widen(prepare(builder.model(TIED), "int8", "float32")))) if leaf.ndim > 1
-    ]
-    assert {leaf.dtype.name for leaf in narrow} == {"float32"}
+    assert dequantize(model) is model
+    dequantized = dequantize(prepare(builder.model(TIED), "int8", "float32"))
+    matrices = [leaf for leaf in jax.tree.leaves(nnx.state(dequantized)) if leaf.ndim > 1]
+    assert {leaf.dtype.name for leaf in matrices} == {"float32"}
 
 
 @pytest.mark.parametrize(("gain", "first"), [(0.1, None), (2.5, 9)])
@@ -192,7 +192,7 @@ def test_another_precision_is_named():
 def test_long_rows_make_no_wide_weights(weights):
     """Of 4096 inputs and more XLA does not fuse the conversion into a product, which then costs ten times as much."""
     linear = Linear((4096,), (64,), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    narrow, x = NarrowLinear(linear, weights), np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32)
+    narrow, x = LowPrecisionLinear(linear, weights), np.random.default_rng(0).standard_normal((1, 4096)).astype(np.float32)
     graph, state = nnx.split(narrow)
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile()
     expected = x.astype(np.float64) @ rounded(np.asarray(linear.kernel[...]), (4096,), weights)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.generation.scheduler import Full, Scheduler
+from dantinox.generation.scheduler import QueueFull, Scheduler
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ def test_any_course_of_events(events, slots, queue):
             try:
                 scheduler.add(job)
                 jobs.append(job)
-            except Full:
+            except QueueFull:
                 assert len(scheduler.waiting) >= queue and wanted > scheduler.free
         elif kind == "cancel" and of[0] < len(jobs):
             job = jobs[of[0]]

@@ -8,7 +8,7 @@ import tokenizers
 import dantinox
 from dantinox.config import Config, GenerationSection, TokenizerSection, UserError
 from dantinox.generation import LoadedModel
-from dantinox.generation.token_settings import sampling_params, with_ids
+from dantinox.generation.token_settings import resolve_token_ids, sampling_params
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, train_tokenizer
 
@@ -44,14 +44,15 @@ def test_bad_words_are_banned_where_they_would_be_completed(run):
 
 def test_a_word_is_banned_behind_a_space_too():
     """In vocabularies whose words bring their space along, the two spellings have no token in common."""
-    words = with_ids(GenerationSection(bad_words=("dog", (5, 6))), PAIRS).bad_words
+    words = resolve_token_ids(GenerationSection(bad_words=("dog", (5, 6))), PAIRS).bad_words
     assert words == (tuple(PAIRS.encode("dog")), tuple(PAIRS.encode(" dog")), (5, 6))
     assert tuple(PAIRS.encode(" dog"))[-len(words[0]) :] != words[0]
-    assert with_ids(GenerationSection(bad_words=("dog",)), BYTES).bad_words == (tuple(b"dog"),), "here one holds for both"
+    section = resolve_token_ids(GenerationSection(bad_words=("dog",)), BYTES)
+    assert section.bad_words == (tuple(b"dog"),), "one spelling covers both"
 
 
 def test_breakers_are_all_tokens_with_the_text_in_them():
-    ids = with_ids(GenerationSection(dry_multiplier=1.0, dry_breakers=(" d", "\n", 7)), PAIRS).dry_breakers
+    ids = resolve_token_ids(GenerationSection(dry_multiplier=1.0, dry_breakers=(" d", "\n", 7)), PAIRS).dry_breakers
     texts = {PAIRS.decode([i]) for i in ids} - {PAIRS.decode([7])}
     assert 7 in ids and all(" d" in text or "\n" in text for text in texts) and {"\n"} < texts
     missed = [t for t in range(PAIRS.vocab_size) if t not in ids and any(x in PAIRS.decode([t]) for x in (" d", "\n"))]
@@ -71,7 +72,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_of_every_text():
     core.train_from_iterator([CORPUS], tokenizers.trainers.BpeTrainer(vocab_size=40, show_progress=False))
     spaced = Tokenizer(core.to_str())
     assert len(spaced.encode(":")) == 2
-    assert with_ids(GenerationSection(banned_tokens=(":",)), spaced).banned_tokens == (core.token_to_id(":"),)
+    assert resolve_token_ids(GenerationSection(banned_tokens=(":",)), spaced).banned_tokens == (core.token_to_id(":"),)
     params = sampling_params(spaced, [Config(generation=GenerationSection(xtc_probability=1.0, seed=1))])
     assert core.token_to_id("\n") in params.tables["protected_ids"][0].tolist()
 
@@ -80,7 +81,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_of_every_text():
 def test_a_character_the_vocabulary_lacks_is_told_with_its_setting(key):
     value = {"é": 1.0} if key == "logit_bias" else ("é",)
     with pytest.raises(UserError, match=rf"generation\.{key}: the character 'é'"):
-        with_ids(GenerationSection(**{key: value}), LETTERS)
+        resolve_token_ids(GenerationSection(**{key: value}), LETTERS)
 
 
 @pytest.mark.parametrize(

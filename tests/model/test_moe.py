@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import ExpertsConfig
-from dantinox.generation.quantized_weights import NarrowExperts
+from dantinox.generation.quantized_weights import LowPrecisionExperts
 from dantinox.model import moe
 from dantinox.model.moe import ExpertLinear, MixtureOfExperts, Rows, grouped_product, tiled_product
 from dantinox.model.parallelism import SINGLE_DEVICE
@@ -57,7 +57,7 @@ def test_every_kind_of_product_is_the_same(platform, rows):
 )
 def test_narrow_experts_are_the_wide_ones_they_say(dtype, rows, from_rows):
     linear = ExpertLinear(3, 6, (2, 4), dtype=jnp.float32, platform="cpu", rngs=nnx.Rngs(0))
-    narrow, random = NarrowExperts(linear, dtype, from_rows), np.random.default_rng(0)
+    narrow, random = LowPrecisionExperts(linear, dtype, from_rows), np.random.default_rng(0)
     expert_M = np.sort(random.integers(0, 3, rows))
     x, groups = (
         random.standard_normal((rows, 6)).astype(np.float32),

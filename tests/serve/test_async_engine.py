@@ -14,7 +14,7 @@ from flax import nnx
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel
 from dantinox.generation.constraints import Constraint, Matcher
-from dantinox.generation.engine import FAILURES, RequestFailed
+from dantinox.generation.engine import MAX_FAILURES, RequestFailed
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import SampleText
 from dantinox.model import Transformer
@@ -287,7 +287,7 @@ def test_drained_and_failed(run, monkeypatch):
         broken, failed = started(run), []
         broken.on_failure = lambda: failed.append(broken.status().state)
         monkeypatch.setattr(broken._batch, "collect", lambda pending: 1 / 0)
-        for _ in range(FAILURES):
+        for _ in range(MAX_FAILURES):
             with pytest.raises(RequestFailed, match="ZeroDivisionError"):
                 await text_of(broken.submit(ask(broken, "hello")))
         with pytest.raises(Unavailable, match="failed: ZeroDivisionError"):

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.generation import slot_batch as slots
-from dantinox.generation.token_settings import containing
+from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve import connection, limits
 from dantinox.serve.app import make_app
 from dantinox.serve.background import Throttle
@@ -148,4 +148,4 @@ def test_tokens_that_contain_a_text():
     texts = ("a", "\n", "zz")
     vocabulary = [BYTES.decode([token]) for token in range(BYTES.vocab_size)]
     expected = [token for token, text in enumerate(vocabulary) if any(part in text for part in texts)]
-    assert containing(BYTES, (*texts, 3)) == tuple(sorted({*expected, 3}))
+    assert tokens_containing(BYTES, (*texts, 3)) == tuple(sorted({*expected, 3}))

@@ -15,7 +15,7 @@ from generation import builder
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
-from dantinox.generation.quantized_weights import prepare, with_head_order
+from dantinox.generation.quantized_weights import permute_heads, prepare
 from dantinox.measure import head_loss as eviction
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
@@ -418,7 +418,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
     run = SimpleNamespace(
         parameters=0,
         model=model,
-        prepared=lambda generation, order: prepare(with_head_order(model, order) if order else model, generation.weights),
+        prepared=lambda generation, order: prepare(permute_heads(model, order) if order else model, generation.weights),
     )
     (_, streaming), _ = contenders(run, None, ["streaming"], [budget], 64)
     read = jax.jit(lambda model, *x: model(*x)[0][0])

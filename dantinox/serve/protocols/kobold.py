@@ -16,7 +16,7 @@ from dantinox import __version__
 from dantinox.config import GenerationSection, UserError, with_generation
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
-from dantinox.generation.token_settings import containing
+from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import parse_body
@@ -108,7 +108,7 @@ def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> 
     check_ids(tokenizer, ids, "custom_token_bans")
     found: dict[str, Any] = {}
     if single := [text for text in texts if len(text) == 1]:
-        ids += containing(tokenizer, tuple(single))
+        ids += tokens_containing(tokenizer, tuple(single))
     if body.ban_eos_token:
         ids += sorted(tokenizer.stop_ids)
     if ids:

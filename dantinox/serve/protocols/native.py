@@ -18,7 +18,7 @@ from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import STEPS
 from dantinox.config.sections import Config
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.generation.trace import changed_settings, router_numbers
+from dantinox.generation.trace import changed_settings, router_values
 from dantinox.report.trace_file import finite
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
@@ -190,7 +190,7 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
 async def _router(service: Service, config: Config) -> dict[str, float | None] | None:
     if config.generation.strategy != "entropy":
         return None
-    return await run_in_thread(lambda: router_numbers(service.model.params([config]), 0))
+    return await run_in_thread(lambda: router_values(service.model.params([config]), 0))
 
 
 # --- events
