@@ -280,7 +280,7 @@ def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
     model = builder.model(builder.config(max_context=512, windows=(None, 48, 200)))
     plan = CachePlan(512, dtype)
     wanted, chunk = read_with(monkeypatch, plan, model, dense=True)
-    for limits in ({}, {"PREFILL": 512}):
+    for limits in ({}, {"PREFILL_BATCH_TOKENS": 512}):
         got, same = read_with(monkeypatch, plan, model, **limits)
         # A key that differs by a rounding may be another integer in int8.
         jax.tree.map(
