@@ -10,15 +10,22 @@ from dantinox.serve.response_stream import EngineProtocol
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+GAUGES = {
+    "slots": "requests that are decoded together at most",
+    "busy": "slots in use",
+    "queued": "prompts in the queue",
+    "queue": "prompts that the queue can hold",
+    "context": "tokens that a prompt and its continuation may have together",
+}
 COUNTED = {
-    "requests": "prompts that were taken",
-    "finished": "prompts that were answered to the end",
-    "cancelled": "prompts whose reader left",
-    "refused": "prompts that found the queue full",
-    "prompt_tokens": "tokens of prompts",
-    "reused_tokens": "tokens of prompts that were not read again: the prefix was there",
-    "new_tokens": "tokens that were generated",
-    "compilations": "programs compiled behind the warm-up",
+    "requests": "prompts accepted",
+    "finished": "prompts answered completely",
+    "cancelled": "prompts cancelled because their client disconnected",
+    "refused": "prompts refused because the queue was full",
+    "prompt_tokens": "tokens of accepted prompts",
+    "reused_tokens": "tokens of prompts that the prefix cache held",
+    "new_tokens": "generated tokens",
+    "compilations": "programs compiled after the warm-up",
 }
 
 
@@ -34,24 +41,30 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.responses = Counter(
-            "dantinox_responses", "answers of HTTP by path and status", ("path", "status"), registry=self.registry
+            "dantinox_responses", "HTTP responses by path and status", ("path", "status"), registry=self.registry
         )
         self._first = Histogram(
-            "dantinox_first_token_seconds", "from a prompt until its first token", buckets=FIRST, registry=self.registry
+            "dantinox_first_token_seconds",
+            "seconds from the arrival of a prompt to its first token",
+            buckets=FIRST,
+            registry=self.registry,
         )
         self._between = Histogram(
-            "dantinox_token_seconds", "between two tokens of a text, on average", buckets=BETWEEN, registry=self.registry
+            "dantinox_token_seconds", "mean seconds between two tokens of a sample", buckets=BETWEEN, registry=self.registry
         )
         self._queued = Histogram(
-            "dantinox_queued_seconds", "from a prompt until a slot was free", buckets=FIRST, registry=self.registry
+            "dantinox_queued_seconds",
+            "seconds from the arrival of a prompt until it gets a slot",
+            buckets=FIRST,
+            registry=self.registry,
         )
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine says of itself at this moment."""
+        """Yields the current state of the engine."""
         status = self._engine.status()
-        for name in ("slots", "busy", "queued", "queue", "context"):
-            yield GaugeMetricFamily(f"dantinox_{name}", f"{name} of the engine", getattr(status, name))
-        yield GaugeMetricFamily("dantinox_ready", "1 where prompts are taken", float(status.state == "ready"))
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(f"dantinox_{name}", text, getattr(status, name))
+        yield GaugeMetricFamily("dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready"))
         for name, text in COUNTED.items():
             yield CounterMetricFamily(f"dantinox_{name}", text, status.counters.get(name, 0))
 
