@@ -1,15 +1,14 @@
-// The report: samples that are complete, one of them on the screen.
+// The report: complete samples, one of them shown at a time.
 
-// A sample, its columns made into tokens again.
-
+/** Rebuilds the tokens of a sample from its columns. */
 function unpack(sample) {
   const {columns, lists} = sample;
-  const taken = {alternatives: 0, candidates: 0};
+  const read = {alternatives: 0, candidates: 0};
   const listed = (kind, i) => {
     const {count, word, ...numbers} = lists[kind];
-    const first = taken[kind];
-    taken[kind] += count[i];
-    return word.slice(first, taken[kind]).map((place, at) => {
+    const first = read[kind];
+    read[kind] += count[i];
+    return word.slice(first, read[kind]).map((place, at) => {
       const [id, text] = DATA.words[place];
       return {id, text, ...Object.fromEntries(Object.keys(numbers).map((name) => [name, numbers[name][first + at]]))};
     });
@@ -26,31 +25,31 @@ function drawText() {
   const {sample} = state;
   state.nodes = sample.tokens.map(tokenNode);
   byId("prompt").textContent = sample.prompt;
-  const nothing = element("em", {role: "option", "aria-selected": "false"}, "no token was generated");
+  const nothing = element("em", {role: "option", "aria-selected": "false"}, "No token was generated.");
   byId("tokens").replaceChildren(...(state.nodes.length ? state.nodes : [nothing]));
   shade();
 }
 
-// Around the text.
+// Header and footer.
 
 function drawTotals() {
   const {tokens, stats, finish_reason: reason, seed} = state.sample;
-  const surprise = mean(valuesOf(tokens, "surprisal"));
+  const surprisal = mean(valuesOf(tokens, "surprisal"));
   const facts = [
-    ["perplexity", number(surprise === null ? null : 2 ** surprise), "under the model"],
-    ["mean surprisal", number(surprise), "bits"],
-    ["mean entropy", number(mean(valuesOf(tokens, "entropy"))), "bits"],
-    ["mean varentropy", number(mean(valuesOf(tokens, "varentropy"))), "bits²"],
-    ["length", whole(tokens.length), `tokens, ${ENDED[reason] ?? reason}`],
-    ["speed", number(stats.decode_tok_per_s), "tokens/s"],
-    ["time", number(stats.seconds), `s, first token ${number(stats.first_token_seconds)} s`],
-    ["seed", String(seed), ""],
+    ["Perplexity", number(surprisal === null ? null : 2 ** surprisal), "under the model"],
+    ["Mean surprisal", number(surprisal), "bits"],
+    ["Mean entropy", number(mean(valuesOf(tokens, "entropy"))), "bits"],
+    ["Mean varentropy", number(mean(valuesOf(tokens, "varentropy"))), "bits²"],
+    ["Length", whole(tokens.length), `tokens, ${ENDED[reason] ?? reason}`],
+    ["Speed", number(stats.decode_tok_per_s), "tokens/s"],
+    ["Time", number(stats.seconds), `s, first token ${number(stats.first_token_seconds)} s`],
+    ["Seed", String(seed), ""],
   ];
   byId("totals").replaceChildren(...facts.map(([name, value, unit]) => pair(name, element("b", {}, value), ` ${unit}`)));
 }
 
-function fillPairs(id, numbers, none) {
-  const shown = (value) => (typeof value === "number" ? number(value) : value === null ? none : JSON.stringify(value));
+function fillPairs(id, numbers, nullText) {
+  const shown = (value) => (typeof value === "number" ? number(value) : value === null ? nullText : JSON.stringify(value));
   const pairs = Object.entries(numbers ?? {}).map(([name, value]) => pair(name, shown(value)));
   byId(id).replaceChildren(...pairs);
   byId(id).closest("details").hidden = pairs.length === 0;
@@ -82,5 +81,5 @@ function start() {
 }
 
 DATA.samples.forEach(unpack);
-for (const name of Object.keys(ENDS)) ENDS[name] = endOfScale(name, DATA.samples.flatMap(({tokens}) => tokens));
+for (const name of Object.keys(scales)) scales[name].high = scaleEnd(name, DATA.samples.flatMap(({tokens}) => tokens));
 document.addEventListener("DOMContentLoaded", start);

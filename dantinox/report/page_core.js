@@ -1,27 +1,27 @@
 "use strict";
-// What the report and the page of a server share: the text shaded by token, and how one of them is selected. One state, from which
-// everything is drawn: the sample, the selected token, the one under the pointer, the shading, what a click on an alternative does.
-// Whatever the model wrote reaches the page as text nodes only.
+// Shared by the report and the page of a server: the text shaded by token, and the selection of a token. Everything is drawn from one
+// state: the sample, the selected token, the token under the pointer, the shading, and what a click on an alternative does.
+// Text of the model reaches the page as text nodes only.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const EVERY = 2 ** 30; // a top_k from here on cuts nothing
+const NO_TOP_K = 2 ** 30; // a top_k of this size or more is off
 const STRATEGIES = DATA.strategies;
 const GLYPH = Object.fromEntries(STRATEGIES.map((name, s) => [name, DATA.glyphs[s]]));
 const METRICS = {
-  entropy: ["entropy H", "bits"],
-  varentropy: ["varentropy V", "bits²"],
-  surprisal: ["surprisal", "bits"],
-  attn_entropy: ["attention entropy", "bits"],
-  attn_varentropy: ["attention varentropy", "bits²"],
-  attn_agreement: ["agreement of heads", ""],
-  attn_disagreement: ["disagreement of heads", ""],
-  interaction_strength: ["interaction strength", ""],
-  temperature: ["temperature T", ""],
+  entropy: ["Entropy H", "bits"],
+  varentropy: ["Varentropy V", "bits²"],
+  surprisal: ["Surprisal", "bits"],
+  attn_entropy: ["Attention entropy", "bits"],
+  attn_varentropy: ["Attention varentropy", "bits²"],
+  attn_agreement: ["Agreement of heads", ""],
+  attn_disagreement: ["Disagreement of heads", ""],
+  interaction_strength: ["Interaction strength", ""],
+  temperature: ["Temperature T", ""],
 };
 const ENDED = {eos: "ended by the end token", stop: "ended by a stop string", length: "ended by the length limit"};
 const SHADINGS = ["entropy", "varentropy", "surprisal", "strategy"];
 const state = {sample: null, nodes: [], at: 0, pointed: null, shading: "entropy", pick: null};
-const ENDS = {entropy: 1, varentropy: 1, surprisal: 1}; // of the scales that tokens are shaded by
+const scales = {entropy: {low: 0, high: 1}, varentropy: {low: 0, high: 1}, surprisal: {low: 0, high: 1}}; // of the shading
 const byId = (id) => document.getElementById(id);
 const isRouted = () => state.sample.strategy === "entropy";
 
@@ -63,19 +63,25 @@ function roundUp(x) {
   return unit * [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((step) => step >= x / unit - 1e-9);
 }
 
-/** The end of a scale for all tokens, so that they can be compared: above all but two in a hundred finite values. */
-function endOfScale(name, tokens) {
+/** A quantile of the finite values of a metric, undefined without any. */
+function quantile(name, tokens, share) {
   const values = valuesOf(tokens, name).filter(Number.isFinite);
   values.sort((a, b) => a - b);
-  const top = values[Math.min(values.length - 1, Math.floor(0.98 * values.length))];
+  return values[Math.min(values.length - 1, Math.floor(share * values.length))];
+}
+
+/** The upper end of a scale that compares tokens: the 98th percentile of their finite values, rounded up. */
+function scaleEnd(name, tokens) {
+  const top = quantile(name, tokens, 0.98);
   return top > 0 ? roundUp(top) : 1;
 }
 
+const sentenceCase = (text) => text[0].toUpperCase() + text.slice(1);
 const surprisalOf = (logprob) => (known(logprob) ? Math.max(0, -logprob / Math.LN2) : Infinity);
 
-// Elements. Control characters, and those that turn the direction of writing, are shown by a sign.
+// Elements. Control characters and characters that change the writing direction are shown as a sign.
 
-const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/;
+const INVISIBLE = /[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/;
 
 function sign(character) {
   const code = character.codePointAt(0);
@@ -86,7 +92,7 @@ function sign(character) {
 
 function visible(text) {
   if (text === "") return "◌";
-  const signed = text.replace(new RegExp(UNSEEN, "g"), sign);
+  const signed = text.replace(new RegExp(INVISIBLE, "g"), sign);
   return signed.replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
 }
 
@@ -97,8 +103,8 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
-function tableOf(kind, caption, head, rows) {
-  const titles = head.map((text) => element("th", {scope: "col"}, text));
+function tableOf(kind, caption, columns, rows) {
+  const titles = columns.map((text) => element("th", {scope: "col"}, text));
   const parts = [element("thead", {}, element("tr", {}, ...titles)), element("tbody", {}, ...rows)];
   return element("table", {class: kind}, element("caption", {}, caption), ...parts);
 }
@@ -123,8 +129,8 @@ function tokenNode(token, i) {
   const node = element("span", {class: "token", role: "option", "aria-label": label});
   mark(node, false);
   if (token.text === "") node.append(element("i", {}, "◌"));
-  for (const part of token.text.split(new RegExp(`(${UNSEEN.source})`)).filter(Boolean)) {
-    if (UNSEEN.test(part)) node.append(element("i", {}, sign(part)), "\n\t".includes(part) ? part : "");
+  for (const part of token.text.split(new RegExp(`(${INVISIBLE.source})`)).filter(Boolean)) {
+    if (INVISIBLE.test(part)) node.append(element("i", {}, sign(part)), "\n\t".includes(part) ? part : "");
     else node.append(part);
   }
   if (token.strategy) {
@@ -143,20 +149,22 @@ function shade() {
 
 function shadeNode(node, i) {
   const {shading, sample} = state;
-  if (!(shading in ENDS)) return;
-  const share = Math.round(100 * Math.min(1, (sample.tokens[i][shading] ?? 0) / ENDS[shading]));
+  if (!(shading in scales)) return;
+  const {low, high} = scales[shading];
+  const share = Math.round(100 * Math.max(0, Math.min(1, ((sample.tokens[i][shading] ?? 0) - low) / (high - low))));
   node.style.setProperty("--share", `${share}%`);
 }
 
 function drawLegend() {
   const {shading} = state;
-  const scale = element("span", {class: "scale"}, ...(shading in ENDS ? ramp(shading) : ["coloured by strategy"]));
+  const scale = element("span", {class: "scale"}, ...(shading in scales ? ramp(shading) : ["Coloured by strategy"]));
   const names = isRouted() ? STRATEGIES.map(strategyLabel) : [];
   byId("legend").replaceChildren(scale, element("span", {class: "names"}, ...names));
 }
 
 function ramp(name) {
-  const labels = ["0", number(ENDS[name] / 2), `≥ ${measured(name, ENDS[name])}`].map((text) => element("span", {}, text));
+  const {low, high} = scales[name];
+  const labels = [low ? `≤ ${number(low)}` : "0", number((low + high) / 2), `≥ ${measured(name, high)}`].map((text) => element("span", {}, text));
   return [element("span", {class: "ramp"}), element("span", {class: "ticks"}, ...labels)];
 }
 
@@ -180,7 +188,7 @@ function mark(node, isSelected) {
   node.setAttribute("aria-selected", isSelected);
 }
 
-/** Scrolls the text, and nothing around it, until the token can be seen. */
+/** Scrolls the text, but not the page, until the token is visible. */
 function reveal(node) {
   const frame = byId("text").getBoundingClientRect();
   const box = node.getBoundingClientRect();
@@ -196,15 +204,15 @@ function point(i) {
   drawMarks();
 }
 
-/** The token of the line above (way -1) or below (1) that begins nearest to where this one does. */
-function acrossLines(i, way) {
+/** The token of the line above (step -1) or below (step 1) whose left edge is nearest to the left edge of token i. */
+function acrossLines(i, step) {
   const {nodes} = state;
-  const away = (j) => Math.abs(nodes[j].offsetLeft - nodes[i].offsetLeft);
+  const distance = (j) => Math.abs(nodes[j].offsetLeft - nodes[i].offsetLeft);
   let j = i;
-  while (nodes[j] && nodes[j].offsetTop === nodes[i].offsetTop) j += way;
-  let best = nodes[j] ? j : j - way;
-  for (const line = nodes[best].offsetTop; nodes[j]?.offsetTop === line; j += way) {
-    if (away(j) < away(best)) best = j;
+  while (nodes[j] && nodes[j].offsetTop === nodes[i].offsetTop) j += step;
+  let best = nodes[j] ? j : j - step;
+  for (const line = nodes[best].offsetTop; nodes[j]?.offsetTop === line; j += step) {
+    if (distance(j) < distance(best)) best = j;
   }
   return best;
 }
@@ -221,8 +229,8 @@ const MOVES = {
 };
 
 function onKey(event, focus) {
-  const isOther = event.ctrlKey || event.altKey || event.metaKey || !Object.hasOwn(MOVES, event.key);
-  if (isOther || !state.nodes.length) return;
+  const isNoMove = event.ctrlKey || event.altKey || event.metaKey || !Object.hasOwn(MOVES, event.key);
+  if (isNoMove || !state.nodes.length) return;
   event.preventDefault();
   select(MOVES[event.key](), focus);
 }
@@ -233,7 +241,7 @@ function drawColours() {
   const choices = SHADINGS.filter((name) => name !== "strategy" || isRouted()).map((name) => {
     const radio = element("input", {type: "radio", name: "shading", value: name});
     radio.checked = name === state.shading;
-    return element("label", {}, radio, element("span", {}, name));
+    return element("label", {}, radio, element("span", {}, sentenceCase(name)));
   });
   byId("colours").replaceChildren(byId("colours").firstElementChild, ...choices);
 }
@@ -244,8 +252,7 @@ function isDark() {
 }
 
 function drawTheme() {
-  byId("theme").textContent = isDark() ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-label", isDark() ? "Light colours" : "Dark colours");
+  byId("theme").textContent = isDark() ? "Light theme" : "Dark theme";
   drawPlots();
 }
 

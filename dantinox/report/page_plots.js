@@ -1,4 +1,4 @@
-// The plots. Canvases hold the data and are drawn once per size and theme; what follows the pointer are elements on top.
+// The plots. Canvases hold the data and are drawn once per size and theme; markers that follow the pointer are elements on top.
 
 const STRIPS = ["entropy", "varentropy", "surprisal", "attn_entropy", "temperature"];
 const TICKS = [0, 0.1, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000];
@@ -7,7 +7,7 @@ const FONT = "10px system-ui, sans-serif";
 
 const colours = new Map();
 
-/** A colour of the style sheet as the canvas takes it, under the theme that is on. */
+/** A colour variable of the style sheet in the current theme, in a form that a canvas accepts. */
 function paint(name) {
   if (!colours.has(name)) {
     const {style} = byId("theme");
@@ -48,22 +48,22 @@ function buildStrips() {
     const ends = element("span", {class: "ends"}, element("span", {}, number(stripEnd(name))), element("span", {}, "0"));
     return [label, ends, canvas(name)];
   });
-  if (isRouted()) rows.push(element("div", {class: "name"}, "strategy"), canvas("strategy"));
-  const axis = ["1", "position (tokens)", whole(tokens.length)].map((text) => element("span", {}, text));
+  if (isRouted()) rows.push(element("div", {class: "name"}, "Strategy"), canvas("strategy"));
+  const axis = ["1", "Position (tokens)", whole(tokens.length)].map((text) => element("span", {}, text));
   const lines = [element("i", {id: "strip-hover", class: "faint"}), element("i", {id: "strip-at"})];
   byId("strips").replaceChildren(...rows, element("div", {class: "axis"}, ...axis), element("div", {class: "cursor"}, ...lines));
   byId("strips").setAttribute("aria-valuemax", tokens.length);
   byId("strips").closest(".panel").hidden = tokens.length === 0;
 }
 
-/** The tokens bar by bar; where there are too many for that, several share a bar. */
+/** The tokens of each bar. Tokens share a bar if there are more of them than bars of 3 pixels. */
 function barsOf(tokens, width) {
   const count = Math.min(tokens.length, Math.max(1, Math.floor(width / 3)));
   const edge = (bar) => Math.floor((bar * tokens.length) / count);
   return Array.from({length: count}, (_, bar) => tokens.slice(edge(bar), edge(bar + 1)));
 }
 
-/** The mean of each bar's tokens, behind it in a lighter colour their largest value; of strategies, their shares. */
+/** Draws for each bar the mean of its tokens and, lighter, their largest value; for strategies, their shares. */
 function drawStrip(canvas, name) {
   const {pen, width, height} = surface(canvas);
   const bars = barsOf(state.sample.tokens, width);
@@ -82,19 +82,19 @@ function drawStrip(canvas, name) {
   });
 }
 
-// The map of entropy and varentropy. Square-root axes: the small thresholds stay visible beside the large values.
+// The map of entropy and varentropy. With square-root axes the small thresholds stay visible next to the large values.
 
-/** Whether `value relation bound` holds, and by how much. A bound of null is none. */
-function judged(value, relation, bound) {
+/** Whether `value relation bound` holds, and by what margin. A bound of null is infinite. */
+function compare(value, relation, bound) {
   const margin = relation === "<" ? (bound ?? Infinity) - value : value - (bound ?? Infinity);
   return {holds: margin > 0, margin};
 }
 
-/** The numbers that chose a token's strategy; of a text in several parts each has its own. */
+/** The router numbers that chose a token's strategy; each part of a text has its own. */
 const routerOf = (token) => token.router ?? state.sample.router;
 
-function ruled(metrics, router) {
-  const holds = ([metric, relation, threshold]) => judged(metrics[metric], relation, router[threshold]).holds;
+function strategyOf(metrics, router) {
+  const holds = ([metric, relation, threshold]) => compare(metrics[metric], relation, router[threshold]).holds;
   return (DATA.rules.find(([, conditions]) => conditions.every(holds)) ?? ["adaptive"])[0];
 }
 
@@ -129,7 +129,7 @@ function regionsOf({x, y}) {
   return x.edges.slice(1).flatMap((right, i) =>
     y.edges.slice(1).map((top, j) => {
       const [left, bottom] = [x.edges[i], y.edges[j]];
-      const name = ruled({entropy: (left + right) / 2, varentropy: (bottom + top) / 2}, state.sample.router);
+      const name = strategyOf({entropy: (left + right) / 2, varentropy: (bottom + top) / 2}, state.sample.router);
       return {name, left: x.at(left), top: y.at(top), wide: x.at(right) - x.at(left), tall: y.at(bottom) - y.at(top)};
     }),
   );
@@ -147,13 +147,13 @@ function nameRegion(pen, name, regions) {
   pen.fillText(label, left + 5, y);
 }
 
-/** Ticks that stand apart, thresholds before round numbers. */
-function ticksOf({bounds, end, at}, apart) {
-  const kept = [];
+/** Ticks at least `spacing` pixels apart; thresholds come before round numbers. */
+function ticksOf({bounds, end, at}, spacing) {
+  const ticks = [];
   for (const value of [...bounds, ...TICKS]) {
-    if (value <= end && kept.every((other) => Math.abs(at(other) - at(value)) >= apart)) kept.push(value);
+    if (value <= end && ticks.every((other) => Math.abs(at(other) - at(value)) >= spacing)) ticks.push(value);
   }
-  return kept;
+  return ticks;
 }
 
 function drawAxes(pen, {x, y}, width, height) {
@@ -171,11 +171,11 @@ function drawAxes(pen, {x, y}, width, height) {
   ticksOf(y, 13).forEach((value) => write(number(value), left - 5, y.at(value) + 3, y.bounds.includes(value)));
   pen.textAlign = "center";
   ticksOf(x, 24).forEach((value) => write(number(value), x.at(value), bottom + 13, x.bounds.includes(value)));
-  write("entropy H (bits, square-root scale)", (left + right) / 2, height - 6);
+  write("Entropy H (bits, square-root scale)", (left + right) / 2, height - 6);
   pen.save();
   pen.translate(10, (top + bottom) / 2);
   pen.rotate(-Math.PI / 2);
-  write("varentropy V (bits²)", 0, 0);
+  write("Varentropy V (bits²)", 0, 0);
   pen.restore();
 }
 
@@ -192,13 +192,13 @@ function drawPoints(pen, {x, y}) {
 
 function nearestPoint({offsetX, offsetY}) {
   const {x, y} = mapAxes();
-  const away = (token) => Math.hypot(x.at(token.entropy) - offsetX, y.at(token.varentropy) - offsetY);
-  const far = state.sample.tokens.map(away);
-  const best = far.reduce((least, distance, i) => (distance < far[least] ? i : least), 0);
-  return far[best] < 24 ? best : null;
+  const distanceTo = (token) => Math.hypot(x.at(token.entropy) - offsetX, y.at(token.varentropy) - offsetY);
+  const distances = state.sample.tokens.map(distanceTo);
+  const best = distances.reduce((least, distance, i) => (distance < distances[least] ? i : least), 0);
+  return distances[best] < 24 ? best : null;
 }
 
-// What follows the selection and the pointer.
+// Markers of the selected token and of the token under the pointer.
 
 function drawMarks() {
   const {tokens} = state.sample;
@@ -207,9 +207,9 @@ function drawMarks() {
   byId("strips").querySelectorAll(".value").forEach((node) => {
     node.textContent = measured(node.dataset.of, tokens[i][node.dataset.of]);
   });
-  byId("reading").replaceChildren(`token ${whole(i + 1)} `, element("b", {}, visible(tokens[i].text)));
+  byId("reading").replaceChildren(`Token ${whole(i + 1)} `, element("b", {}, visible(tokens[i].text)));
   byId("strips").setAttribute("aria-valuenow", state.at + 1);
-  byId("strips").setAttribute("aria-valuetext", `token ${state.at + 1}, ${state.nodes[state.at].getAttribute("aria-label")}`);
+  byId("strips").setAttribute("aria-valuetext", `Token ${state.at + 1}, ${state.nodes[state.at].getAttribute("aria-label")}`);
   const {x, y} = mapAxes();
   for (const [name, token] of [["at", state.at], ["hover", state.pointed]]) {
     const [line, ring] = [byId(`strip-${name}`), byId(`map-${name}`)];
@@ -228,10 +228,10 @@ function positionAt(event) {
 }
 
 function listenToPlots() {
-  const listenTo = (plot, found) => {
-    plot.addEventListener("pointermove", (event) => point(found(event)));
+  const listenTo = (plot, tokenAt) => {
+    plot.addEventListener("pointermove", (event) => point(tokenAt(event)));
     plot.addEventListener("pointerleave", () => point(null));
-    plot.addEventListener("click", (event) => found(event) !== null && select(found(event)));
+    plot.addEventListener("click", (event) => tokenAt(event) !== null && select(tokenAt(event)));
   };
   listenTo(byId("strips"), positionAt);
   listenTo(byId("map"), nearestPoint);
@@ -239,7 +239,7 @@ function listenToPlots() {
   new ResizeObserver(drawPlots).observe(byId("map").parentElement);
 }
 
-// How often each strategy was taken, and what followed it.
+// How often each strategy was used, and which strategy followed it.
 
 function drawStrategies() {
   const {tokens} = state.sample;
@@ -251,9 +251,9 @@ function drawStrategies() {
     part.style.flexGrow = count(name);
     return part;
   });
-  const head = ["strategy", "tokens", "share", ...STRATEGIES.map((name) => `→ ${GLYPH[name]}`)];
+  const head = ["Strategy", "Tokens", "Share", ...STRATEGIES.map((name) => `→ ${GLYPH[name]}`)];
   const rows = STRATEGIES.map((name) => strategyRow(name, count(name)));
-  const caption = "→ counts what came next, shaded by its share of the row. A name selects its next token.";
+  const caption = "→ counts the strategies of the following tokens, shaded by their share of the row. Select a name to go to its next token.";
   byId("shares").replaceChildren(...parts);
   byId("transitions").replaceChildren(tableOf("strategy-table", caption, head, rows));
 }

@@ -1,27 +1,27 @@
-// The selected token: its chances, what else could have stood there, the rules that chose the strategy, the numbers behind it.
+// The selected token: its probabilities, its alternatives, the rules that chose its strategy, and its metrics.
 
 function drawToken(token) {
-  const views = [headOf, chances, alternatives, ...(token?.strategy ? [reasons, candidates, parameters] : []), metrics];
+  const views = [headOf, probabilities, alternatives, ...(token?.strategy ? [rules, candidates, parameters] : []), metrics];
   const nothing = element("p", {class: "note"}, "Nothing was generated.");
   byId("token").replaceChildren(...(token ? views.map((view) => view(token)) : [nothing]));
 }
 
 function headOf(token) {
-  const place = `token ${whole(state.at + 1)} of ${whole(state.nodes.length)}, id ${token.id}`;
+  const place = `Token ${whole(state.at + 1)} of ${whole(state.nodes.length)}, id ${token.id}`;
   const head = element("div", {class: "head"}, element("span", {class: "big"}, visible(token.text)));
   if (token.strategy) head.append(strategyLabel(token.strategy));
   head.append(element("span", {class: "place"}, place));
   return head;
 }
 
-function chances(token) {
+function probabilities(token) {
   const fact = (value, meaning) => element("div", {}, element("b", {}, value), element("span", {}, meaning));
-  const left = `${whole(token.survivors)} ${token.survivors === 1 ? "token" : "tokens"} left`;
-  const facts = element("div", {class: "chances"},
-    fact(percent(chance(token.logprob)), `under the model, rank ${whole(token.rank + 1)} of ${whole(state.sample.vocab_size)}`),
-    fact(known(token.logprob_sampled) ? percent(chance(token.logprob_sampled)) : "no chance", `after the chain, ${left}`),
+  const possible = `${whole(token.survivors)} possible ${token.survivors === 1 ? "token" : "tokens"}`;
+  const facts = element("div", {class: "probabilities"},
+    fact(percent(chance(token.logprob)), `before sampling, rank ${whole(token.rank + 1)} of ${whole(state.sample.vocab_size)}`),
+    fact(known(token.logprob_sampled) ? percent(chance(token.logprob_sampled)) : "impossible", `after sampling, ${possible}`),
   );
-  if (token.forced) facts.append(element("p", {class: "note"}, "Forced: it was put here without a draw."));
+  if (token.forced) facts.append(element("p", {class: "note"}, "Forced: this token was not drawn."));
   return facts;
 }
 
@@ -34,8 +34,8 @@ function alternatives(token) {
   const rows = all.map((one) => alternativeRow(one, end, one.id === token.id));
   const others = state.sample.vocab_size - all.length;
   if (others > 0) rows.push(restRow(others, all));
-  const head = ["token", `0 to ${number(100 * end)} %`, "before", "after"];
-  return tableOf("alternatives", "Alternatives under the model and after the chain", head, rows);
+  const head = ["Token", `0 to ${number(100 * end)} %`, "Before", "After"];
+  return tableOf("alternatives", "Alternatives before and after sampling", head, rows);
 }
 
 function alternativeRow(one, end, isChosen) {
@@ -49,7 +49,7 @@ function alternativeRow(one, end, isChosen) {
 }
 
 function pickButton(one) {
-  const button = element("button", {type: "button", class: "pick", title: "Go on from here with this token"}, visible(one.text));
+  const button = element("button", {type: "button", class: "pick", title: "Continue from here with this token"}, visible(one.text));
   button.addEventListener("click", () => state.pick(one));
   return button;
 }
@@ -61,7 +61,7 @@ function chosenRow(isChosen, word, ...cells) {
   return row;
 }
 
-/** What the tokens that are not listed have together; nothing where the rounding of the listed ones could be all of it. */
+/** The total probability of the tokens that are not listed, or nothing where it could be the rounding error of the listed ones. */
 function restRow(count, listed) {
   const shares = ["before", "after"].map((key) => 1 - listed.reduce((sum, one) => sum + one[key], 0));
   const row = rowOf(`${whole(count)} others`, "", ...shares.map((share) => (share < 5e-4 ? "" : percent(share))));
@@ -69,43 +69,43 @@ function restRow(count, listed) {
   return row;
 }
 
-// The candidates of an adaptive token, as they were drawn; of equal ones the first is the one taken.
+// The candidates of an adaptive token in the order of their draws. Among equal ones the first was chosen.
 
 function candidates(token) {
   if (!token.candidates.length) return "";
-  const taken = token.candidates.findIndex(({id}) => id === token.id);
+  const chosen = token.candidates.findIndex(({id}) => id === token.id);
   const rows = token.candidates.map(({text, logprob, score}, c) =>
-    chosenRow(c === taken, "taken", visible(text), percent(chance(logprob)), known(score) ? number(score) : "none"),
+    chosenRow(c === chosen, "chosen", visible(text), percent(chance(logprob)), known(score) ? number(score) : "none"),
   );
-  return tableOf("candidates", "Candidates in the order they were drawn: the highest score is taken", ["token", "before", "score"], rows);
+  return tableOf("candidates", "Candidates in the order of their draws: the highest score is chosen", ["Token", "Before", "Score"], rows);
 }
 
 // The strategy: every rule with its margins.
 
-function reasons(token) {
-  const taken = STRATEGIES.indexOf(token.strategy);
+function rules(token) {
+  const applied = STRATEGIES.indexOf(token.strategy);
   const rows = DATA.rules.flatMap(([name, conditions], r) =>
     conditions.map((condition, c) => {
-      const row = element("tr", {class: r === taken ? "taken" : r > taken ? "late" : ""}, ...conditionCells(token, condition));
+      const row = element("tr", {class: r === applied ? "applied" : r > applied ? "late" : ""}, ...conditionCells(token, condition));
       if (c === 0) row.prepend(element("th", {scope: "rowgroup", rowspan: conditions.length}, strategyLabel(name)));
       return row;
     }),
   );
-  const last = rowOf(strategyLabel("adaptive"), "where none of these holds");
-  last.className = taken === DATA.rules.length ? "taken" : "late";
+  const last = rowOf(strategyLabel("adaptive"), "if no rule holds");
+  last.className = applied === DATA.rules.length ? "applied" : "late";
   last.lastElementChild.setAttribute("colspan", 3);
   last.lastElementChild.className = "left";
-  const head = ["strategy", "condition", "", "margin"];
-  const all = element("div", {}, tableOf("reasons", "Rules in order: the first that holds is taken", head, [...rows, last]));
-  const named = ruled(token, routerOf(token));
-  const odd = `By these rules it would be ${named}; the trace says ${token.strategy}.`;
-  if (named !== token.strategy) all.append(element("p", {class: "note"}, odd));
+  const head = ["Strategy", "Condition", "", "Margin"];
+  const all = element("div", {}, tableOf("rules", "Rules in their order: the first that holds applies", head, [...rows, last]));
+  const expected = strategyOf(token, routerOf(token));
+  const mismatch = `These rules choose ${expected}, but the trace has ${token.strategy}.`;
+  if (expected !== token.strategy) all.append(element("p", {class: "note"}, mismatch));
   return all;
 }
 
 function conditionCells(token, [metric, relation, threshold]) {
   const bound = routerOf(token)[threshold];
-  const {holds, margin} = judged(token[metric], relation, bound);
+  const {holds, margin} = compare(token[metric], relation, bound);
   const [kind, word, tick] = holds ? ["yes", "holds", "✓"] : ["no", "fails", "✗"];
   const comparison = ` ${metric === "entropy" ? "H" : "V"} ${number(token[metric])} ${relation} ${number(bound ?? Infinity)}`;
   return [
@@ -115,7 +115,7 @@ function conditionCells(token, [metric, relation, threshold]) {
   ];
 }
 
-/** The axis of the map as a line: where the condition holds, shaded, and where the value is. */
+/** The axis of the map as a line: the range where the condition holds is shaded, and a dot marks the value. */
 function gauge(metric, relation, bound, value) {
   const {at} = axisOf(metric, 0, 100);
   const place = known(bound) ? at(bound) : 100;
@@ -129,13 +129,13 @@ function gauge(metric, relation, bound, value) {
 
 function parameters(token) {
   const router = routerOf(token);
-  const k = (value) => (value >= EVERY ? "no cut" : whole(value));
-  return tableOf("numbers", "Sampling parameters", ["", "used", "base"], [
-    rowOf("temperature", token.temperature === 0 ? "0: argmax" : number(token.temperature), number(router.base_temperature)),
+  const k = (value) => (value >= NO_TOP_K ? "off" : whole(value));
+  return tableOf("numbers", "Sampling parameters", ["", "Used", "Base"], [
+    rowOf("Temperature", token.temperature === 0 ? "0: argmax" : number(token.temperature), number(router.base_temperature)),
     rowOf("top_p", number(token.top_p), number(router.base_top_p)),
     rowOf("top_k", k(token.top_k), k(router.base_top_k)),
     rowOf("min_p", token.min_p === 0 ? "off" : number(token.min_p), number(router.base_min_p)),
-    rowOf("candidates", token.strategy === "adaptive" ? `best of ${whole(router.candidates)}` : "1", whole(router.candidates)),
+    rowOf("Candidates", token.strategy === "adaptive" ? `best of ${whole(router.candidates)}` : "1", whole(router.candidates)),
   ]);
 }
 
@@ -144,5 +144,5 @@ function metrics(token) {
   const names = Object.keys(METRICS).filter((name) => name !== "temperature" && known(token[name]));
   const share = (name) => (known(most[name]) ? percent(most[name]) : "");
   const rows = names.map((name) => rowOf(METRICS[name][0], measured(name, token[name]), share(name)));
-  return tableOf("numbers", "Metrics", ["", "value", "of max"], rows);
+  return tableOf("numbers", "Metrics", ["", "Value", "Of max"], rows);
 }

@@ -12,7 +12,7 @@ from dantinox.files import quote
 from dantinox.report.page import SHARED, asset, empty_page, escaped, parts, vocabulary
 from dantinox.serve.service import Service
 
-SCRIPTS = ("write.js", "write_settings.js", "write_export.js", "write_start.js")  # in the order they are loaded
+SCRIPTS = ("write.js", "write_settings.js", "write_files.js", "write_start.js")  # in the order they are loaded
 STATIC = {**dict.fromkeys((*SHARED, "page.css"), "report"), **dict.fromkeys((*SCRIPTS, "write.css"), "serve")}
 PUBLIC = ("/", "/page/report.html", *(f"/page/{name}" for name in STATIC))  # they hold nothing of the model
 TYPES = {"js": "text/javascript", "css": "text/css"}

@@ -78,7 +78,7 @@ def selected(browser):
     """The index of the token the page calls selected, in all the places that tell it."""
     (i,) = browser.execute_script("return state.nodes.flatMap((n, i) => n.getAttribute('aria-selected') === 'true' ? [i] : [])")
     assert browser.execute_script("return state.nodes.flatMap((n, i) => n.tabIndex === 0 ? [i] : [])") == [i]
-    assert f"token {i + 1:,} of" in find(browser, ".place").text
+    assert f"Token {i + 1:,} of" in find(browser, ".place").text
     assert find(browser, "#strips").get_attribute("aria-valuenow") == str(i + 1)
     return i
 
@@ -205,7 +205,7 @@ def test_the_rules_stand_with_their_signed_margins(opened, long_trace):
         i = [one["strategy"] for one in long_trace["tokens"]].index(name)
         browser.execute_script("select(arguments[0])", i)
         one = long_trace["tokens"][i]
-        rows = browser.find_elements("css selector", ".reasons tbody tr")[:-1]
+        rows = browser.find_elements("css selector", ".rules tbody tr")[:-1]
         margins = [number_of(row.find_elements("css selector", "td")[-1].text) for row in rows]
         expected = [
             (1 if relation == ">" else -1) * (one[metric] - float(getattr(config, threshold)))
@@ -214,8 +214,8 @@ def test_the_rules_stand_with_their_signed_margins(opened, long_trace):
         ]
         np.testing.assert_allclose(margins, expected, rtol=6e-3, atol=6e-4)
         assert [row.find_element("css selector", ".left span").text == "✓" for row in rows] == [m > 0 for m in expected]
-        taken = browser.find_elements("css selector", ".reasons tr.taken")
-        assert name in taken[0].text and len(taken) == (2 if name in RULES else 1)
+        applied = browser.find_elements("css selector", ".rules tr.applied")
+        assert name in applied[0].text and len(applied) == (2 if name in RULES else 1)
 
 
 def test_alternatives_show_both_distributions(opened, long_trace):
@@ -243,9 +243,9 @@ def test_totals_shares_and_transitions(opened, long_trace):
     tokens = long_trace["tokens"]
     facts = dict(row.text.split("\n", 1) for row in browser.find_elements("css selector", "#totals > div"))
     perplexity = math.exp(-np.mean([one["logprob"] for one in tokens]))
-    assert number_of(facts["perplexity"].split()[0]) == pytest.approx(perplexity, rel=6e-3)
-    assert number_of(facts["mean entropy"].split()[0]) == pytest.approx(np.mean([one["entropy"] for one in tokens]), rel=6e-3)
-    assert facts["speed"] == "173 tokens/s" and facts["seed"] == "7" and facts["length"].startswith("2,000 tokens")
+    assert number_of(facts["Perplexity"].split()[0]) == pytest.approx(perplexity, rel=6e-3)
+    assert number_of(facts["Mean entropy"].split()[0]) == pytest.approx(np.mean([one["entropy"] for one in tokens]), rel=6e-3)
+    assert facts["Speed"] == "173 tokens/s" and facts["Seed"] == "7" and facts["Length"].startswith("2,000 tokens")
     names = [one["strategy"] for one in tokens]
     for name, row in zip(STRATEGY_NAMES, browser.find_elements("css selector", ".strategy-table tbody tr"), strict=True):
         count, share, *following = (cell.text for cell in row.find_elements("css selector", "td"))
@@ -379,7 +379,7 @@ def test_a_chain_has_no_strategies_to_show(opened):
 
 def test_attention_that_was_not_read_is_left_out(opened):
     browser = opened(trace(50, attention=False))
-    assert "attention" not in find(browser, "main").text and "Strategies" in find(browser, "main").text
+    assert "ttention" not in find(browser, "main").text and "Strategies" in find(browser, "main").text
 
 
 def test_several_samples_are_chosen_from_and_an_empty_one_says_so(opened):
@@ -403,7 +403,7 @@ def test_a_token_of_no_chance_is_shown_as_such(opened):
     browser = opened(document)
     browser.execute_script("select(2)")
     shown = find(browser, "#token").text
-    assert "0 %" in shown and "no chance" in shown and "Forced" in shown and "∞ bits" in shown
+    assert "0 %" in shown and "impossible" in shown and "Forced" in shown and "∞ bits" in shown
     assert find(browser, "#totals").text.split("\n")[1].startswith("∞")
 
 
@@ -419,9 +419,9 @@ def test_candidates_are_listed_in_the_order_they_were_drawn(opened):
         before, score = (cell.text for cell in row.find_elements("css selector", "td"))
         assert number_of(before) / 100 == pytest.approx(math.exp(one["logprob"]), rel=0.06, abs=6e-4)
         assert number_of(score) == pytest.approx(one["score"], rel=6e-3, abs=6e-3)
-    (taken,) = browser.find_elements("css selector", ".candidates .is-chosen")
+    (chosen,) = browser.find_elements("css selector", ".candidates .is-chosen")
     first = next(c for c, one in enumerate(drawn) if one["id"] == document["tokens"][adaptive[0]]["id"])
-    assert taken.id == rows[first].id and "taken" in taken.text
+    assert chosen.id == rows[first].id and "chosen" in chosen.text
     other = next(i for i, one in enumerate(document["tokens"]) if one["strategy"] != "adaptive")
     browser.execute_script("select(arguments[0])", other)
     assert not browser.find_elements("css selector", ".candidates")

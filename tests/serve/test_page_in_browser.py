@@ -127,7 +127,7 @@ def test_stop_retry_undo_and_redo(opened, engine):
 def test_an_alternative_is_chosen_and_the_text_goes_on_from_it(opened, engine):
     write(opened, "Nel mezzo")
     first = ids(opened)
-    opened.execute_script("select(9)")
+    opened.execute_script("state.nodes[9].click()")
     rows = opened.find_elements("css selector", ".alternatives tbody tr:not(.muted)")
     other = next(i for i, row in enumerate(rows) if "is-chosen" not in row.get_attribute("class"))
     one = opened.execute_script("return state.sample.tokens[9].alternatives[arguments[0]]", other)
@@ -256,7 +256,7 @@ def test_settings_are_sent_and_a_wrong_one_is_shown(opened, engine):
     setting(opened, "dynatemp_high", "")
     setting(opened, "top_p", "1.5")
     find(opened, "#go").click()
-    assert "top p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
+    assert "Top p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
     opened.get_log("browser")  # the browser notes the answer 400
 
 
@@ -314,7 +314,7 @@ def test_nothing_is_wider_than_the_window(opened, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        opened.execute_script("openSettings(true); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        opened.execute_script("openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         wide = opened.execute_script(
             "const edge = document.documentElement.clientWidth; return [...document.querySelectorAll('body *')].filter((one) =>"
             "one.getBoundingClientRect().right > edge + 0.5).map((one) => `${one.tagName} ${one.id} ${one.className}`)"
@@ -329,12 +329,12 @@ def test_the_page_asks_for_a_key(browser, engine):
         browser.get(f"http://localhost:{port}/")
         browser.execute_script("localStorage.clear(); sessionStorage.clear()")
         browser.refresh()
-        wait(browser, "return !byId('key-panel').hidden")
+        wait(browser, "return !byId('key-form').hidden")
         assert not find(browser, "#go").is_enabled() and "API key" in find(browser, "#problem").text
         find(browser, "#key").send_keys("a long secret")
         find(browser, "#key-form button").click()
         wait(browser, "return typeof writing === 'object' && writing.about !== null")
-        assert not find(browser, "#key-panel").is_displayed()
+        assert not find(browser, "#key-form").is_displayed()
         write(browser, "Nel mezzo")
         assert len(ids(browser)) == 30
         browser.get("about:blank")
@@ -353,7 +353,7 @@ def test_axe_finds_nothing_serious(opened, theme, mode):
         write(opened, "Nel mezzo")
     if mode == "editing":
         find(opened, "#edit").click()
-    opened.execute_script("openSettings(true); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    opened.execute_script("openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     opened.execute_script(Path(str(AXE)).read_text(encoding="utf-8"))
     found = opened.execute_async_script("const end = arguments[0]; axe.run(document).then(end)")
     serious = [(one["id"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]

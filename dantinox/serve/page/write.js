@@ -1,26 +1,28 @@
 "use strict";
-// Writing with the model. A text is a list of parts, of the person and of the model; parts are replaced and never changed once
-// something else has begun, so that what was there can be had back. A part of the model has the records of its tokens as they came.
+// Generating with the model. A text is a list of parts, each written by the person or by the model. A part never changes after the next
+// one has begun: it is replaced, so that undo can restore it. A part of the model holds the records of its tokens as the server sent them.
 
-const KEPT = "dantinox.write";
-const SHOWN_EVERY = 200; // milliseconds between drawings of the plots while tokens come
-const WORDS = {
-  story: {draft: "Your words", go: "Write on", nothing: "Begin with a few words below: the model goes on from there. Each of its tokens is shaded by how unsure it was, and a click on one shows what else could have stood there."},
-  chat: {draft: "Your message", go: "Send", nothing: "Send a message below. Each token of the answer is shaded by how unsure the model was, and a click on one shows what else could have stood there."},
-};
+const DRAW_INTERVAL = 200; // milliseconds between drawings of the plots while tokens arrive
 const STOPPED = "stopped";
+const HINT = "Each token of the model is shaded by how unsure the model was. Select a token to see its alternatives, and select one of them to continue from there.";
+const WORDS = {
+  story: {draft: "Your text", go: "Continue", nothing: `Write the beginning of a text below: the model continues it.\n${HINT}`},
+  chat: {draft: "Your message", go: "Send", nothing: `Send a message below.\n${HINT}`},
+};
+const NO_CHAT = "Chat is off: this model has no chat template. Start the server with --chat_template to add one.";
 const writing = {
   mode: "story",
   texts: {story: {parts: [], past: [], future: []}, chat: {parts: [], past: [], future: []}},
-  about: null,
-  abort: null, // of the request that is being answered
-  use: null, // tokens in the context, and of the prompt those that were left out
-  edited: null, // while a turn of a chat is edited: its number; "all" for a story
+  about: null, // the server's description of itself
+  abort: null, // the AbortController of the running request
+  use: null, // tokens in the context, and how many tokens of the prompt were left out
+  edited: null, // what is being edited: the number of a chat's turn, or "all" for a story
 };
 const current = () => writing.texts[writing.mode];
 const isChat = () => writing.mode === "chat";
 const isModel = (part) => part.who === "model";
 const textOf = (part) => (part.tokens?.length ? part.tokens.map(({text}) => text).join("") : part.text);
+const hasChat = () => writing.about?.chat !== false;
 
 // Requests.
 
@@ -29,25 +31,25 @@ function headers() {
   return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
 }
 
-/** A response, or an Error with the server's sentence and, of a wrong setting, its name. */
-async function asked(path, options = {}) {
+/** Returns a response. Otherwise throws an Error with the server's message and, for a wrong setting, the setting's name as `param`. */
+async function request(path, options = {}) {
   const response = await fetch(path, {...options, headers: headers()}).catch((error) => {
     if (error.name === "AbortError") throw error;
     throw new Error("The server cannot be reached.");
   });
-  byId("key-panel").hidden = response.status !== 401;
+  byId("key-form").hidden = response.status !== 401;
   if (response.ok) return response;
   const {error} = await response.json().catch(() => ({error: null}));
   throw Object.assign(new Error(error?.message ?? `The server answered ${response.status}.`), {param: error?.param});
 }
 
-/** Server-sent events as [name, data]. */
-async function* eventsOf(response) {
+/** Yields server-sent events as [name, data]. */
+async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let waiting = "";
+  let buffer = "";
   for (let {value, done} = await reader.read(); !done; {value, done} = await reader.read()) {
-    const blocks = (waiting + value).split("\n\n");
-    waiting = blocks.pop();
+    const blocks = (buffer + value).split("\n\n");
+    buffer = blocks.pop();
     for (const block of blocks) {
       const lines = block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]);
       const {event, data} = Object.fromEntries(lines);
@@ -56,70 +58,78 @@ async function* eventsOf(response) {
   }
 }
 
-/** What of a part is sent: ids where they are known, so that the model reads what it wrote; its end token stays behind. */
-function sentOf(part) {
+/** What a part contributes to a prompt: known token ids, so that the model reads the tokens that it wrote, without its end token. */
+function promptOf(part) {
   if (!isModel(part) || !part.tokens.length) return part.ids ?? [part.text];
   return part.tokens.filter((token) => !token.ends).map((token) => (token.cut ? token.text : token.id));
 }
 
-function bodyOf(before, part) {
-  const common = {settings: givenSettings(), alternatives: alternativesWanted()};
-  if (!isChat()) return {...common, prompt: [...before, part].flatMap(sentOf).filter((one) => one !== ""), fit: true};
+function requestBody(before, part) {
+  const common = {settings: chosenSettings(), alternatives: numAlternatives()};
+  if (!isChat()) return {...common, prompt: [...before, part].flatMap(promptOf).filter((one) => one !== ""), fit: true};
   const system = byId("system").value.trim();
   const roles = {person: "user", model: "assistant"};
   const messages = before.map((one) => ({role: roles[one.who], content: textOf(one)}));
   const all = system ? [{role: "system", content: system}, ...messages] : messages;
-  return {...common, messages: all, prompt: part.tokens.length ? sentOf(part) : null};
+  return {...common, messages: all, prompt: part.tokens.length ? promptOf(part) : null};
 }
 
-// Writing on.
+// Generating.
 
-function remember() {
+function pushUndo() {
   const text = current();
   text.past.push(text.parts);
   text.future = [];
 }
 
-/** Writes behind `before`; `kept` are the tokens that the new part begins with. */
-async function write(before, kept = []) {
+/** Generates a part after the parts `before`; the new part begins with the tokens `kept`. */
+async function generate(before, kept = []) {
   if (writing.abort) return;
   const part = {who: "model", text: "", tokens: kept, kept: kept.length, seed: null, settings: {}, router: null, stats: {}, reason: STOPPED};
-  const body = bodyOf(before, part);
-  if (!givenAreGood()) return;
-  remember();
+  const body = requestBody(before, part);
+  if (!checkFields()) return;
+  pushUndo();
   const text = current();
   text.parts = [...before, part];
   writing.abort = new AbortController();
-  told("Waiting for the model …");
-  problem(null);
+  showStatus("Waiting for the model …");
+  showProblem(null);
   drawAll();
-  const begun = {time: null, count: 0};
+  const clock = {start: null, count: 0};
   try {
     const options = {method: "POST", body: JSON.stringify(body), signal: writing.abort.signal};
-    for await (const [event, data] of eventsOf(await asked("/api/dantinox/generate", options))) {
-      if (event === "begin") began(part, before, data);
-      if (event === "token") took(part, data, begun);
-      if (event === "end") ended(part, data);
+    for await (const [event, data] of readEvents(await request("/api/dantinox/generate", options))) {
+      if (event === "begin") onBegin(part, before, data);
+      if (event === "token") onTokens(part, data, clock);
+      if (event === "end") part.stats = data.stats;
       if (event === "error") throw Object.assign(new Error(data.message), {param: data.param});
     }
-    told(`${ended.words ?? ""}`);
+    showStatus(summaryOf(part));
   } catch (error) {
-    if (error.name === "AbortError") told(`Stopped behind ${counted(part.tokens.length - part.kept)}.`);
-    else failed(error, text, part);
+    if (error.name === "AbortError") showStatus(`Stopped after ${countTokens(part)}.`);
+    else onFailure(error, text, part);
   } finally {
     writing.abort = null;
     trimEnd(part);
     drawAll();
-    keep();
+    saveState();
   }
 }
 
-const counted = (tokens) => `${whole(tokens)} ${tokens === 1 ? "token" : "tokens"}`;
+function countTokens(part) {
+  const count = part.tokens.length - part.kept;
+  return `${whole(count)} ${count === 1 ? "token" : "tokens"}`;
+}
 
-/** Nothing of the model came: the text is as before, and what the person wrote is where it was written. */
-function failed(error, text, part) {
-  problem(error.message, error.param);
-  told("");
+function summaryOf(part) {
+  const ends = {eos: "The model ended the text.", stop: "Ended by a stop string.", length: "Ended by the length limit."};
+  return `${countTokens(part)}. ${ends[part.reason] ?? ""}`;
+}
+
+/** If no token arrived, restores the text before the request and the person's draft. */
+function onFailure(error, text, part) {
+  showProblem(error.message, error.param);
+  showStatus("");
   if (part.tokens.length > part.kept) return;
   const last = text.parts.at(-2);
   text.parts = text.past.pop();
@@ -129,74 +139,68 @@ function failed(error, text, part) {
   }
 }
 
-function began(part, before, data) {
+function onBegin(part, before, data) {
   Object.assign(part, {seed: data.seed, settings: data.settings, router: data.router, vocab: data.vocab_size, promptTokens: data.prompt_tokens});
   writing.use = {tokens: data.prompt_tokens, leftOut: data.left_out};
   if (!isChat()) before.filter((one) => !isModel(one) && !one.ids && one.text).forEach((one, i) => (one.ids = data.texts[i]));
   before.forEach((one) => delete one.fresh);
-  told("Writing …");
+  showStatus("Generating …");
 }
 
-function took(part, {tokens, text, finish_reason: reason}, begun) {
-  begun.time ??= performance.now();
-  begun.count += tokens.length;
+function onTokens(part, {tokens, text, finish_reason: reason}, clock) {
+  clock.start ??= performance.now();
+  clock.count += tokens.length;
   part.text += text;
   part.tokens = [...part.tokens, ...tokens];
   if (reason) part.reason = reason;
   writing.use.tokens += tokens.length;
-  const seconds = (performance.now() - begun.time) / 1000;
-  if (seconds > 0.2) part.stats = {...part.stats, decode_tok_per_s: (begun.count - 1) / seconds};
+  const seconds = (performance.now() - clock.start) / 1000;
+  if (seconds > 0.2) part.stats = {...part.stats, decode_tok_per_s: (clock.count - 1) / seconds};
   appendTokens(part, tokens);
 }
 
-function ended(part, {stats}) {
-  part.stats = stats;
-  const why = {eos: "The model ended the text.", stop: "Ended by a stop string.", length: "Ended by the length limit."};
-  ended.words = `${counted(part.tokens.length - part.kept)}. ${why[part.reason] ?? ""}`;
-}
-
-/** What a stop string took away goes, and an end token is known as such: it is not read when the text goes on. */
+/** Removes the text that a stop string removed, and marks an end token, which is not sent when the text is continued. */
 function trimEnd(part) {
-  const own = part.tokens.slice(part.kept);
-  const last = own.at(-1);
+  const added = part.tokens.slice(part.kept);
+  const last = added.at(-1);
   if (last && part.reason === "eos" && last.text === "") last.ends = true;
-  if (part.reason === "stop" && own.length) {
-    let room = part.text.length;
-    const stays = own.flatMap((token) => {
-      const fits = token.text.slice(0, room);
-      if (token.text && !fits) return [];
-      room -= fits.length;
-      return [fits === token.text ? token : {...token, text: fits, cut: true}];
+  if (part.reason === "stop" && added.length) {
+    let left = part.text.length;
+    const trimmed = added.flatMap((token) => {
+      const text = token.text.slice(0, left);
+      if (token.text && !text) return [];
+      left -= text.length;
+      return [text === token.text ? token : {...token, text, cut: true}];
     });
-    part.tokens = [...part.tokens.slice(0, part.kept), ...stays];
+    part.tokens = [...part.tokens.slice(0, part.kept), ...trimmed];
   }
   part.text = textOf(part);
 }
 
 function go() {
   if (writing.abort || writing.edited !== null) return;
-  const said = byId("draft").value;
+  const draft = byId("draft").value;
   const {parts} = current();
-  if (isChat() && !said.trim() && (!parts.length || isModel(parts.at(-1)))) {
-    problem("Write a message first.");
+  if (isChat() && !draft.trim() && (!parts.length || isModel(parts.at(-1)))) {
+    showProblem("Write a message first.");
     byId("draft").focus();
     return;
   }
   byId("draft").value = "";
-  write(said ? [...parts, {who: "person", text: said, fresh: true}] : parts);
+  generate(draft ? [...parts, {who: "person", text: draft, fresh: true}] : parts);
 }
 
 function retry() {
   const {parts} = current();
   const last = parts.at(-1);
   if (!last || !isModel(last)) return;
-  const fixed = byId("setting-seed")?.value;
-  write(parts.slice(0, -1), last.tokens.slice(0, last.kept ?? 0)).then(() => {
-    if (fixed) told(`${byId("status").textContent} The seed is fixed, so the same request gives the same text.`);
+  const seed = byId("setting-seed")?.value;
+  generate(parts.slice(0, -1), last.tokens.slice(0, last.kept ?? 0)).then(() => {
+    if (seed) showStatus(`${byId("status").textContent} The seed is fixed, so the same request gives the same text.`);
   });
 }
 
-/** Goes on behind the selected token, with another in its place. */
+/** Replaces the selected token by an alternative and continues from there. */
 function pick(one) {
   if (writing.abort || writing.edited !== null) return;
   const {part: number, place} = state.sample.tokens[state.at].at;
@@ -208,19 +212,25 @@ function pick(one) {
   const token = {...old, id: one.id, text, logprob: one.logprob, logprob_sampled: one.logprob_sampled, rank: rank < 0 ? old.rank : rank};
   for (const name of ["ends", "cut", "candidates"]) delete token[name];
   const isNew = one.id !== old.id;
-  write(parts.slice(0, number), [...part.tokens.slice(0, place), isNew ? {...token, forced: true, picked: true} : token]);
+  generate(parts.slice(0, number), [...part.tokens.slice(0, place), isNew ? {...token, forced: true, picked: true} : token]);
 }
 
+/** Undo moves from "past" to "future", redo from "future" to "past". */
 function restore(from, to) {
   const text = current();
   if (writing.abort || !text[from].length) return;
   text[to].push(text.parts);
   text.parts = text[from].pop();
+  showChange();
+}
+
+/** Draws and saves a text that something other than a request has changed. */
+function showChange() {
   writing.use = null;
-  told("");
-  problem(null);
+  showStatus("");
+  showProblem(null);
   drawAll();
-  keep();
+  saveState();
 }
 
 // Editing.
@@ -234,42 +244,41 @@ function edit(number) {
   byId("editor").focus();
 }
 
-function finishEditing(isTaken) {
+function finishEditing(isAccepted) {
   const number = writing.edited;
   const text = byId("editor").value;
   writing.edited = null;
   const {parts} = current();
   const before = number === "all" ? parts.map(textOf).join("") : textOf(parts[number]);
-  if (isTaken && text !== before) {
-    remember();
-    current().parts = number === "all" ? rewritten(parts, text) : parts.with(number, {who: parts[number].who, text, tokens: []});
+  if (isAccepted && text !== before) {
+    pushUndo();
+    current().parts = number === "all" ? applyEdit(parts, text) : parts.with(number, {who: parts[number].who, text, tokens: []});
     writing.use = null;
   }
   drawAll();
-  keep();
+  saveState();
   byId("edit").focus();
 }
 
-/** The parts of another text: up to the first change those that are there, from there on the person's words. */
-function rewritten(parts, text) {
+/** The parts of an edited text: the existing ones up to the first change, then one part of the person. */
+function applyEdit(parts, text) {
   const found = [];
   let done = 0;
   for (const part of parts) {
     const pieces = part.tokens?.length ? part.tokens : [part];
     const changed = pieces.findIndex((piece) => {
-      const stays = text.startsWith(piece.text, done);
-      if (stays) done += piece.text.length;
-      return !stays;
+      const isEqual = text.startsWith(piece.text, done);
+      if (isEqual) done += piece.text.length;
+      return !isEqual;
     });
-    const isWhole = changed < 0;
-    if (isWhole) found.push(part);
-    else {
+    if (changed >= 0) {
       if (isModel(part) && changed > 0) {
         const tokens = part.tokens.slice(0, changed);
         found.push({...part, tokens, text: tokens.map((token) => token.text).join(""), kept: Math.min(part.kept, changed), reason: STOPPED});
       }
       break;
     }
+    found.push(part);
   }
   if (done < text.length) found.push({who: "person", text: text.slice(done)});
   return found;
@@ -277,15 +286,15 @@ function rewritten(parts, text) {
 
 // Drawing.
 
-/** A token as the shared parts take it: with its surprisal, the router's numbers of its part, and where it stands. */
-function viewed(token, part, number, place) {
+/** A token as the shared scripts expect it: with its surprisal, its part's router numbers, and its position in the parts. */
+function tokenView(token, part, number, place) {
   const {router} = part;
   const lists = {alternatives: token.alternatives ?? [], candidates: token.candidates ?? []};
   return {...token, ...lists, surprisal: surprisalOf(token.logprob), router, at: {part: number, place}};
 }
 
 function sampleOf(parts) {
-  const tokens = parts.flatMap((part, number) => (part.tokens ?? []).map((token, place) => viewed(token, part, number, place)));
+  const tokens = parts.flatMap((part, number) => (part.tokens ?? []).map((token, place) => tokenView(token, part, number, place)));
   const router = parts.findLast((part) => part.router)?.router ?? null;
   return {tokens, router, strategy: tokens.some((token) => token.strategy) ? "entropy" : "chain", vocab_size: writing.about?.vocab_size ?? 0};
 }
@@ -305,45 +314,51 @@ function drawAll() {
   state.pointed = null;
   if (!isRouted() && state.shading === "strategy") state.shading = "entropy";
   document.body.classList.toggle("routed", isRouted());
-  scale();
+  updateScales();
   state.nodes = tokens.map(nodeOf);
   const nodes = parts.map((part, number) => state.nodes.filter((_, i) => tokens[i].at.part === number));
-  byId("tokens").replaceChildren(...parts.map((part, number) => (isChat() ? turnOf(part, number, nodes[number]) : passageOf(part, nodes[number]))));
+  byId("tokens").replaceChildren(...parts.map((part, number) => (isChat() ? turnNode(part, number, nodes[number]) : passageNode(part, nodes[number]))));
+  drawControls();
   drawColours();
   shade();
   drawNumbers();
   select(state.at);
-  drawControls();
   if (wasLast) byId("text").scrollTop = byId("text").scrollHeight;
 }
 
-function passageOf(part, nodes) {
-  return nodes.length ? listOf(nodes) : element("span", {class: "own"}, part.text);
+function passageNode(part, nodes) {
+  return nodes.length ? tokenList(nodes) : element("span", {class: "user"}, part.text);
 }
 
-function listOf(nodes) {
+function tokenList(nodes) {
   const attributes = {class: "passage", role: "listbox", "aria-label": "Tokens of the model", "aria-orientation": "horizontal"};
   return element("span", attributes, ...nodes);
 }
 
-function turnOf(part, number, nodes) {
-  const who = isModel(part) ? "Model" : "You";
-  const button = element("button", {type: "button", class: "plain", "aria-label": `Edit turn ${number + 1}, ${who}`}, "edit");
+function turnNode(part, number, nodes) {
+  const author = isModel(part) ? "Model" : "You";
+  const button = element("button", {type: "button", class: "plain", "aria-label": `Edit turn ${number + 1}, ${author}`}, "Edit");
   button.addEventListener("click", () => edit(number));
-  const head = element("div", {class: "who"}, who, button);
-  return element("div", {class: `turn ${part.who}`}, head, passageOf(part, nodes));
+  const head = element("div", {class: "author"}, author, button);
+  return element("div", {class: `turn ${part.who}`}, head, passageNode(part, nodes));
 }
 
-/** The scales follow the text; small values stay small. */
-function scale() {
-  const least = {entropy: 3, varentropy: 3, surprisal: 5};
-  for (const name of Object.keys(ENDS)) ENDS[name] = Math.max(least[name], endOfScale(name, state.sample.tokens));
+/** Sets the scales of the shading from the 10th to the 98th percentile of the text, over a range that is not too small: the shades
+ * compare the tokens of this text with each other, so a model that is unsure everywhere does not shade everything alike. */
+function updateScales() {
+  const leastRange = {entropy: 1.5, varentropy: 1.5, surprisal: 2.5};
+  const {tokens} = state.sample;
+  for (const [name, range] of Object.entries(leastRange)) {
+    const high = Math.max(2 * range, scaleEnd(name, tokens));
+    const low = Math.min(quantile(name, tokens, 0.1) ?? 0, high - range);
+    scales[name] = {low: low < 0.1 * high ? 0 : Number(low.toPrecision(2)), high};
+  }
 }
 
-/** Tokens that have just come, put behind the others. */
+/** Adds the nodes of tokens that have just arrived. */
 function appendTokens(part, tokens) {
   const {parts} = current();
-  if (!parts.includes(part)) return; // another text is on the screen
+  if (!parts.includes(part)) return; // the other mode is shown
   const number = parts.length - 1;
   const frame = byId("text");
   const isAtEnd = frame.scrollHeight - frame.scrollTop - frame.clientHeight < 60;
@@ -353,17 +368,17 @@ function appendTokens(part, tokens) {
     drawAll();
     return;
   }
-  const follows = state.at === state.nodes.length - 1;
+  const isLastSelected = state.at === state.nodes.length - 1;
   const place = part.tokens.length - tokens.length;
   const body = byId("tokens").lastElementChild;
   let passage = isChat() ? body.querySelector(".passage") : body;
   if (!passage?.matches(".passage")) {
-    passage = listOf([]);
-    const own = isChat() ? body.querySelector(".own") : body;
-    own.replaceWith(passage);
+    passage = tokenList([]);
+    const empty = isChat() ? body.querySelector(".user") : body;
+    empty.replaceWith(passage);
   }
   for (const [i, token] of tokens.entries()) {
-    const view = viewed(token, part, number, place + i);
+    const view = tokenView(token, part, number, place + i);
     const index = state.nodes.length;
     const node = nodeOf(view, index);
     state.sample.tokens.push(view);
@@ -373,7 +388,7 @@ function appendTokens(part, tokens) {
     shadeNode(node, index);
     passage.append(node);
   }
-  if (follows && tokens.length) {
+  if (isLastSelected && tokens.length) {
     mark(state.nodes[state.at], false);
     state.at = state.nodes.length - 1;
     mark(state.nodes[state.at], true);
@@ -382,17 +397,17 @@ function appendTokens(part, tokens) {
   drawSoon();
 }
 
-let waitingToDraw = null;
+let drawTimer = null;
 function drawSoon() {
-  waitingToDraw ??= setTimeout(() => {
-    waitingToDraw = null;
+  drawTimer ??= setTimeout(() => {
+    drawTimer = null;
     if (!writing.abort) return;
-    scale();
+    updateScales();
     shade();
     drawNumbers();
     drawToken(state.sample.tokens[state.at]);
     drawMarks();
-  }, SHOWN_EVERY);
+  }, DRAW_INTERVAL);
 }
 
 function drawNumbers() {
@@ -400,22 +415,23 @@ function drawNumbers() {
   buildStrips();
   drawStrategies();
   if (tokens.length) drawPlots();
-  const surprise = mean(valuesOf(tokens, "surprisal").filter(Number.isFinite));
+  const surprisal = mean(valuesOf(tokens, "surprisal").filter(Number.isFinite));
   const last = current().parts.findLast(isModel);
   const context = writing.about?.context ?? 0;
   const used = writing.use?.tokens;
   const facts = [
-    ["written by the model", whole(tokens.length), tokens.length === 1 ? " token" : " tokens"],
-    ["perplexity", number(surprise === null ? null : 2 ** surprise), ""],
-    ["mean entropy", number(mean(valuesOf(tokens, "entropy"))), " bits"],
-    ["speed", number(last?.stats?.decode_tok_per_s), " tokens/s"],
-    ["first token", number(last?.stats?.first_token_seconds), " s"],
-    ["seed", last && known(last.seed) ? String(last.seed) : "–", ""],
+    ["Tokens", whole(tokens.length), ""],
+    ["Perplexity", number(surprisal === null ? null : 2 ** surprisal), ""],
+    ["Mean entropy", number(mean(valuesOf(tokens, "entropy"))), " bits"],
+    ["Speed", number(last?.stats?.decode_tok_per_s), " tokens/s"],
+    ["First token", number(last?.stats?.first_token_seconds), " s"],
+    ["Seed", last && known(last.seed) ? String(last.seed) : "–", ""],
   ];
   const pairs = facts.map(([name, value, unit]) => pair(name, element("b", {}, value), unit));
   const meter = element("meter", {min: 0, max: Math.max(1, context), value: used ?? 0, "aria-label": "Context used"});
-  const leftOut = writing.use?.leftOut ? `, ${whole(writing.use.leftOut)} at the front left out` : "";
-  pairs.push(pair("context", meter, " ", element("b", {}, whole(used)), ` of ${whole(context)} tokens${leftOut}`));
+  const leftOut = writing.use?.leftOut ? `, first ${whole(writing.use.leftOut)} left out` : "";
+  const share = known(used) ? [meter, " ", element("b", {}, whole(used)), " of "] : [];
+  pairs.push(pair("Context", ...share, `${whole(context)} tokens${leftOut}`));
   byId("totals").replaceChildren(...pairs);
 }
 
@@ -423,44 +439,51 @@ function drawControls() {
   const {parts, past, future} = current();
   const isBusy = writing.abort !== null;
   const isEditing = writing.edited !== null;
-  const can = {
-    go: !isBusy && !isEditing && writing.about !== null,
-    retry: !isBusy && !isEditing && parts.length > 0 && isModel(parts.at(-1)),
-    undo: !isBusy && !isEditing && past.length > 0,
-    redo: !isBusy && !isEditing && future.length > 0,
-    edit: !isBusy && !isEditing && parts.length > 0 && !isChat(),
-    clear: !isBusy && !isEditing && parts.length > 0,
-    "save-lines": !isBusy && state.nodes.length > 0,
-    "save-report": !isBusy && state.nodes.length > 0,
+  const isIdle = !isBusy && !isEditing;
+  const hasTokens = state.nodes.length > 0;
+  const enabled = {
+    go: isIdle && writing.about !== null,
+    retry: isIdle && parts.length > 0 && isModel(parts.at(-1)),
+    undo: isIdle && past.length > 0,
+    redo: isIdle && future.length > 0,
+    edit: isIdle && parts.length > 0 && !isChat(),
+    clear: isIdle && parts.length > 0,
+    copy: parts.length > 0,
+    load: isIdle && writing.about !== null,
+    "save-lines": !isBusy && hasTokens,
+    "save-report": !isBusy && hasTokens,
+    "show-token": hasTokens,
+    "show-statistics": hasTokens,
   };
-  for (const [id, is] of Object.entries(can)) byId(id).disabled = !is;
+  for (const [id, isEnabled] of Object.entries(enabled)) byId(id).disabled = !isEnabled;
   byId("go").hidden = isBusy;
   byId("stop").hidden = !isBusy;
   byId("edit").hidden = isChat();
-  byId("text").hidden = isEditing;
-  byId("legend").hidden = isEditing || !state.nodes.length;
+  byId("text").hidden = byId("shading").hidden = isEditing;
   byId("editing").hidden = !isEditing;
-  byId("editor-label").textContent = writing.edited === "all" ? "Edit the text: up to the first change its tokens stay as they are" : "Edit the turn: it becomes plain words";
-  byId("token").closest(".panel").hidden = !state.nodes.length;
+  byId("editor-label").textContent = writing.edited === "all" ? "Edit the text. Tokens before the first change stay tokens." : "Edit the turn. Its tokens become plain text.";
+  const {draft, go: label, nothing} = WORDS[writing.mode];
   byId("nothing").hidden = parts.length > 0;
-  byId("nothing").textContent = WORDS[writing.mode].nothing;
-  byId("draft-label").textContent = WORDS[writing.mode].draft;
-  byId("go").textContent = WORDS[writing.mode].go;
-  document.body.classList.toggle("writing", isBusy);
-  document.body.classList.toggle("empty", !state.nodes.length);
+  byId("nothing").textContent = hasChat() ? nothing : `${nothing}\n${NO_CHAT}`;
+  byId("draft-label").textContent = byId("draft").placeholder = draft;
+  byId("go").textContent = label;
+  document.body.classList.toggle("generating", isBusy);
+  document.body.classList.toggle("empty", !hasTokens);
+  if (!hasTokens && document.body.dataset.panel !== "settings") openPanel(isNarrow.matches ? null : "settings");
   document.querySelectorAll("#mode input").forEach((radio) => {
     radio.checked = radio.value === writing.mode;
-    radio.disabled = isBusy || isEditing || (radio.value === "chat" && !writing.about?.chat);
+    radio.disabled = !isIdle || (radio.value === "chat" && !writing.about?.chat);
   });
-  document.querySelectorAll(".turn button").forEach((button) => (button.disabled = isBusy || isEditing));
+  byId("chat-reason").textContent = byId("chat-label").title = hasChat() ? "" : NO_CHAT;
+  document.querySelectorAll(".turn button").forEach((button) => (button.disabled = !isIdle));
 }
 
-function told(text) {
+function showStatus(text) {
   byId("status").textContent = text;
 }
 
-/** One sentence about what went wrong, and the field that it is about. */
-function problem(text, param) {
+/** Shows one sentence about an error, or hides it (null), and marks the field of the setting `param`. */
+function showProblem(text, param) {
   byId("problem").hidden = text === null;
   byId("problem").textContent = text ?? "";
   document.querySelectorAll("[aria-invalid]").forEach((field) => field.removeAttribute("aria-invalid"));

@@ -1,26 +1,35 @@
 "use strict";
-// The settings of a request: fields made from what the server says of each. An empty field is as the server has it.
+// The settings of a request: fields made from the server's description of each setting. An empty field means the server's value.
 
+const PLAIN = {strategy: "chain", temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1};
+const PRESETS = { // what each preset writes into the fields of PLAIN; fields that it does not name become empty
+  "Server defaults": {},
+  Greedy: {...PLAIN, temperature: 0},
+  Focused: {...PLAIN, temperature: 0.5, top_p: 0.9},
+  Balanced: {...PLAIN, temperature: 0.8, min_p: 0.05},
+  Creative: {...PLAIN, temperature: 1.2, min_p: 0.03},
+  "Entropy router": {strategy: "entropy"},
+};
 const MAIN = ["strategy", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "seed"];
 const GROUPS = [
-  ["The end", ({name}) => ["stop", "keep_stop", "stop_token_ids", "ignore_eos", "min_tokens"].includes(name)],
-  ["Repetition", ({steps}) => steps.some((step) => stepOf(step).group === "penalty")],
-  ["Words and bans", ({steps}) => steps.some((step) => stepOf(step).group === "edit")],
+  ["End of the text", ({name}) => ["stop", "keep_stop", "stop_token_ids", "ignore_eos", "min_tokens"].includes(name)],
+  ["Repetition", ({steps}) => steps.some((step) => stepNamed(step).group === "penalty")],
+  ["Words and bans", ({steps}) => steps.some((step) => stepNamed(step).group === "edit")],
   ["Other samplers", ({section, name}) => section === "generation" && !["preset", "sampler_order"].includes(name)],
-  ["Router", ({section}) => section === "router"],
+  ["Entropy router", ({section}) => section === "router"],
 ];
-const TITLES = {max_new_tokens: "Length", strategy: "Chosen by", seed: "Seed", temperature: "Temperature"};
-const STRATEGY = {chain: "the chain of samplers", entropy: "the entropy router"};
-const stepOf = (name) => writing.about.steps.find((step) => step.name === name);
-const orderOf = {own: null}; // names of steps where the person has moved them
+const TITLES = {max_new_tokens: "Length", strategy: "Sampler", dry_breakers: "DRY breakers", eta_cutoff: "Eta cutoff"};
+const STRATEGY = {chain: "sampling steps", entropy: "entropy router"};
+const customOrder = {steps: null}; // names of sampling steps after the person has moved one
+const stepNamed = (name) => writing.about.steps.find((step) => step.name === name);
+const settingNamed = (name) => writing.about.settings.find((setting) => setting.name === name);
+const titleOf = (name) => TITLES[name] ?? sentenceCase(name.replaceAll("_", " ")).replace(/^Dry /, "DRY ").replace(/^Xtc /, "XTC ");
 
-const title = (name) => TITLES[name] ?? name.replaceAll("_", " ");
-
-function short(value) {
+function shorten(value) {
   if (value === null) return "off";
   if (typeof value === "number") return String(value);
-  if (Array.isArray(value)) return value.length ? `${value.length} given` : "none";
-  if (typeof value === "object") return Object.keys(value).length ? `${Object.keys(value).length} given` : "none";
+  if (Array.isArray(value)) return value.length ? `${value.length} entries` : "none";
+  if (typeof value === "object") return Object.keys(value).length ? `${Object.keys(value).length} entries` : "none";
   return typeof value === "boolean" ? (value ? "yes" : "no") : String(value);
 }
 
@@ -34,100 +43,123 @@ function fieldOf(setting) {
   const common = {id: `setting-${name}`, "aria-describedby": `help-${name}`};
   if (type === "choice" || type === "boolean") {
     const options = type === "boolean" ? [["true", "yes"], ["false", "no"]] : choices.map((one) => [JSON.stringify(one), STRATEGY[one] ?? String(one)]);
-    const served = element("option", {value: ""}, `as served: ${type === "choice" ? (STRATEGY[value] ?? value) : short(value)}`);
+    const served = element("option", {value: ""}, `default: ${type === "choice" ? (STRATEGY[value] ?? value) : shorten(value)}`);
     return element("select", common, served, ...options.map(([json, label]) => element("option", {value: json}, label)));
   }
-  if (type === "list" || type === "map") return element("textarea", {...common, class: "field", rows: 2, placeholder: short(value), spellcheck: "false"});
+  if (type === "list" || type === "map") return element("textarea", {...common, class: "field", rows: 2, placeholder: shorten(value), spellcheck: "false"});
   const attributes = type === "text" ? {type: "text"} : {type: "number", step: type === "integer" ? 1 : "any", inputmode: type === "integer" ? "numeric" : "decimal"};
   const bounds = {...(known(setting.low) && {min: setting.low}), ...(known(setting.high) && {max: setting.high})};
-  const field = element("input", {...common, ...attributes, ...bounds, class: "field", placeholder: name === "seed" && value === null ? "fresh" : short(value), autocomplete: "off"});
-  return field;
+  return element("input", {...common, ...attributes, ...bounds, class: "field", placeholder: name === "seed" && value === null ? "random" : shorten(value), autocomplete: "off"});
 }
 
 function settingRow(setting) {
   const {name, type, help} = setting;
-  const lines = {list: " One a line.", map: " A line each: token=number."}[type] ?? "";
+  const format = {list: " One entry per line.", map: " One entry per line: token=number."}[type] ?? "";
   const range = rangeOf(setting);
-  const text = `${help}.${lines}${range && ` Allowed: ${range}.`}`;
-  const label = element("label", {for: `setting-${name}`}, title(name));
+  const text = `${sentenceCase(help)}.${format}${range && ` Range: ${range}.`}`;
+  const label = element("label", {for: `setting-${name}`}, titleOf(name));
   const note = element("span", {id: `help-${name}`, class: "help"}, text);
   return element("div", {class: `setting${["list", "map"].includes(type) || name === "strategy" ? " wide" : ""}`, "data-of": name}, label, fieldOf(setting), note);
 }
 
-function ownRow(id, label, field, help) {
+/** A row of this page for something that is not a setting of the server. */
+function extraRow(id, label, field, help) {
   field.id = id;
   field.setAttribute("aria-describedby", `help-${id}`);
   return element("div", {class: "setting"}, element("label", {for: id}, label), field, element("span", {id: `help-${id}`, class: "help"}, help));
 }
 
-/** All fields; called once what the server has is known. */
+/** Builds all fields from the server's description. */
 function buildSettings() {
   const {settings, alternatives} = writing.about;
-  const left = new Map(settings.map((setting) => [setting.name, setting]));
+  const rest = new Map(settings.map((setting) => [setting.name, setting]));
   const take = (name) => {
-    const setting = left.get(name);
-    left.delete(name);
+    const setting = rest.get(name);
+    rest.delete(name);
     return settingRow(setting);
   };
-  const main = MAIN.filter((name) => left.has(name)).map(take);
+  const main = MAIN.filter((name) => rest.has(name)).map(take);
   const count = element("input", {type: "number", min: 0, max: alternatives, step: 1, class: "field", placeholder: "10"});
-  main.push(ownRow("alternatives-wanted", "Alternatives", count, `reported with each token, at most ${alternatives}.`));
+  main.push(extraRow("num-alternatives", "Alternatives", count, `Reported with each token, at most ${alternatives}.`));
   const system = element("textarea", {id: "system", class: "field", rows: 2});
-  const spoken = element("div", {class: "setting wide", id: "system-row"}, element("label", {for: "system"}, "System message"), system);
+  const systemRow = element("div", {class: "setting wide", id: "system-row"}, element("label", {for: "system"}, "System message"), system);
   const groups = GROUPS.map(([name, belongs]) => {
-    const rows = [...left.values()].filter(belongs).map((setting) => take(setting.name));
+    const rows = [...rest.values()].filter(belongs).map((setting) => take(setting.name));
     return element("details", {}, element("summary", {}, `${name} `, element("span", {class: "count"})), ...rows);
   });
-  byId("settings").replaceChildren(spoken, ...main, orderGroup(), ...groups);
+  byId("settings").replaceChildren(presetButtons(), systemRow, ...main, orderGroup(), ...groups);
   drawOrder();
 }
 
-// The order of the steps.
+// Presets.
+
+const presetText = (name, value) => (value === undefined ? "" : name === "strategy" ? JSON.stringify(value) : String(value));
+
+function presetButtons() {
+  const buttons = Object.entries(PRESETS).map(([name, values]) => {
+    const button = element("button", {type: "button", "aria-pressed": "false"}, name);
+    button.addEventListener("click", () => {
+      for (const key of Object.keys(PLAIN)) byId(`setting-${key}`).value = presetText(key, values[key]);
+      showProblem(null);
+      settingsChanged();
+    });
+    return button;
+  });
+  return element("fieldset", {id: "presets"}, element("legend", {}, "Presets"), ...buttons);
+}
+
+function drawPresets() {
+  byId("presets").querySelectorAll("button").forEach((button) => {
+    const values = PRESETS[button.textContent];
+    const isChosen = Object.keys(PLAIN).every((key) => byId(`setting-${key}`).value === presetText(key, values[key]));
+    button.setAttribute("aria-pressed", String(isChosen));
+  });
+}
+
+// The order of the sampling steps.
 
 function orderGroup() {
   const names = Object.keys(writing.about.orders).map((name) => element("option", {value: name}, name));
-  const served = element("option", {value: ""}, "as served");
-  const own = element("option", {value: "own", disabled: "", hidden: ""}, "an order of your own");
-  const preset = ownRow("preset", "Preset", element("select", {}, served, ...names, own), "Whose order the steps run in; it sets no values. The arrows make an order of your own.");
-  preset.querySelector("select").addEventListener("change", () => {
-    orderOf.own = null;
+  const served = element("option", {value: ""}, "default");
+  const custom = element("option", {value: "own", disabled: "", hidden: ""}, "custom");
+  const help = "The program whose order of steps is used; the values do not change. The arrows make a custom order.";
+  const row = extraRow("preset", "Order of", element("select", {}, served, ...names, custom), help);
+  row.querySelector("select").addEventListener("change", () => {
+    customOrder.steps = null;
     drawOrder();
   });
-  return element("details", {id: "order-group"}, element("summary", {}, "Order ", element("span", {class: "count"})), preset, element("ol", {class: "order", id: "order"}));
+  return element("details", {id: "order-group"}, element("summary", {}, "Order of the steps ", element("span", {class: "count"})), row, element("ol", {class: "order", id: "order"}));
 }
 
-function served(name) {
-  return writing.about.settings.find((setting) => setting.name === name).value;
-}
-
-/** The steps that run, mirostat as one; served orders of Kobold's codes are shown as their preset's. */
-function orderNow() {
-  if (orderOf.own) return orderOf.own;
+/** The steps in their current order, with mirostat's two steps as one. An order of Kobold codes is that of its preset. */
+function currentOrder() {
+  if (customOrder.steps) return customOrder.steps;
   const chosen = byId("preset").value;
-  const given = served("sampler_order");
-  const names = chosen || !given || typeof given[0] === "number" ? writing.about.orders[chosen || served("preset")] : given;
+  const served = settingNamed("sampler_order").value;
+  const names = chosen || !served || typeof served[0] === "number" ? writing.about.orders[chosen || settingNamed("preset").value] : served;
   return [...new Set(names.map((name) => (name.startsWith("mirostat") ? "mirostat" : name)))];
 }
 
+/** Draws the list of steps; `focus` is the step and direction of the button that has the focus. */
 function drawOrder(focus = null) {
-  byId("preset").value = orderOf.own ? "own" : byId("preset").value === "own" ? "" : byId("preset").value;
-  const order = orderNow();
-  const given = givenSettings();
-  const isOn = (name) => (writing.about.steps.find((step) => step.name.startsWith(name))?.on ?? []).some((key) => key in given && JSON.stringify(given[key]) !== JSON.stringify(defaultOf(key)));
+  byId("preset").value = customOrder.steps ? "own" : byId("preset").value === "own" ? "" : byId("preset").value;
+  const order = currentOrder();
+  const chosen = chosenSettings();
+  const isOn = (name) => (writing.about.steps.find((step) => step.name.startsWith(name))?.on ?? []).some((key) => key in chosen && JSON.stringify(chosen[key]) !== JSON.stringify(settingNamed(key)?.default));
   const items = order.map((name, i) => {
-    const move = (way, sign) => {
-      const button = element("button", {type: "button", "aria-label": `Move ${name} ${way < 0 ? "earlier" : "later"}`}, sign);
-      button.disabled = name === "mirostat" || !order[i + way] || order[i + way] === "mirostat";
+    const moveButton = (offset, arrow) => {
+      const button = element("button", {type: "button", "aria-label": `Move ${name} ${offset < 0 ? "earlier" : "later"}`}, arrow);
+      button.disabled = name === "mirostat" || !order[i + offset] || order[i + offset] === "mirostat";
       button.addEventListener("click", () => {
         const moved = order.filter((one) => one !== name);
-        moved.splice(i + way, 0, name);
-        orderOf.own = moved;
-        drawOrder([name, way]);
+        moved.splice(i + offset, 0, name);
+        customOrder.steps = moved;
+        drawOrder([name, offset]);
         settingsChanged();
       });
       return button;
     };
-    return element("li", {class: isOn(name) ? "on" : "", "data-step": name}, element("span", {}, name.replaceAll("_", " ")), move(-1, "↑"), move(1, "↓"));
+    return element("li", {class: isOn(name) ? "on" : "", "data-step": name}, element("span", {}, titleOf(name)), moveButton(-1, "↑"), moveButton(1, "↓"));
   });
   byId("order").replaceChildren(...items);
   if (focus) {
@@ -137,9 +169,7 @@ function drawOrder(focus = null) {
   }
 }
 
-const defaultOf = (name) => writing.about.settings.find((setting) => setting.name === name)?.default;
-
-// What is given.
+// Reading the fields.
 
 function valueOf({name, type}) {
   const text = byId(`setting-${name}`).value;
@@ -152,27 +182,28 @@ function valueOf({name, type}) {
   return lines.map((line) => (/^\d+$/.test(line) ? Number(line) : line));
 }
 
-function givenSettings() {
+/** The settings whose fields are not empty, by name. */
+function chosenSettings() {
   if (!writing.about) return {};
   const all = writing.about.settings.filter(({name}) => byId(`setting-${name}`));
-  const given = Object.fromEntries(all.map((setting) => [setting.name, valueOf(setting)]).filter(([, value]) => value !== undefined));
-  if (orderOf.own) given.sampler_order = orderOf.own;
-  else if (byId("preset").value) given.preset = byId("preset").value;
-  return given;
+  const chosen = Object.fromEntries(all.map((setting) => [setting.name, valueOf(setting)]).filter(([, value]) => value !== undefined));
+  if (customOrder.steps) chosen.sampler_order = customOrder.steps;
+  else if (byId("preset").value) chosen.preset = byId("preset").value;
+  return chosen;
 }
 
-function alternativesWanted() {
-  const text = byId("alternatives-wanted").value;
+function numAlternatives() {
+  const text = byId("num-alternatives").value;
   return text === "" ? 10 : Math.max(0, Math.min(writing.about.alternatives, Math.round(Number(text))));
 }
 
-/** Whether the browser finds all numbers in their ranges; the first that is not is shown. */
-function givenAreGood() {
+/** Returns whether all numbers are in their ranges; otherwise shows the first that is not. */
+function checkFields() {
   const wrong = [...byId("settings").querySelectorAll("input")].find((field) => !field.checkValidity());
   if (!wrong) return true;
   const label = byId("settings").querySelector(`label[for="${wrong.id}"]`).textContent;
-  problem(`${label}: ${wrong.validationMessage}`, wrong.id.replace("setting-", ""));
-  openSettings(true);
+  showProblem(`${label}: ${wrong.validationMessage}`, wrong.id.replace("setting-", ""));
+  openPanel("settings");
   const group = wrong.closest("details");
   if (group) group.open = true;
   wrong.focus();
@@ -180,35 +211,32 @@ function givenAreGood() {
 }
 
 function settingsChanged() {
-  const given = givenSettings();
-  byId("settings").querySelectorAll(".setting[data-of]").forEach((row) => row.classList.toggle("is-set", row.dataset.of in given));
+  const chosen = chosenSettings();
+  byId("settings").querySelectorAll(".setting[data-of]").forEach((row) => row.classList.toggle("is-set", row.dataset.of in chosen));
   byId("settings").querySelectorAll("details").forEach((group) => {
-    const count = group.querySelectorAll(".is-set").length + (group.id === "order-group" && ("preset" in given || "sampler_order" in given) ? 1 : 0);
+    const count = group.querySelectorAll(".is-set").length + (group.id === "order-group" && ("preset" in chosen || "sampler_order" in chosen) ? 1 : 0);
     group.querySelector(".count").textContent = count ? `(${count} set)` : "";
   });
   byId("system-row").hidden = !isChat();
   drawOrder();
-  keep();
+  drawPresets();
+  saveState();
 }
 
 function resetSettings() {
   byId("settings").querySelectorAll("input, select, textarea:not(#system)").forEach((field) => (field.value = ""));
-  orderOf.own = null;
+  customOrder.steps = null;
+  showProblem(null);
   settingsChanged();
 }
 
-function openSettings(isOpen) {
-  byId("settings-panel").hidden = !isOpen;
-  byId("toggle").setAttribute("aria-expanded", String(isOpen));
-}
-
-function writtenSettings() {
+function savedSettings() {
   const fields = [...byId("settings").querySelectorAll("input, select, textarea")].filter((field) => field.value !== "" && field.value !== "own");
-  return {fields: Object.fromEntries(fields.map((field) => [field.id, field.value])), order: orderOf.own};
+  return {fields: Object.fromEntries(fields.map((field) => [field.id, field.value])), order: customOrder.steps};
 }
 
-function readSettings({fields, order}) {
-  orderOf.own = order ?? null;
+function restoreSettings({fields, order}) {
+  customOrder.steps = order ?? null;
   for (const [id, value] of Object.entries(fields ?? {})) {
     const field = byId(id);
     if (field && byId("settings").contains(field)) field.value = value;

@@ -1,101 +1,139 @@
 "use strict";
-// What is kept over a reload, and what the keys and buttons do.
+// What the browser stores across reloads, the panels, and what keys and buttons do.
 
-/** Numbers as they are shown, and the texts. Where the browser has no room for the alternatives they are left out. */
-function keep() {
+const STORAGE_KEY = "dantinox.write";
+const PANELS = ["token", "settings", "statistics"];
+const isNarrow = matchMedia("(max-width: 839px)"); // panels are sheets; the style sheet has the same width
+
+// Storage.
+
+/** Stores numbers to the digits that are shown, and texts. If the storage is full, leaves out the alternatives. */
+function saveState() {
   if (!writing.about) return;
-  const kept = (withAlternatives) => {
-    const shorter = (name, value) => {
+  const serialize = (withAlternatives) => {
+    const replacer = (name, value) => {
       if (name === "fresh" || (!withAlternatives && LISTS[name])) return undefined;
       return typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(9)) : value;
     };
     const texts = {story: writing.texts.story.parts, chat: writing.texts.chat.parts};
     const {theme} = document.documentElement.dataset;
-    const more = {draft: byId("draft").value, shading: state.shading, theme, open: !byId("settings-panel").hidden};
-    return JSON.stringify({version: 1, model: writing.about.model, mode: writing.mode, texts, settings: writtenSettings(), ...more}, shorter);
+    const more = {draft: byId("draft").value, shading: state.shading, theme};
+    return JSON.stringify({version: 1, model: writing.about.model, mode: writing.mode, texts, settings: savedSettings(), ...more}, replacer);
   };
   for (const withAlternatives of [true, false]) {
     try {
-      localStorage.setItem(KEPT, kept(withAlternatives));
-      if (!withAlternatives) told(`${byId("status").textContent} Too long to keep the alternatives over a reload.`);
+      localStorage.setItem(STORAGE_KEY, serialize(withAlternatives));
+      if (!withAlternatives) showStatus(`${byId("status").textContent} The text is too long to keep its alternatives across a reload.`);
       return;
     } catch {
-      // no room: without the alternatives
+      // The storage is full: try without the alternatives.
     }
   }
-  told(`${byId("status").textContent} Too long to be kept over a reload: save it.`);
+  showStatus(`${byId("status").textContent} The text is too long to keep it across a reload: save it.`);
 }
 
-/** What was kept, where this page wrote it. Ids are those of another vocabulary when the model has changed: they are left out. */
-function kept() {
+function storedState() {
   try {
-    const found = JSON.parse(localStorage.getItem(KEPT));
+    const found = JSON.parse(localStorage.getItem(STORAGE_KEY));
     return found?.version === 1 ? found : {};
   } catch {
     return {};
   }
 }
 
-function asWords(parts) {
+/** The parts without their tokens. */
+function wordsOf(parts) {
   return parts.map((part) => ({who: part.who, text: textOf(part), ...(isModel(part) && {tokens: []})}));
 }
 
-function readKept(found) {
-  const isSame = found.model === writing.about.model;
+/** Restores texts, draft and settings. If the model has changed, its token ids belong to another vocabulary and only words remain. */
+function restoreState(found) {
+  const isSameModel = found.model === writing.about.model;
   for (const mode of ["story", "chat"]) {
     const parts = found.texts?.[mode] ?? [];
-    writing.texts[mode].parts = isSame ? parts : asWords(parts);
+    writing.texts[mode].parts = isSameModel ? parts : wordsOf(parts);
   }
   writing.mode = writing.about.chat && found.mode !== "story" ? "chat" : "story";
   if (SHADINGS.includes(found.shading)) state.shading = found.shading;
   byId("draft").value ||= found.draft ?? "";
-  readSettings(found.settings ?? {});
+  restoreSettings(found.settings ?? {});
 }
+
+// Panels.
+
+/** Shows one panel (null: none): a sheet above the composer on a narrow screen, the side column on a wide one. */
+function openPanel(name) {
+  document.body.dataset.panel = name ?? "";
+  for (const one of PANELS) byId(`show-${one}`).setAttribute("aria-expanded", String(one === name));
+  if (name === "token" && state.nodes.length) reveal(state.nodes[state.at]);
+}
+
+/** Closes an open sheet and returns the focus to where it was opened from; returns whether one was open. */
+function closeSheet() {
+  const {panel} = document.body.dataset;
+  if (!isNarrow.matches || !panel) return false;
+  openPanel(null);
+  (panel === "token" ? state.nodes[state.at] : byId(`show-${panel}`))?.focus();
+  return true;
+}
+
+function togglePanel(name) {
+  if (isNarrow.matches && document.body.dataset.panel === name) return openPanel(null);
+  openPanel(name);
+  byId(`${name}-panel`).scrollTop = 0;
+  byId(`${name}-panel`).focus();
+}
+
+// Modes, keys and buttons.
 
 function setMode(mode) {
   writing.mode = mode;
   writing.use = null;
   state.at = 0;
-  told("");
-  problem(null);
+  showStatus("");
+  showProblem(null);
   drawAll();
   settingsChanged();
 }
 
 function clearText() {
-  remember();
+  pushUndo();
   current().parts = [];
-  writing.use = null;
-  told("");
-  problem(null);
-  drawAll();
-  keep();
+  showChange();
   byId("draft").focus();
+}
+
+function onEscape() {
+  if (document.querySelector(":popover-open")) return; // the browser closes the menu
+  if (writing.edited !== null) finishEditing(false);
+  else if (closeSheet()) return;
+  else if (writing.abort) writing.abort.abort();
+  else if (byId("token").contains(document.activeElement)) state.nodes[state.at]?.focus();
 }
 
 function listenToKeys() {
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && writing.abort) writing.abort.abort();
-    else if (event.key === "Escape" && writing.edited !== null) finishEditing(false);
-    const isSent = event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.isComposing;
-    if (!isSent) return;
+    if (event.key === "Escape") onEscape();
+    const isSubmit = event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.isComposing;
+    if (!isSubmit) return;
     event.preventDefault();
     if (writing.edited !== null) finishEditing(true);
     else go();
   });
   byId("tokens").addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.ctrlKey || event.metaKey || !event.target.closest(".token")) return;
+    const isEnter = event.key === "Enter" && !event.ctrlKey && !event.metaKey;
+    if (!event.target.closest(".token") || !(isEnter || Object.hasOwn(MOVES, event.key))) return;
+    openPanel("token");
+    if (!isEnter) return;
     event.preventDefault();
     byId("token").querySelector(".pick")?.focus();
   });
-  byId("token").addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !writing.abort) state.nodes[state.at]?.focus();
-  });
+  byId("tokens").addEventListener("click", (event) => event.target.closest(".token") && openPanel("token"));
 }
 
 function listenToButtons() {
   const actions = {
-    go, retry,
+    go, retry, copy,
     stop: () => writing.abort?.abort(),
     undo: () => restore("past", "future"),
     redo: () => restore("future", "past"),
@@ -103,55 +141,60 @@ function listenToButtons() {
     clear: clearText,
     edited: () => finishEditing(true),
     unedited: () => finishEditing(false),
-    toggle: () => {
-      openSettings(byId("settings-panel").hidden);
-      if (!byId("settings-panel").hidden) byId("settings-panel").scrollIntoView({block: "nearest"});
-      keep();
-    },
     reset: resetSettings,
-    "save-lines": () => exported("lines"),
-    "save-report": () => exported("report"),
+    load: () => byId("file").click(),
+    "save-lines": () => save("lines"),
+    "save-report": () => save("report"),
+    ...Object.fromEntries(PANELS.map((name) => [`show-${name}`, () => togglePanel(name)])),
   };
   for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", () => action());
+  document.querySelectorAll(".close").forEach((button) => button.addEventListener("click", closeSheet));
+  byId("actions").addEventListener("click", () => byId("actions").matches(":popover-open") && byId("actions").hidePopover());
+  byId("file").addEventListener("change", async ({target}) => {
+    if (target.files.length) await load(target.files[0]);
+    target.value = ""; // the same file can be loaded again
+  });
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     sessionStorage.setItem("dantinox.key", byId("key").value);
     connect();
   });
   byId("mode").addEventListener("change", (event) => setMode(event.target.value));
-  byId("settings").addEventListener("change", () => (problem(null), settingsChanged()));
-  byId("draft").addEventListener("change", keep);
-  byId("colours").addEventListener("change", keep);
-  byId("theme").addEventListener("click", keep);
+  byId("chat-label").addEventListener("click", () => !hasChat() && showStatus(NO_CHAT));
+  byId("settings").addEventListener("change", () => (showProblem(null), settingsChanged()));
+  byId("draft").addEventListener("change", saveState);
+  byId("colours").addEventListener("change", saveState);
+  byId("theme").addEventListener("click", saveState);
+  isNarrow.addEventListener("change", () => openPanel(isNarrow.matches ? null : "settings"));
   addEventListener("pagehide", () => {
     writing.abort?.abort();
-    keep();
+    saveState();
   });
 }
 
-/** Asks the server what it is; until it has answered nothing can be written. */
+/** Loads the server's description of itself. Nothing can be generated before it arrives. */
 async function connect() {
   try {
-    writing.about = await (await asked("/api/dantinox/about")).json();
+    writing.about = await (await request("/api/dantinox/about")).json();
   } catch (error) {
-    problem(error.message);
+    showProblem(error.message);
     return;
   }
-  problem(null);
+  showProblem(null);
   document.title = `${writing.about.model} – DantinoX`;
   byId("model").textContent = writing.about.model;
   buildSettings();
-  readKept(kept());
+  restoreState(storedState());
   drawAll();
   settingsChanged();
 }
 
 document.addEventListener("DOMContentLoaded", () => {
-  const {theme, open} = kept();
+  const {theme} = storedState();
   if (theme) document.documentElement.dataset.theme = theme;
   state.sample = sampleOf([]);
   state.pick = pick;
-  openSettings(open ?? matchMedia("(min-width: 840px)").matches);
+  openPanel(isNarrow.matches ? null : "settings");
   listen();
   listenToKeys();
   listenToButtons();
