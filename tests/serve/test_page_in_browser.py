@@ -8,6 +8,8 @@ import pytest
 
 from dantinox.report.page import page
 from dantinox.report.trace_file import trace_lines
+from dantinox.serve.app import make_app
+from dantinox.serve.options import Options
 from tests.report.page_sample import HOSTILE
 from tests.report.test_page import tokens_of
 from tests.report.test_page_in_browser import browser as browser
@@ -18,6 +20,7 @@ from .varied import VariedEngine, app
 
 pytestmark = pytest.mark.browser
 AXE = os.environ.get("DANTINOX_AXE")
+OPEN_SETTINGS = "openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 
 
 @pytest.fixture
@@ -307,6 +310,181 @@ def test_saved_files_are_those_of_a_trace(opened, engine, tmp_path):
     opened.get_log("performance")  # the file that was opened is no request of the page
 
 
+@pytest.fixture
+def on_phone(opened):
+    size = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield opened
+    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+IN_WINDOW = """
+const {top, bottom, height} = arguments[0].getBoundingClientRect();
+return height > 0 && top >= 0 && bottom <= innerHeight;
+"""
+
+
+def in_window(browser, node):
+    return browser.execute_script(IN_WINDOW, node)
+
+
+def test_the_composer_is_visible_on_a_phone(on_phone):
+    for panel in (None, "settings"):
+        on_phone.execute_script("openPanel(arguments[0])", panel)
+        assert all(in_window(on_phone, find(on_phone, css)) for css in ("#draft", "#go", "#retry"))
+    write(on_phone, "Nel mezzo")
+    for panel in (None, "token", "settings", "statistics"):
+        on_phone.execute_script("openPanel(arguments[0])", panel)
+        assert all(in_window(on_phone, find(on_phone, css)) for css in ("header", "#text", "#draft", "#go", "#retry", ".tabs"))
+        assert on_phone.execute_script("return document.documentElement.scrollHeight") == 740
+
+
+def test_a_tap_on_a_token_shows_its_alternatives_on_a_phone(on_phone):
+    write(on_phone, "Nel mezzo")
+    assert not find(on_phone, "#token-panel").is_displayed()
+    node = on_phone.execute_script("return state.nodes[20]")
+    on_phone.execute_script("reveal(arguments[0])", node)
+    node.click()
+    assert in_window(on_phone, find(on_phone, "#token-panel")) and in_window(on_phone, node)
+    panel = find(on_phone, "#token-panel").rect
+    for row in on_phone.find_elements("css selector", ".alternatives tbody tr")[:8]:
+        assert panel["y"] <= row.rect["y"] and row.rect["y"] + row.rect["height"] <= panel["y"] + panel["height"]
+    press(on_phone, "ESCAPE")
+    assert not find(on_phone, "#token-panel").is_displayed() and focused(on_phone) == node
+
+
+def test_sheets_open_and_close_on_a_phone(on_phone):
+    write(on_phone, "Nel mezzo")
+    for name in ("settings", "statistics", "token"):
+        button, panel = find(on_phone, f"#show-{name}"), find(on_phone, f"#{name}-panel")
+        for close in ("button", "cross", "key"):
+            button.click()
+            assert panel.is_displayed() and button.get_attribute("aria-expanded") == "true" and focused(on_phone) == panel
+            if close == "button":
+                button.click()
+            elif close == "cross":
+                find(on_phone, f"#{name}-panel .close").click()
+            else:
+                press(on_phone, "ESCAPE")
+            assert not panel.is_displayed() and button.get_attribute("aria-expanded") == "false"
+    find(on_phone, "#menu").click()
+    assert find(on_phone, "#undo").is_displayed()
+    find(on_phone, "#undo").click()
+    assert text_of(on_phone) == "" and not find(on_phone, "#undo").is_displayed()
+
+
+def test_presets_fill_the_fields(opened, engine):
+    def chosen():
+        return [button.text for button in opened.find_elements("css selector", "#presets [aria-pressed=true]")]
+
+    def choose(name):
+        (button,) = [one for one in opened.find_elements("css selector", "#presets button") if one.text == name]
+        button.click()
+        assert chosen() == [name]
+
+    assert chosen() == ["Server defaults"]
+    expected = {
+        "Greedy": ("chain", 0, 1, 0, 0),
+        "Focused": ("chain", 0.5, 0.9, 0, 0),
+        "Balanced": ("chain", 0.8, 1, 0, 0.05),
+        "Creative": ("chain", 1.2, 1, 0, 0.03),
+        "Entropy router": ("entropy", 1, None, None, 0),
+    }
+    for number, (name, values) in enumerate(expected.items()):
+        choose(name)
+        write(opened, "Nel mezzo")
+        generation = engine.asked[number].config.generation
+        names = ("strategy", "temperature", "top_p", "top_k", "min_p")
+        assert tuple(getattr(generation, name) for name in names) == values
+    setting(opened, "temperature", "0.9")
+    assert chosen() == []
+    choose("Server defaults")
+    assert opened.execute_script("return chosenSettings()") == {}
+
+
+def test_copy(opened):
+    write(opened, "Nel mezzo")
+    opened.execute_script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    find(opened, "#copy").click()
+    assert wait(opened, "return window.copied") == text_of(opened)
+    assert find(opened, "#status").text == f"Copied {len(text_of(opened))} characters."
+    opened.execute_script(
+        "navigator.clipboard.writeText = async () => { throw new Error(); };"
+        "document.execCommand = () => { window.selected = getSelection().toString(); return true; }"
+    )
+    find(opened, "#copy").click()
+    assert wait(opened, "return window.selected") == text_of(opened)
+    find(opened, "#mode input[value=chat] + span").click()
+    write(opened, "Who?")
+    opened.execute_script("navigator.clipboard.writeText = async (text) => { window.chat = text; }")
+    find(opened, "#copy").click()
+    assert wait(opened, "return window.chat").startswith("You: Who?\n\nModel: ")
+
+
+def test_a_saved_story_is_loaded(opened, engine, tmp_path):
+    write(opened, "Nel mezzo")
+    write(opened, " e poi")
+    lines = opened.execute_script("return linesOf(documentsOf(current().parts))")
+    saved, tokens = text_of(opened), ids(opened)
+    find(opened, "#clear").click()
+    path = tmp_path / "story.jsonl"
+    path.write_text(lines, encoding="utf-8")
+    load(opened, path)
+    assert text_of(opened) == saved == on_screen(opened) and ids(opened) == tokens
+    assert find(opened, "#status").text == "story.jsonl was loaded."
+    assert opened.execute_script("return linesOf(documentsOf(current().parts))") == lines
+    write(opened)
+    assert list(engine.asked[2].ids) == [*engine.asked[1].ids, *tokens[30:]]
+    find(opened, "#undo").click()
+    find(opened, "#undo").click()
+    assert text_of(opened) == ""
+    path.write_text(lines.replace('"vocab_size":315', '"vocab_size":99'), encoding="utf-8")
+    load(opened, path)
+    assert text_of(opened) == saved and ids(opened) == [] and "another vocabulary" in find(opened, "#status").text
+
+
+def load(browser, path):
+    browser.execute_script("showStatus(''); showProblem(null)")
+    find(browser, "#file").send_keys(str(path))
+    wait(browser, "return byId('status').textContent !== '' || !byId('problem').hidden")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no JSON", '{"kind": "sample"}', '{"kind": "sample", "prompt": "a", "text": "b", "tokens": 3}']
+)
+def test_another_file_is_not_loaded(opened, tmp_path, content):
+    write(opened, "Nel mezzo")
+    before = text_of(opened)
+    path = tmp_path / "other.jsonl"
+    path.write_text(content, encoding="utf-8")
+    load(opened, path)
+    assert "other.jsonl" in find(opened, "#problem").text and text_of(opened) == before
+
+
+def test_chat_is_off_without_a_chat_template(browser):
+    engine = VariedEngine()
+    with serving(make_app(engine, Options(template=None))) as port:
+        browser.get(f"http://localhost:{port}/")
+        browser.execute_script("localStorage.clear()")
+        browser.refresh()
+        wait(browser, "return typeof writing === 'object' && writing.about !== null")
+        radio = find(browser, "#mode input[value=chat]")
+        assert not radio.is_enabled() and browser.execute_script("return writing.mode") == "story"
+        reason = find(browser, f"#{radio.get_attribute('aria-describedby')}").get_attribute("textContent")
+        assert "no chat template" in reason and reason in find(browser, "#nothing").text
+        find(browser, "#mode input[value=chat] + span").click()
+        assert find(browser, "#status").text == reason
+        browser.get("about:blank")
+
+
+def test_shades_compare_the_tokens_of_the_text(opened, engine):
+    record = engine._record
+    engine._record = lambda *given: record(*given) | {"entropy": 6 + (len(engine.asked) + engine.counters["told"]) % 20 / 10}
+    write(opened, "Nel mezzo")
+    shares = opened.execute_script("return state.nodes.map((node) => parseInt(node.style.getPropertyValue('--share')))")
+    assert min(shares) == 0 and max(shares) > 90 and find(opened, "#legend .ticks").text.startswith("≤ 6")
+
+
 @pytest.mark.parametrize("width", [320, 400, 900, 1600])
 def test_nothing_is_wider_than_the_window(opened, width):
     setting(opened, "strategy", '"entropy"')
@@ -314,7 +492,7 @@ def test_nothing_is_wider_than_the_window(opened, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        opened.execute_script("openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        opened.execute_script(OPEN_SETTINGS)
         wide = opened.execute_script(
             "const edge = document.documentElement.clientWidth; return [...document.querySelectorAll('body *')].filter((one) =>"
             "one.getBoundingClientRect().right > edge + 0.5).map((one) => `${one.tagName} ${one.id} ${one.className}`)"
@@ -353,7 +531,7 @@ def test_axe_finds_nothing_serious(opened, theme, mode):
         write(opened, "Nel mezzo")
     if mode == "editing":
         find(opened, "#edit").click()
-    opened.execute_script("openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    opened.execute_script(OPEN_SETTINGS)
     opened.execute_script(Path(str(AXE)).read_text(encoding="utf-8"))
     found = opened.execute_async_script("const end = arguments[0]; axe.run(document).then(end)")
     serious = [(one["id"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]
