@@ -27,7 +27,7 @@ import dantinox
 from dantinox.generation import LoadedModel
 from dantinox.measure.perplexity import ScoringInput, score_sequences
 from dantinox.run import find_chat_template, open_run
-from dantinox.studies.statistics import OF_TEXT, mean_interval
+from dantinox.studies.statistics import TEXT_MEASURES, mean_interval
 from dantinox.text import ChatTemplate
 
 QUESTIONS = [
@@ -111,7 +111,9 @@ def measured(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
         pairs = [ScoringInput(np.array([*ids, *text], np.int32), len(text)) for ids, text in zip(prompts, texts, strict=True)]
         logp.append([scores.logp.mean() for _, scores in score_sequences(run.model, pairs)])
     found["log p"] = np.mean(logp, axis=0)
-    of_text = {name: OF_TEXT[name] for name in COLUMNS if name in OF_TEXT} | {"loops": lambda ids: 100.0 * loops(ids)}
+    of_text = {name: TEXT_MEASURES[name] for name in COLUMNS if name in TEXT_MEASURES} | {
+        "loops": lambda ids: 100.0 * loops(ids)
+    }
     for name, measure in of_text.items():
         found[name] = np.mean([[measure(ids) for ids in texts] for texts in samples], axis=0)
     return found

@@ -20,7 +20,7 @@ from common import Parser, random_run, temporary_folder
 
 import dantinox
 from dantinox.run import find_chat_template, open_run
-from dantinox.studies.continuations import NEUTRAL
+from dantinox.studies.continuations import NEUTRAL_SETTINGS
 from dantinox.studies.sampling import CONTROL, METHODS
 from dantinox.studies.statistics import mean_interval
 from dantinox.text import ChatTemplate
@@ -100,7 +100,7 @@ def main() -> None:
     means: dict[str, np.ndarray] = {}
     for name in sorted(set(tuned) - {CONTROL}, key=lambda name: (name != "min_p", name)):
         values = dict(pair.split("=") for pair in tuned[name].split())
-        settings = {**NEUTRAL, "ignore_eos": False, "max_new_tokens": NEW, **METHODS[name].settings}
+        settings = {**NEUTRAL_SETTINGS, "ignore_eos": False, "max_new_tokens": NEW, **METHODS[name].settings}
         settings |= {key: json.loads(value) for key, value in values.items()}
         found = []
         for of_task in tasks.values():

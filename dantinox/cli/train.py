@@ -103,13 +103,13 @@ def sweep(options: argparse.Namespace) -> int:
         return 0
     from dantinox.report.console import show_progress
     from dantinox.report.plots import save_files
-    from dantinox.studies.sweep import SweepStudy, run_sweep, train_apart
+    from dantinox.studies.sweep import SweepStudy, run_sweep, train_in_subprocess
     from dantinox.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
 
-    def so_far(study: SweepStudy) -> None:
+    def on_result(study: SweepStudy) -> None:
         atomic_write(found.runs_dir / "sweep.csv", sweep_csv(study))
 
-    study = run_sweep(found, train_apart(_prepare), show_progress, options.retry, so_far)
+    study = run_sweep(found, train_in_subprocess(_prepare), show_progress, options.retry, on_result)
     print_lines(lambda width: sweep_lines(study, width))
     save_files(found.runs_dir, sweep_files(study))
     return 0

@@ -22,14 +22,14 @@ from dantinox.run import load_run_config, open_run
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
 
-PROMPT_TOKENS, LEAST_PROMPT = 64, 8
+PROMPT_TOKENS, MIN_PROMPT_TOKENS = 64, 8
 STREAM_TOKENS = 1 << 22  # windows are taken from so many first tokens of the validation text
 ROWS = 32  # continued together
 # The run's own defaults must not colour a method: everything that is not the method's is switched off.
-NEUTRAL = {**settings_of(Config()), "ignore_eos": True}
+NEUTRAL_SETTINGS = {**settings_of(Config()), "ignore_eos": True}
 
 
-class Windows(NamedTuple):
+class PromptWindows(NamedTuple):
     """Prompts, and how the text they were taken from goes on: as text, and as tokens `[P, T]`."""
 
     prompts: list[str]
@@ -40,32 +40,34 @@ class Windows(NamedTuple):
 def prompt_tokens(max_context: int, tokens: int) -> int:
     """Tokens of a prompt: 64, or what `tokens` new ones leave of the context, which must be 8."""
     room = min(PROMPT_TOKENS, max_context - tokens)
-    if room < LEAST_PROMPT:
+    if room < MIN_PROMPT_TOKENS:
         raise UserError(
-            f"--tokens must leave room for a prompt of {LEAST_PROMPT} in the model's context of {max_context}: "
-            f"at most {max_context - LEAST_PROMPT}, got {tokens}"
+            f"--tokens must leave room for a prompt of {MIN_PROMPT_TOKENS} in the model's context of {max_context}: "
+            f"at most {max_context - MIN_PROMPT_TOKENS}, got {tokens}"
         )
     return room
 
 
-def draw_windows(tokenizer: Tokenizer, store: TokenStore, count: int, prompt: int, tokens: int) -> tuple[Windows, Windows]:
+def draw_windows(
+    tokenizer: Tokenizer, store: TokenStore, count: int, prompt: int, tokens: int
+) -> tuple[PromptWindows, PromptWindows]:
     """Two disjoint sets of `count` windows of the validation text, drawn without replacement and each within one document."""
     length = prompt + tokens
     stream_S = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
     ids_WT = stream_S[: len(stream_S) // length * length].reshape(-1, length)
     ids_WT = ids_WT[~np.isin(ids_WT, list(tokenizer.special_ids)).any(axis=1)]
-    found = list(itertools.islice(_spelt(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt), 2 * count))
+    found = list(itertools.islice(_decode_windows(tokenizer, np.random.default_rng(0).permutation(ids_WT), prompt), 2 * count))
     if len(found) < 2 * count:
         raise UserError(
             f"the validation text has {len(found)} windows of {length} tokens within a document, and {2 * count} are needed, "
             f"{count} to tune on and as many to test on: lower --prompts or --tokens, or give more text with --data_path"
         )
     halves = [zip(*half, strict=True) for half in (found[:count], found[count:])]
-    first, second = (Windows(list(prompts), list(texts), np.stack(ids)) for prompts, texts, ids in halves)
+    first, second = (PromptWindows(list(prompts), list(texts), np.stack(ids)) for prompts, texts, ids in halves)
     return first, second
 
 
-def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
+def _decode_windows(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tuple[str, str, np.ndarray]]:
     """(prompt, continuation, tokens of the continuation); a character cut by an edge goes to the text it ends in."""
     for ids_T in ids_WT:
         spell = tokenizer.detokenizer()
@@ -74,7 +76,7 @@ def _spelt(tokenizer: Tokenizer, ids_WT: np.ndarray, prompt: int) -> Iterator[tu
             yield before, spell.push(ids_T[prompt:]), ids_T[prompt:]
 
 
-class Written(NamedTuple):
+class Continuations(NamedTuple):
     """Continuations of P prompts: tokens `[P, T]` and texts.
 
     Attributes:
@@ -88,7 +90,7 @@ class Written(NamedTuple):
     shares: dict[str, float] | None
 
 
-def write(
+def generate_continuations(
     run: LoadedModel,
     prompts: Sequence[str],
     settings: Mapping[str, Any],
@@ -97,7 +99,7 @@ def write(
     *,
     shares: Mapping[str, float] | None = None,
     report: bool = False,
-) -> Written:
+) -> Continuations:
     """Continues every prompt by exactly `tokens` tokens, none of them special.
 
     Args:
@@ -107,7 +109,7 @@ def write(
       report: count the strategies.
     """
     special = sorted(run.tokenizer.special_ids)
-    fixed = {**NEUTRAL, "max_new_tokens": tokens, "banned_tokens": special, **settings}
+    fixed = {**NEUTRAL_SETTINGS, "max_new_tokens": tokens, "banned_tokens": special, **settings}
     ids, rates, strategies = list[list[int]](), [], []
     for numbers in equal_batches(len(prompts), ROWS):
         requests = [
@@ -116,7 +118,7 @@ def write(
         (batch_run,) = run.start(requests, steps=None if shares is None else 1)
         if shares is not None:
             random = np.random.default_rng((seed, numbers[0]))
-            batch_run.batch.before_dispatch = partial(_redraw, batch_run.batch, shares, random)
+            batch_run.batch.before_dispatch = partial(_randomize_strategies, batch_run.batch, shares, random)
         for _ in batch_run.parts():
             pass
         ids += [result.tokens for result in batch_run.results]
@@ -134,25 +136,25 @@ def write(
         spell = run.tokenizer.detokenizer()
         spell.push(run.tokenizer.encode(prompt))
         texts.append(spell.push(ids_T) + spell.flush())
-    return Written(ids_PT, texts, rates, counted)
+    return Continuations(ids_PT, texts, rates, counted)
 
 
-def _redraw(batch: StaticBatch, shares: Mapping[str, float], random: np.random.Generator) -> None:
+def _randomize_strategies(batch: StaticBatch, shares: Mapping[str, float], random: np.random.Generator) -> None:
     batch.params = draw_strategies(batch.params, shares, random)
 
 
-FORCING = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)
+FORCING_THRESHOLDS = np.array([[*forcing(name).values()] for name in STRATEGIES], np.float32)
 
 
 def draw_strategies(params: SamplingParams, shares: Mapping[str, float], random: np.random.Generator) -> SamplingParams:
     """The control: for every row a strategy drawn at random, independent of the metrics, its formulas as they are."""
     assert params.router is not None
     strategy_B = random.choice(len(STRATEGIES), params.batch, p=[shares[name] for name in STRATEGIES])
-    thresholds = dict(zip(THRESHOLDS, jnp.asarray(FORCING[strategy_B].T), strict=True))
+    thresholds = dict(zip(THRESHOLDS, jnp.asarray(FORCING_THRESHOLDS[strategy_B].T), strict=True))
     return replace(params, router=replace(params.router, **thresholds))
 
 
-class Judge:
+class ReferenceModel:
     """The model of a run in float32 as a reference, and the likelihood it gives a text."""
 
     def __init__(self, run_dir: str | Path):
@@ -170,16 +172,16 @@ class Judge:
         Raises:
           UserError: the judge cannot spell a text, or a text does not fit its context.
         """
-        spelt = [self._spelt(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        sequences = [self._encode(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         with jax.default_matmul_precision("highest"):
-            nats_N = np.array([-scores.logp.sum() for _, scores in score_sequences(self.model, spelt)])
+            nats_N = np.array([-scores.logp.sum() for _, scores in score_sequences(self.model, sequences)])
         sizes = [max(1, len(text.encode())) for text in texts]
         bits_N = nats_N / np.log(2) / sizes
         if not np.isfinite(bits_N).all():
             raise UserError("the reference gives a text no likelihood that is a number: its weights are damaged")
         return bits_N
 
-    def _spelt(self, prompt: str, text: str) -> ScoringInput:
+    def _encode(self, prompt: str, text: str) -> ScoringInput:
         """The tokens of prompt and text, at most a context of them, of which the text's are to be scored."""
         try:
             before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(text)

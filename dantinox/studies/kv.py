@@ -27,25 +27,25 @@ from dantinox.studies.kv_bench import (
     SIGNALS,
     STREAMING,
     UNIFORM,
-    Bench,
-    Contender,
-    Damage,
-    Written,
-    chosen_caches,
-    contenders,
+    CacheBenchmark,
+    CacheVariant,
+    GreedyContinuations,
+    ReadMetrics,
+    build_variants,
+    select_methods,
 )
-from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, spells_words
-from dantinox.studies.statistics import Interval, mean_interval, percentiles, resamples, usual_count, verdict
+from dantinox.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, encodes_words
+from dantinox.studies.statistics import Interval, bootstrap_indices, default_count, mean_interval, percentile_interval, verdict
 
-LEAST_TOKENS, LEAST_SEQUENCES = 32, 2 * SEEDS
-FULL, QUICK = (200, 100), (48, 48)  # sequences read of the text, tasks of each kind: see `usual_count`
-LEAST = (12, 6)
-USUAL_TOKENS = 512
-CONTINUED = 24  # prompts
+MIN_TOKENS, MIN_SEQUENCES = 32, 2 * SEEDS
+FULL_COUNTS, QUICK_COUNTS = (200, 100), (48, 48)  # sequences read of the text, tasks of each kind: see `default_count`
+MIN_COUNTS = (12, 6)
+DEFAULT_TOKENS = 512
+CONTINUED_PROMPTS = 24  # prompts
 
 
 @dataclass(frozen=True)
-class BySeed:
+class SeedIntervals:
     """A measure of all sequences, and of those of each seed."""
 
     all: Interval
@@ -59,7 +59,7 @@ class BySeed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheFinding:
+class CacheResult:
     """What was found of a cache; None where there is no such number: the oracle has no size, and continues nothing.
 
     Attributes:
@@ -78,9 +78,9 @@ class CacheFinding:
     share: float | None
     slots: tuple[int, int] | None
     loss: float
-    dppl: BySeed
-    kl: BySeed
-    top1: BySeed
+    dppl: SeedIntervals
+    kl: SeedIntervals
+    top1: SeedIntervals
     same: Interval | None = None
     diverges: float | None = None
     tok_per_s: float | None = None
@@ -92,12 +92,12 @@ class CacheFinding:
 
 
 @dataclass(frozen=True)
-class RatioFinding:
+class RatioResults:
     """The caches of a ratio, and each signal against equal shares: the paired difference of loss in nats per token."""
 
     ratio: float
-    methods: Sequence[CacheFinding]
-    against_uniform: Mapping[str, BySeed]
+    methods: Sequence[CacheResult]
+    against_uniform: Mapping[str, SeedIntervals]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class KVStudy:
       tokens: of a sequence; the first half is the prompt.
       tasks: of each kind, None without tasks; `continued`: prompts, by `free_tokens` each.
       overlapping: the text was too short to draw sequences apart; `repeated`: the share of its word 4-grams seen before.
-      long_range_gain: by how much the loss is higher (nats per token) if tokens see the nearest `NEAR` alone.
+      long_range_gain: by how much the loss is higher (nats per token) if tokens see the nearest `NEAR_KEYS` alone.
       left_out: what was not compared, and why.
       default_signal: by the rule above.
     """
@@ -127,8 +127,8 @@ class KVStudy:
     repeated: float
     long_range_gain: Interval
     left_out: Sequence[str]
-    full: CacheFinding
-    ratios: Sequence[RatioFinding]
+    full: CacheResult
+    ratios: Sequence[RatioResults]
     default_signal: str
 
 
@@ -148,7 +148,7 @@ def evaluate_kv(
     """Reads a text, continues it and does tasks through the full cache and through compressed ones.
 
     Args:
-      quick: read `QUICK` instead of `FULL`.
+      quick: read `QUICK_COUNTS` instead of `FULL_COUNTS`.
       ratios: shares of the slots; None: those of `RATIOS` that the length of the text allows, or `LARGE_RATIOS` of a model
         with more than 10 M parameters.
       methods: names of `METHODS`; None: all for which something was measured, or `LARGE_METHODS` of such a model.
@@ -165,39 +165,41 @@ def evaluate_kv(
     directory = open_run(run_dir)
     store = open_text_store(directory, data_path)
     run = load(run_dir)
-    counts = [usual_count(*both, run.parameters) for both in zip(QUICK if quick else FULL, LEAST, strict=True)]
+    counts = [
+        default_count(*both, run.parameters) for both in zip(QUICK_COUNTS if quick else FULL_COUNTS, MIN_COUNTS, strict=True)
+    ]
     sequences, of_each_kind = counts[0] if sequences is None else sequences, counts[1]
-    length = min(run.model.config.max_context, USUAL_TOKENS if tokens is None else tokens)
-    if length < LEAST_TOKENS:
-        raise UserError(f"--tokens, and the model's context, must be at least {LEAST_TOKENS}, got {length}")
-    if sequences < LEAST_SEQUENCES:
-        raise UserError(f"--sequences must be at least {LEAST_SEQUENCES}, got {sequences}")
+    length = min(run.model.config.max_context, DEFAULT_TOKENS if tokens is None else tokens)
+    if length < MIN_TOKENS:
+        raise UserError(f"--tokens, and the model's context, must be at least {MIN_TOKENS}, got {length}")
+    if sequences < MIN_SEQUENCES:
+        raise UserError(f"--sequences must be at least {MIN_SEQUENCES}, got {sequences}")
     for ratio in ratios or ():
         if not 0 < ratio < 1:
             raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
-    names, left_out = chosen_caches(methods, measured, directory.path, run.parameters)
-    caches, too_small = contenders(run, measured, names, ratios, length, kv_dtype)
+    names, left_out = select_methods(methods, measured, directory.path, run.parameters)
+    caches, too_small = build_variants(run, measured, names, ratios, length, kv_dtype)
     text = draw_sequences(run.tokenizer, store, sequences, length)
-    tasks = draw_tasks(run.tokenizer, text, of_each_kind) if spells_words(run.tokenizer) else None
-    bench = Bench(caches, progress)
-    read, near = bench.read(text)
-    written = bench.write(run, text, CONTINUED)
+    tasks = draw_tasks(run.tokenizer, text, of_each_kind) if encodes_words(run.tokenizer) else None
+    bench = CacheBenchmark(caches, progress)
+    read, near = bench.measure_text(text)
+    written = bench.continue_prompts(run, text, CONTINUED_PROMPTS)
     right: list[dict[str, Any]] = [{}] * len(caches)
     if tasks is not None:
-        right = [{name: mean_interval(100 * right_P) for name, right_P in one.items()} for one in bench.answer(tasks)]
+        right = [{name: mean_interval(100 * right_P) for name, right_P in one.items()} for one in bench.measure_tasks(tasks)]
     found = [
-        CacheFinding(
+        CacheResult(
             name=cache.name,
             ratio=cache.ratio,
-            **_size(cache),
-            **_losses(read[i], read[0], text.seeds),
-            **_likeness(written[i], written[0]),
+            **_cache_size(cache),
+            **_loss_metrics(read[i], read[0], text.seeds),
+            **_agreement(written[i], written[0]),
             **right[i],
         )
         for i, cache in enumerate(caches)
     ]
-    by_ratio = _by_ratio(caches, found, [one.loss_B for one in read], text.seeds)
+    by_ratio = _results_by_ratio(caches, found, [one.loss_B for one in read], text.seeds)
     return KVStudy(
         run=str(directory.path),
         calibration=None if measured is None else str(measured.path),
@@ -218,30 +220,30 @@ def evaluate_kv(
     )
 
 
-def _size(cache: Contender) -> dict[str, Any]:
+def _cache_size(cache: CacheVariant) -> dict[str, Any]:
     if cache.report is None:
         return {"bytes": None, "share": None, "slots": None}
     slots = [slots for layer in cache.report["slots"] for _, slots in layer]
     return {"bytes": cache.report["bytes"], "share": cache.report["ratio"], "slots": (min(slots), max(slots))}
 
 
-def _losses(own: Damage, full: Damage, seeds_S: np.ndarray) -> dict[str, Any]:
+def _loss_metrics(own: ReadMetrics, full: ReadMetrics, seeds_S: np.ndarray) -> dict[str, Any]:
     return {
         "loss": float(own.loss_B.mean()),
-        "dppl": by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
-        "kl": by_seed(own.kl_B, seeds_S),
-        "top1": by_seed(100 * own.top1_B, seeds_S),
+        "dppl": intervals_by_seed(own.loss_B - full.loss_B, seeds_S, lambda nats: 100 * np.expm1(nats)),
+        "kl": intervals_by_seed(own.kl_B, seeds_S),
+        "top1": intervals_by_seed(100 * own.top1_B, seeds_S),
     }
 
 
-def by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> BySeed:
+def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[float], float] = float) -> SeedIntervals:
     """A growing function of the mean, of all values and of those of each seed."""
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
     whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
-    return BySeed(whole, seeds)
+    return SeedIntervals(whole, seeds)
 
 
-def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
+def _agreement(own: GreedyContinuations | None, full: GreedyContinuations | None) -> dict[str, Any]:
     if own is None or full is None:
         return {}
     same_PT = own.ids == full.ids
@@ -249,9 +251,9 @@ def _likeness(own: Written | None, full: Written | None) -> dict[str, Any]:
     return {"same": mean_interval(100 * same_PT.mean(axis=1)), "diverges": float(np.median(until_P)), "tok_per_s": own.rate}
 
 
-def _by_ratio(
-    caches: Sequence[Contender], found: Sequence[CacheFinding], losses: Sequence[np.ndarray], seeds_S: np.ndarray
-) -> list[RatioFinding]:
+def _results_by_ratio(
+    caches: Sequence[CacheVariant], found: Sequence[CacheResult], losses: Sequence[np.ndarray], seeds_S: np.ndarray
+) -> list[RatioResults]:
     """The methods of every ratio, with what each closes of the gap between streaming and oracle."""
     ratios = []
     for ratio in dict.fromkeys(cache.ratio for cache in caches[1:]):
@@ -259,8 +261,8 @@ def _by_ratio(
         loss = {name: losses[i] for name, i in own.items()}
         methods = [replace(found[i], gap_closed=gap_closed(loss, name)) for name, i in own.items()]
         signals = [name for name in SIGNALS if {name, UNIFORM} <= loss.keys()]
-        against = {name: by_seed(loss[name] - loss[UNIFORM], seeds_S) for name in signals}
-        ratios.append(RatioFinding(ratio, methods, against))
+        against = {name: intervals_by_seed(loss[name] - loss[UNIFORM], seeds_S) for name in signals}
+        ratios.append(RatioResults(ratio, methods, against))
     return ratios
 
 
@@ -272,10 +274,12 @@ def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> Interval | None:
     if mean_interval(streaming_S - oracle_S).low <= 0:
         return None
     gained_S, gap_S = streaming_S - own_S, streaming_S - oracle_S
-    return percentiles([100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in resamples(len(own_S))])
+    return percentile_interval(
+        [100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in bootstrap_indices(len(own_S))]
+    )
 
 
-def default_signal(ratios: Sequence[RatioFinding]) -> str:
+def default_signal(ratios: Sequence[RatioResults]) -> str:
     """The signal that wins by the rule above."""
     means = {}
     for name in SIGNALS:

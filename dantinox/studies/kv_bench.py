@@ -23,9 +23,9 @@ from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.report.console import Progress
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
-from dantinox.studies.continuations import NEUTRAL
-from dantinox.studies.kv_tasks import Sequences, Tasks, shares
-from dantinox.studies.statistics import LARGE, chosen
+from dantinox.studies.continuations import NEUTRAL_SETTINGS
+from dantinox.studies.kv_tasks import RecallTasks, Sequences, split_by_seed
+from dantinox.studies.statistics import LARGE_MODEL, select_names
 
 REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
 SIGNALS = ("entropy", "coverage", "distance", "loss")
@@ -38,14 +38,14 @@ METHODS: dict[str, dict[str, Any]] = {
     ORACLE: {"signal": "uniform"},
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
-# Compared by default when the model has more than `LARGE` parameters: compiling its caches takes most of the time.
+# Compared by default when the model has more than `LARGE_MODEL` parameters: compiling its caches takes most of the time.
 LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
-NEAR = 64  # keys a token is left with, to see what those before them are worth
+NEAR_KEYS = 64  # keys a token is left with, to see what those before them are worth
 FREE_TOKENS, FREE_ROWS = 64, 8
-TIMED = 3  # batches at least, the fastest of which counts
+MIN_TIMED_BATCHES = 3  # batches at least, the fastest of which counts
 
 
-class Contender(NamedTuple):
+class CacheVariant(NamedTuple):
     """A cache to be compared, and the model with its heads in the order that the cache wants.
 
     Attributes:
@@ -59,7 +59,7 @@ class Contender(NamedTuple):
     plan: CachePlan
     report: CacheReport | None = None
 
-    def read(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
+    def logprobs(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
         """Log-probabilities `[B, T − start + 1, V]` of what follows each token from `start − 1` on.
 
         The first `start` tokens are read as a prompt, the others one by one, as decoding does.
@@ -67,16 +67,16 @@ class Contender(NamedTuple):
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name == ORACLE:
             return limited_logprobs(*inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True)
-        return _read(*inputs, plan=self.plan, start=start)
+        return _teacher_forced_logprobs(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
         """The likeliest token `[B]` behind a prompt by what is left of it in the cache."""
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name != ORACLE:
-            return _answer(*inputs, plan=self.plan)
+            return _answer_from_cache(*inputs, plan=self.plan)
         start = int(lengths_B.min())
         logprobs = limited_logprobs(*inputs, self._kept_LK, inputs[2] - 1, start=start, best=True)
-        return _best(logprobs, inputs[2] - start)
+        return _argmax_at(logprobs, inputs[2] - start)
 
     @property
     def _kept_LK(self) -> jax.Array:
@@ -86,8 +86,10 @@ class Contender(NamedTuple):
 
 
 @nnx.jit(static_argnames=("plan", "start"), graph_updates=False)
-def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int) -> jax.Array:
-    """See `Contender.read`; tokens are right-padded, and what stands behind a row's length is not read."""
+def _teacher_forced_logprobs(
+    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int
+) -> jax.Array:
+    """See `CacheVariant.logprobs`; tokens are right-padded, and what stands behind a row's length is not read."""
     model, B = dequantize(model), len(tokens_BT)
     positions_BT = padded_positions(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
@@ -105,7 +107,7 @@ def _read(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, pla
 
 
 @nnx.jit(static_argnames=("plan",), graph_updates=False)
-def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
+def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
     """The likeliest token behind a prompt that was read whole, its last token once more: it now sees what the cache kept.
 
     While a prompt is read it sees all of itself, so its own next token says nothing of the cache.
@@ -114,13 +116,13 @@ def _answer(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, p
     cache = make_cache(model.config, B, *plan)
     _, read, _ = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
     assert read is not None
-    layers = tuple(_without(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
+    layers = tuple(_clear_slot(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
     x_B1D, _, _ = model.hidden(last_B1, last_B[:, None], cache=replace(read, layers=layers))
     return jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1)
 
 
-def _without(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
+def _clear_slot(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
     """The layer with the slot of one position of each row empty; a full cache writes it anew in its place."""
     gone_B11 = position_B[:, None, None]
     groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
@@ -128,26 +130,31 @@ def _without(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
 
 
 @jax.jit
-def _best(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
+def _argmax_at(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
     """The likeliest token at one step of each row."""
     return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
 
 
-def chosen_caches(
+def select_methods(
     names: Sequence[str] | None, measured: KVCalibration | None, path: Path, parameters: int = 0
 ) -> tuple[list[str], list[str]]:
-    """The methods of these names in their usual order, and a line for each that is left out.
+    """Selects the methods to compare.
 
     Args:
-      names: None: all for which something was measured, of a model with more than `LARGE` parameters those of `LARGE_METHODS`.
-      measured: the signals of the heads, None where there are none.
-      path: of the run, for messages.
+      names: names of `METHODS`. None: all whose signal was measured, and for a model of more than `LARGE_MODEL` parameters
+        only those of `LARGE_METHODS`.
+      measured: the measured signals of the heads; None without a calibration.
+      path: the run directory, for error messages.
+      parameters: the number of parameters of the model.
+
+    Returns:
+      The methods in their usual order, and a line for each method that is left out.
 
     Raises:
-      UserError: an unknown name, or one that needs what was not measured.
+      UserError: a name is unknown, or its method needs a signal that was not measured.
     """
-    usual = LARGE_METHODS if names is None and parameters > LARGE else METHODS
-    found = [name for name in chosen(names, (*METHODS, REFERENCE), "method of eval kv") if name in usual]
+    usual = LARGE_METHODS if names is None and parameters > LARGE_MODEL else METHODS
+    found = [name for name in select_names(names, (*METHODS, REFERENCE), "method of eval kv") if name in usual]
     skipped = [f"{', '.join(sorted(METHODS.keys() - usual))}: name them in --methods"] if usual is LARGE_METHODS else []
     if not found:
         raise UserError(f"{REFERENCE} is what the others are compared with: name at least one of {', '.join(METHODS)}")
@@ -168,36 +175,36 @@ def chosen_caches(
     ]
 
 
-def contenders(
+def build_variants(
     run: LoadedModel,
     measured: KVCalibration | None,
     names: Sequence[str],
     ratios: Sequence[float] | None,
     length: int,
     dtype: str = "auto",
-) -> tuple[list[Contender], list[str]]:
+) -> tuple[list[CacheVariant], list[str]]:
     """The full cache and the methods at every ratio, and a line for each ratio that is left out.
 
     Args:
-      ratios: None: `RATIOS`, or `LARGE_RATIOS` of a model with more than `LARGE` parameters.
+      ratios: None: `RATIOS`, or `LARGE_RATIOS` of a model with more than `LARGE_MODEL` parameters.
 
     Raises:
       UserError: a ratio that was asked for, or the largest of the default ones, leaves a head less than it must have.
     """
-    usual = LARGE_RATIOS if run.parameters > LARGE else RATIOS
+    usual = LARGE_RATIOS if run.parameters > LARGE_MODEL else RATIOS
 
-    def contender(name: str, ratio: float, kv: KVSection) -> Contender:
+    def build(name: str, ratio: float, kv: KVSection) -> CacheVariant:
         plan = plan_cache(run.model.config, kv, length, measured)
         report = None if name == ORACLE else make_cache(run.model.config, 1, *plan).report()
-        return Contender(
+        return CacheVariant(
             name, ratio, run.prepared(GenerationSection(), head_order(run.model.config, kv, measured)), plan, report
         )
 
-    caches, left_out = [contender(REFERENCE, 1.0, KVSection())], list[str]()
+    caches, left_out = [build(REFERENCE, 1.0, KVSection())], list[str]()
     for ratio in sorted(set(ratios or usual), reverse=True):
         settings = {name: {"budget": ratio, "dtype": dtype, **METHODS[name]} for name in names}
         try:
-            caches += [contender(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
+            caches += [build(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
         except UserError as error:
             if ratios is not None or ratio == max(usual):
                 raise
@@ -205,14 +212,14 @@ def contenders(
     return caches, left_out
 
 
-class Written(NamedTuple):
+class GreedyContinuations(NamedTuple):
     """Continuations `[P, T]` of P prompts, and tokens per second of the fastest batch."""
 
     ids: np.ndarray
     rate: float
 
 
-class Damage(NamedTuple):
+class ReadMetrics(NamedTuple):
     """Per sequence: mean loss (nats per token), mean KL(full ‖ compressed) in nats, share of steps with the same best token."""
 
     loss_B: np.ndarray
@@ -220,55 +227,55 @@ class Damage(NamedTuple):
     top1_B: np.ndarray
 
 
-def damage(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, start: int) -> Damage:
-    """What `Contender.read` gives beside the full cache's, over the tokens behind the prompt."""
-    found = _damage(logprobs_BSV[:, :-1], full_BSV[:, :-1], jnp.asarray(tokens_BT[:, start:]))
-    return Damage(*(np.asarray(x_B, np.float64) for x_B in found))
+def read_metrics(logprobs_BSV: jax.Array, full_BSV: jax.Array, tokens_BT: np.ndarray, start: int) -> ReadMetrics:
+    """What `CacheVariant.logprobs` gives beside the full cache's, over the tokens behind the prompt."""
+    found = _read_metrics(logprobs_BSV[:, :-1], full_BSV[:, :-1], jnp.asarray(tokens_BT[:, start:]))
+    return ReadMetrics(*(np.asarray(x_B, np.float64) for x_B in found))
 
 
 @jax.jit
-def _damage(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) -> tuple[jax.Array, ...]:
+def _read_metrics(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) -> tuple[jax.Array, ...]:
     logp_BS = jnp.take_along_axis(ours_BSV, next_BS[:, :, None], axis=2)[..., 0]
     same_BS = jnp.argmax(ours_BSV, axis=2) == jnp.argmax(full_BSV, axis=2)
     return -logp_BS.mean(1), mean_kl(ours_BSV, full_BSV, jnp.ones_like(same_BS)), same_BS.mean(1)
 
 
 @dataclass(frozen=True)
-class Bench:
+class CacheBenchmark:
     """Caches for texts of one length, the full one first; `progress` gets lines about what is done."""
 
-    caches: Sequence[Contender]
+    caches: Sequence[CacheVariant]
     progress: Callable[[str], None] = lambda _: None
 
-    def read(self, text: Sequences) -> tuple[list[Damage], Damage]:
-        """What each cache makes of the second half of every sequence, and what the nearest `NEAR` keys alone make of it."""
-        every = [*self.caches, nearsighted(self.caches[0])]
+    def measure_text(self, text: Sequences) -> tuple[list[ReadMetrics], ReadMetrics]:
+        """Scores the second half of every sequence through each cache, and with only the nearest `NEAR_KEYS` keys visible."""
+        every = [*self.caches, near_keys_variant(self.caches[0])]
         S, T = text.ids.shape
 
-        def read(rows: np.ndarray, done: Progress) -> list[Damage]:
+        def read(rows: np.ndarray, done: Progress) -> list[ReadMetrics]:
             ids_BT, lengths_B = text.ids[rows], np.full(len(rows), T)
-            full, found = every[0].read(ids_BT, lengths_B, T // 2), []
+            full, found = every[0].logprobs(ids_BT, lengths_B, T // 2), []
             for cache in every:  # one at a time: the log-probabilities are large
-                logprobs = full if cache is every[0] else cache.read(ids_BT, lengths_B, T // 2)
-                found.append(damage(logprobs, full, ids_BT, T // 2))
+                logprobs = full if cache is every[0] else cache.logprobs(ids_BT, lengths_B, T // 2)
+                found.append(read_metrics(logprobs, full, ids_BT, T // 2))
                 done.advance()
             return found
 
-        found = self._in_batches("reading sequences", S, len(every), read)
+        found = self._map_batches("reading sequences", S, len(every), read)
         return found[:-1], found[-1]
 
-    def answer(self, tasks: Tasks) -> list[dict[str, np.ndarray]]:
+    def measure_tasks(self, tasks: RecallTasks) -> list[dict[str, np.ndarray]]:
         """Which tasks each cache leads to the right answer: `{"needle_aware": [P], …}`.
 
         A cache that is `aware` of the question has it before it when it chooses what to keep of the prompt; `agnostic`, it
         reads the question afterwards, token by token. Both answer from what they kept.
         """
 
-        def agnostic(cache: Contender, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
-            return _best(cache.read(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
+        def agnostic(cache: CacheVariant, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
+            return _argmax_at(cache.logprobs(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
 
         found: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
-        for name, answer in (("aware", Contender.answer), ("agnostic", agnostic)):
+        for name, answer in (("aware", CacheVariant.answer), ("agnostic", agnostic)):
 
             def read(rows: np.ndarray, done: Progress, answer: Callable[..., jax.Array] = answer) -> list[np.ndarray]:
                 right = []
@@ -277,59 +284,59 @@ class Bench:
                     done.advance()
                 return right
 
-            each = self._in_batches(f"tasks, {name} of the question", len(tasks.tokens), len(self.caches), read)
+            each = self._map_batches(f"tasks, {name} of the question", len(tasks.tokens), len(self.caches), read)
             for one, right_P in zip(found, each, strict=True):
                 one |= {f"needle_{name}": right_P[tasks.needles], f"copy_{name}": right_P[~tasks.needles]}
         return found
 
-    def write(self, run: LoadedModel, text: Sequences, count: int) -> list[Written | None]:
+    def continue_prompts(self, run: LoadedModel, text: Sequences, count: int) -> list[GreedyContinuations | None]:
         """The greedy continuations of the first halves of `count` sequences by each cache, None for the oracle."""
         T = text.ids.shape[1]
         tokens = min(FREE_TOKENS, T - T // 2)
-        picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(shares(count))]
+        picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(split_by_seed(count))]
         prompts_PT = text.ids[np.concatenate(picked), : T // 2]
         P = len(prompts_PT)
         special = sorted(run.tokenizer.special_ids)
-        settings = {**NEUTRAL, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
+        settings = {**NEUTRAL_SETTINGS, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
         params = run.params([run.settings(settings)] * FREE_ROWS)
-        parts: list[list[Written]] = [[] for _ in self.caches]
-        count = max(TIMED, -(-P // FREE_ROWS))
-        done = self._started("continuing prompts", count * len(self.caches))
+        parts: list[list[GreedyContinuations]] = [[] for _ in self.caches]
+        count = max(MIN_TIMED_BATCHES, -(-P // FREE_ROWS))
+        done = self._start_progress("continuing prompts", count * len(self.caches))
         for rows in equal_batches(FREE_ROWS * count, FREE_ROWS):
             for cache, own in zip(self.caches, parts, strict=True):
                 if cache.name != ORACLE:
-                    own.append(_write(cache, prompts_PT[rows % P], params, tokens))
+                    own.append(_generate_batch(cache, prompts_PT[rows % P], params, tokens))
                 done.advance()
         return [
-            Written(np.concatenate([part.ids for part in own])[:P], max(part.rate for part in own)) if own else None
+            GreedyContinuations(np.concatenate([part.ids for part in own])[:P], max(part.rate for part in own)) if own else None
             for own in parts
         ]
 
-    def _in_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
+    def _map_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
         """What `read` makes of all texts, in batches as large as memory allows; it counts a batch for each of the caches."""
         most = rows_per_batch(self.caches[0].model.config, -(-self.caches[0].plan.slots // 2))  # the other half is the prompt
-        done = self._started(task, -(-count // most) * caches)
+        done = self._start_progress(task, -(-count // most) * caches)
         return map_batches(count, most, lambda rows: read(rows, done))
 
-    def _started(self, task: str, total: int) -> Progress:
+    def _start_progress(self, task: str, total: int) -> Progress:
         # What other work compiled is not needed again, and takes memory maps: hundreds a program, of 65,530 that Linux gives.
         jax.clear_caches()
         return Progress(self.progress, task, total, "batches, one for each cache")
 
 
-def nearsighted(full: Contender) -> Contender:
-    """The same model, every layer of which sees the nearest `NEAR` keys alone."""
+def near_keys_variant(full: CacheVariant) -> CacheVariant:
+    """The same model, every layer of which sees the nearest `NEAR_KEYS` keys alone."""
     model = nnx.clone(full.model)
-    windows = tuple(NEAR if window is None else min(NEAR, window) for window in model.config.windows)
+    windows = tuple(NEAR_KEYS if window is None else min(NEAR_KEYS, window) for window in model.config.windows)
     model.config = replace(model.config, windows=windows)
     for block, window in zip(model.blocks, windows, strict=True):
         block.attention.window = window
     return full._replace(name="nearsighted", model=model)
 
 
-def _write(cache: Contender, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> Written:
+def _generate_batch(cache: CacheVariant, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> GreedyContinuations:
     B, T = prompts_BT.shape
     limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
     batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
     ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(CHUNK)], axis=1)
-    return Written(ids_BT, B * (tokens - 1) / max(batch.times.decoding, 1e-9))
+    return GreedyContinuations(ids_BT, B * (tokens - 1) / max(batch.times.decoding, 1e-9))

@@ -13,9 +13,9 @@ from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
 SEEDS = 3
 STREAM_TOKENS = 1 << 22  # sequences are taken from so many first tokens of the validation text
-REPEATED = 0.2  # a text that repeats itself more often is refused
-FACTS = 8  # in a prompt
-TRIES = 100  # to make a task
+MAX_REPETITION = 0.2  # a text that repeats itself more often is refused
+FACTS_PER_PROMPT = 8  # in a prompt
+MAX_TRIES = 100  # to make a task
 KINDS = ("needle", "copy")
 
 
@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
     repeated: float
 
 
-def shares(count: int) -> list[int]:
+def split_by_seed(count: int) -> list[int]:
     """How many of `count` things each seed draws."""
     return [count // SEEDS + (seed < count % SEEDS) for seed in range(SEEDS)]
 
@@ -46,7 +46,7 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
       UserError: it has fewer, or repeats itself so much that nothing can be learnt from it.
     """
     stream_N = store.validation_ids[:-1][:STREAM_TOKENS].astype(np.int32)
-    apart, left = _places(np.isin(stream_N, list(tokenizer.special_ids)), length)
+    apart, left = _start_positions(np.isin(stream_N, list(tokenizer.special_ids)), length)
     if len(left) < count:
         raise UserError(
             f"the validation text has {len(left)} places where {length} tokens stand within a document, and {count} sequences "
@@ -55,21 +55,21 @@ def draw_sequences(tokenizer: Tokenizer, store: TokenStore, count: int, length: 
     overlapping = len(apart) < count
     left = left if overlapping else apart
     starts_S = np.zeros(0, np.int64)
-    for seed, share in enumerate(shares(count)):
+    for seed, share in enumerate(split_by_seed(count)):
         starts_S = np.append(starts_S, np.random.default_rng(seed).choice(np.setdiff1d(left, starts_S), share, replace=False))
     places_ST = starts_S[:, None] + np.arange(length)
     read_N = np.zeros(len(stream_N), bool)
     read_N[places_ST] = True
     repeated = repetition(tokenizer.decode(stream_N[read_N]).split(), 4)  # type: ignore[arg-type]
-    if repeated > REPEATED:
+    if repeated > MAX_REPETITION:
         raise UserError(
             f"{100 * repeated:.0f} % of the word 4-grams of the validation text stood in it before, and above "
-            f"{100 * REPEATED:.0f} % a text hides what a cache has lost: give another one with --data_path"
+            f"{100 * MAX_REPETITION:.0f} % a text hides what a cache has lost: give another one with --data_path"
         )
-    return Sequences(stream_N[places_ST], np.repeat(np.arange(SEEDS), shares(count)), overlapping, repeated)
+    return Sequences(stream_N[places_ST], np.repeat(np.arange(SEEDS), split_by_seed(count)), overlapping, repeated)
 
 
-def _places(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _start_positions(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Where sequences can begin: places `length` or more apart, and all places."""
     edges = np.concatenate([[-1], np.flatnonzero(special_N), [len(special_N)]])
     spans = [(before + 1, end - length + 1) for before, end in itertools.pairwise(edges)]
@@ -78,7 +78,7 @@ def _places(special_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]
     return np.concatenate(apart + empty), np.concatenate(every + empty)
 
 
-class Tasks(NamedTuple):
+class RecallTasks(NamedTuple):
     """P prompts behind which one token is right.
 
     Attributes:
@@ -94,7 +94,7 @@ class Tasks(NamedTuple):
     context: int
 
 
-def spells_words(tokenizer: Tokenizer) -> bool:
+def encodes_words(tokenizer: Tokenizer) -> bool:
     """Whether every word of the tasks is one token, so that a model can have learnt them."""
     try:
         words = [word for topic, words in builtin_recall.TOPICS.items() for word in (topic, *words)]
@@ -103,29 +103,29 @@ def spells_words(tokenizer: Tokenizer) -> bool:
         return False
 
 
-def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Tasks:
+def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> RecallTasks:
     """`count` tasks of each kind between lines of the sequences, as long as these; the contexts are equally long."""
     T = sequences.ids.shape[1]
-    context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS).question))  # the longest
+    context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS_PER_PROMPT).question))  # the longest
     made = [
-        _task(tokenizer, sequences.ids, rng, kind, context)
+        _make_task(tokenizer, sequences.ids, rng, kind, context)
         for kind in KINDS
-        for rng, share in zip(map(random.Random, range(SEEDS)), shares(count), strict=True)
+        for rng, share in zip(map(random.Random, range(SEEDS)), split_by_seed(count), strict=True)
         for _ in range(share)
     ]
     rows, answers = zip(*made, strict=True)
-    return Tasks(*pad_rows(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
+    return RecallTasks(*pad_rows(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
 
 
-def _task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, context: int) -> tuple[list[int], int]:
+def _make_task(tokenizer: Tokenizer, ids_ST: np.ndarray, rng: random.Random, kind: str, context: int) -> tuple[list[int], int]:
     """Tokens of a prompt, `context` of them before the question, and the token of its answer."""
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         lines = f"{tokenizer.decode(ids_ST[rng.randrange(len(ids_ST))])}\n".splitlines(keepends=True)
         lines = [line for line in lines if not line.startswith(f"{builtin_recall.MARK} ")]
         if kind == "needle":
-            task = builtin_recall.fact_task(rng, lines, FACTS)
+            task = builtin_recall.fact_task(rng, lines, FACTS_PER_PROMPT)
         else:
-            task = builtin_recall.copy_task(rng, FACTS)
+            task = builtin_recall.copy_task(rng, FACTS_PER_PROMPT)
             task = task._replace(context="".join(lines) + task.context)
         ids = tokenizer.encode(task.context)[-context:]
         if len(ids) == context and task.question + task.answer in tokenizer.decode(ids):

@@ -10,7 +10,7 @@ import numpy as np
 from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
 from dantinox.studies.kv import KVStudy
-from dantinox.studies.kv_bench import NEAR
+from dantinox.studies.kv_bench import NEAR_KEYS
 from dantinox.studies.kv_tasks import SEEDS
 from dantinox.studies.statistics import verdict
 
@@ -22,32 +22,32 @@ MARKS = {
 }  # fmt: skip
 
 
-def _measure(path: str, heading: str = "", form: str = ".1f") -> Column:
+def _interval_column(path: str, heading: str = "", form: str = ".1f") -> Column:
     return Column(path.removesuffix(".all"), heading, attrgetter(path), form, interval=True)
 
 
-def _number(name: str, heading: str = "") -> Column:
+def _number_column(name: str, heading: str = "") -> Column:
     return Column(name, heading, attrgetter(name), ",.0f")
 
 
-def _of_seed(name: str, seed: int) -> Column:
+def _seed_column(name: str, seed: int) -> Column:
     return Column(f"{name}_seed{seed}", f"seed {seed}", lambda cache: getattr(cache, name).seeds[seed], ".2f", interval=True)
 
 
-LEAST_GAIN, LEAST_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
+MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent: below, the study says little
 MEASURES = [
-    DPPL := _measure("dppl.all", "ΔPPL %", ".2f"),
-    KL := _measure("kl.all", "KL", ".4f"),
-    TOP1 := _measure("top1.all", "top-1 %"),
-    GAP := _measure("gap_closed", "gap %"),
-    _measure("same", "same %"),
-    DIFFERS := _number("diverges", "differs at"),
-    NEEDLE := _measure("needle_aware", "needle %"),
-    _measure("needle_agnostic", "needle, unaware %"),
-    _measure("copy_aware", "copy %"),
-    _measure("copy_agnostic", "copy, unaware %"),
-    BYTES := _number("bytes", "bytes"),
-    SPEED := _number("tok_per_s", "tok/s"),
+    DPPL := _interval_column("dppl.all", "ΔPPL %", ".2f"),
+    KL := _interval_column("kl.all", "KL", ".4f"),
+    TOP1 := _interval_column("top1.all", "top-1 %"),
+    GAP := _interval_column("gap_closed", "gap %"),
+    _interval_column("same", "same %"),
+    DIFFERS := _number_column("diverges", "differs at"),
+    NEEDLE := _interval_column("needle_aware", "needle %"),
+    _interval_column("needle_agnostic", "needle, unaware %"),
+    _interval_column("copy_aware", "copy %"),
+    _interval_column("copy_agnostic", "copy, unaware %"),
+    BYTES := _number_column("bytes", "bytes"),
+    SPEED := _number_column("tok_per_s", "tok/s"),
 ]
 
 
@@ -62,7 +62,7 @@ def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
     tasks = [] if study.tasks is None else [pair("needle"), pair("copy")]
     columns = [Column("", "method", attrgetter("name")), DPPL._replace(form="+.2f"), KL._replace(spread=False), TOP1]
     columns += [GAP._replace(form=".0f", spread=False), DIFFERS, *tasks, BYTES, SPEED]
-    yield from wrapped([_done(study), *preconditions(study), *_absent(study)], width, "")
+    yield from wrapped([_description(study), *preconditions(study), *_left_out_lines(study)], width, "")
     for ratio in study.ratios:
         yield from ["", f"ratio {ratio.ratio:g}"]
         yield from text_table(columns, [study.full, *ratio.methods], width)
@@ -72,12 +72,12 @@ def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
 def kv_csv(study: KVStudy) -> str:
     """A row per ratio and method: numbers, and of measures the value, the lower and the upper end."""
     columns = [
-        _number("ratio"),
+        _number_column("ratio"),
         Column("method", "", attrgetter("name")),
         Column("slots_least", "", lambda cache: cache.slots and cache.slots[0]),
         Column("slots_most", "", lambda cache: cache.slots and cache.slots[1]),
-        *map(_number, ("bytes", "share", "tok_per_s", "loss", "diverges")),
-        *(c for column in (DPPL, KL, TOP1) for c in (column, *(_of_seed(column.name, i) for i in range(SEEDS)))),
+        *map(_number_column, ("bytes", "share", "tok_per_s", "loss", "diverges")),
+        *(c for column in (DPPL, KL, TOP1) for c in (column, *(_seed_column(column.name, i) for i in range(SEEDS)))),
         GAP,
         *(column for column in MEASURES[4:] if column.interval),
     ]
@@ -86,12 +86,12 @@ def kv_csv(study: KVStudy) -> str:
 
 def kv_markdown(study: KVStudy) -> str:
     """The tables with whole intervals, the change of perplexity by seed, the sentences and the meaning of it all."""
-    parts = [f"# Compressed caches on {Path(study.run).name}", _done(study)]
-    parts.append(bullets([*preconditions(study), *_absent(study)]))
+    parts = [f"# Compressed caches on {Path(study.run).name}", _description(study)]
+    parts.append(bullets([*preconditions(study), *_left_out_lines(study)]))
     every = [cache for ratio in study.ratios for cache in ratio.methods]
     name = Column("", "method", lambda cache: f"`{cache.name}`")
     measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in every))]
-    seeds = [_of_seed("dppl", i) for i in range(SEEDS)]
+    seeds = [_seed_column("dppl", i) for i in range(SEEDS)]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
         parts += [f"## Ratio {ratio.ratio:g}", markdown_table(measures, caches)]
@@ -108,17 +108,17 @@ def preconditions(study: KVStudy) -> list[str]:
     """What there is to be lost: how much far tokens matter, and whether the model finds a needle with all it has read."""
     value, low, high = study.long_range_gain
     gain = (
-        f"Long-range gain: tokens that see the nearest {NEAR} alone cost {value:+.3f} nats more "
+        f"Long-range gain: tokens that see the nearest {NEAR_KEYS} alone cost {value:+.3f} nats more "
         f"(95 % interval {low:+.3f} to {high:+.3f})."
     )
-    if value < LEAST_GAIN:
-        gain += f" Below {LEAST_GAIN} what stands further back hardly matters, and no cache can lose much."
+    if value < MIN_GAIN:
+        gain += f" Below {MIN_GAIN} what stands further back hardly matters, and no cache can lose much."
     if study.full.needle_aware is None:
         return [gain]
     value, low, high = study.full.needle_aware
     needles = f"Needles found with the full cache: {value:.1f} % (95 % interval {low:.1f} to {high:.1f})."
-    if value < LEAST_NEEDLE:
-        needles += f" Below {LEAST_NEEDLE} % the model itself, and not its cache, is being measured."
+    if value < MIN_NEEDLE:
+        needles += f" Below {MIN_NEEDLE} % the model itself, and not its cache, is being measured."
     return [gain, needles]
 
 
@@ -187,7 +187,7 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
     tidy(axes)
 
 
-def _done(study: KVStudy) -> str:
+def _description(study: KVStudy) -> str:
     places = " that overlap, as the text is short" if study.overlapping else ""
     tasks = "" if study.tasks is None else f"; {study.tasks} needles and as many records to copy"
     return (
@@ -198,7 +198,7 @@ def _done(study: KVStudy) -> str:
     )
 
 
-def _absent(study: KVStudy) -> list[str]:
+def _left_out_lines(study: KVStudy) -> list[str]:
     tasks = ["needle and copy tasks, as the tokenizer does not spell each of their words as one token"]
     return [f"Left out: {line}" for line in (*study.left_out, *tasks * (study.tasks is None))]
 

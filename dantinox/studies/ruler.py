@@ -25,8 +25,8 @@ from dantinox.measure.texts import equal_batches, pad_rows
 from dantinox.model import CacheReport, KVCache, Transformer, make_cache
 from dantinox.report.console import Progress
 from dantinox.run import KVCalibration, open_run
-from dantinox.studies.ruler_tasks import TASKS, Sample, draw, haystack_of, manual, score
-from dantinox.studies.statistics import Interval, chosen, mean_interval
+from dantinox.studies.ruler_tasks import TASKS, Sample, build_haystack, make_sample, match_score, python_manual
+from dantinox.studies.statistics import Interval, mean_interval, select_names
 from dantinox.text import Corpus
 
 FULL = "full"
@@ -43,13 +43,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "kvzip+loss": {"policy": "kvzip", "signal": "loss"},
 }
 LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
-LEAST_LENGTH = 256
+MIN_LENGTH = 256
 ROW_TOKENS = 8192  # of prompts that are read together
 TEXT_CHARACTERS = 1 << 21  # read of a given text at most
-SEEN = ("agnostic", "aware")  # the question comes after the cache has chosen, or before
+QUESTION_MODES = ("agnostic", "aware")  # the question comes after the cache has chosen, or before
 
 
-class Cache(NamedTuple):
+class RulerCache(NamedTuple):
     """A cache to be compared at one length, and the model with its heads in the order that the cache wants."""
 
     method: str
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RulerFinding:
+class RulerResult:
     """What a cache scored at a length.
 
     Attributes:
@@ -98,7 +98,7 @@ class RulerStudy:
     samples: int
     seed: int
     left_out: Sequence[str]
-    findings: Sequence[RulerFinding]
+    findings: Sequence[RulerResult]
 
 
 def evaluate_ruler(
@@ -134,23 +134,25 @@ def evaluate_ruler(
     directory, run = open_run(run_dir), load(run_dir)
     context = run.model.config.max_context
     for length in lengths or ():
-        if not LEAST_LENGTH <= length <= context:
-            raise UserError(f"--lengths must lie in [{LEAST_LENGTH}, {context}], the model's context, got {length}")
+        if not MIN_LENGTH <= length <= context:
+            raise UserError(f"--lengths must lie in [{MIN_LENGTH}, {context}], the model's context, got {length}")
     sizes = sorted(set(lengths or [length for length in LENGTHS if length <= context] or [context]))
     if samples < 1:
         raise UserError(f"--samples must be at least 1, got {samples}")
     for ratio in ratios or ():
         if not 0 < ratio < 1:
             raise UserError(f"--ratios must lie between 0 and 1, got {ratio:g}")
-    names = chosen(None if tasks is None else tasks.split(","), TASKS, "task of RULER")
+    names = select_names(None if tasks is None else tasks.split(","), TASKS, "task of RULER")
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
-    found, left_out = _chosen_methods(methods, measured)
-    haystack = manual() if data_path is None else haystack_of(_text(run, str(data_path)), str(data_path))
-    findings: list[RulerFinding] = []
+    found, left_out = _select_methods(methods, measured)
+    haystack = python_manual() if data_path is None else build_haystack(_read_haystack(run, str(data_path)), str(data_path))
+    findings: list[RulerResult] = []
     for length in sizes:
-        caches = _caches(run, measured, found, sorted(set(ratios or RATIOS), reverse=True), length, kv_dtype)
-        drawn = {name: [draw(name, length, run.tokenizer.encode, haystack, seed, i) for i in range(samples)] for name in names}
-        findings += _findings(run, caches, drawn, length, progress)
+        caches = _build_caches(run, measured, found, sorted(set(ratios or RATIOS), reverse=True), length, kv_dtype)
+        drawn = {
+            name: [make_sample(name, length, run.tokenizer.encode, haystack, seed, i) for i in range(samples)] for name in names
+        }
+        findings += _evaluate_caches(run, caches, drawn, length, progress)
     return RulerStudy(
         run=str(directory.path),
         calibration=None if measured is None else str(measured.path),
@@ -164,7 +166,7 @@ def evaluate_ruler(
     )
 
 
-def _text(run: LoadedModel, path: str) -> str:
+def _read_haystack(run: LoadedModel, path: str) -> str:
     parts, count = list[str](), 0
     for _, part in Corpus.open(path, run.config.data.text_field).read_text():
         parts.append(part)
@@ -174,10 +176,10 @@ def _text(run: LoadedModel, path: str) -> str:
     return "".join(parts)[:TEXT_CHARACTERS]
 
 
-def _chosen_methods(names: Sequence[str] | None, measured: KVCalibration | None) -> tuple[list[str], list[str]]:
+def _select_methods(names: Sequence[str] | None, measured: KVCalibration | None) -> tuple[list[str], list[str]]:
     """The methods of these names (None: all that can be had), and a line for each that is left out."""
     found, left_out = [], []
-    for name in chosen(names, METHODS, "method of eval ruler"):
+    for name in select_names(names, METHODS, "method of eval ruler"):
         signal = METHODS[name].get("signal", "uniform")
         again = "run `dantinox calibrate --what kv`, or give a file with --kv_calibration"
         reason = "" if signal == "uniform" else again if measured is None else measured.missing_signal(signal)
@@ -190,42 +192,42 @@ def _chosen_methods(names: Sequence[str] | None, measured: KVCalibration | None)
     return found, left_out
 
 
-def _caches(
+def _build_caches(
     run: LoadedModel, measured: KVCalibration | None, names: Sequence[str], ratios: Sequence[float], length: int, dtype: str
-) -> list[Cache]:
+) -> list[RulerCache]:
     """Every method at every ratio; the full cache has one."""
 
-    def cache(name: str, ratio: float) -> Cache:
+    def cache(name: str, ratio: float) -> RulerCache:
         budget = {} if name == FULL else {"budget": ratio, "dtype": dtype}
         kv = KVSection.model_validate(budget | METHODS[name])
         plan = plan_cache(run.model.config, kv, length, measured)
         model = run.prepared(GenerationSection(), head_order(run.model.config, kv, measured))
-        return Cache(name, ratio, model, plan, make_cache(run.model.config, 1, *plan).report())
+        return RulerCache(name, ratio, model, plan, make_cache(run.model.config, 1, *plan).report())
 
     return [cache(name, ratio) for name in names for ratio in ((1.0,) if name == FULL else ratios)]
 
 
-class Job(NamedTuple):
+class EvalBatch(NamedTuple):
     """Rows that are read and answered together: prompts, and what is read of each token by token."""
 
     task: str
     prompts: list[list[int]]
-    given: list[list[int]]
+    questions: list[list[int]]
     new_tokens: int
 
-    def work(self, length: int) -> int:
+    def num_calls(self, length: int) -> int:
         """How many compiled calls it takes."""
         return -(-length // COMPRESSED_PREFILL_CHUNK) + -(-self.steps // CHUNK)
 
     @property
     def steps(self) -> int:
-        return max(map(len, self.given)) + self.new_tokens
+        return max(map(len, self.questions)) + self.new_tokens
 
 
-Drawn = Mapping[str, Sequence[Sample]]
+SamplesByTask = Mapping[str, Sequence[Sample]]
 
 
-def _jobs(run: LoadedModel, drawn: Drawn, length: int, aware: bool) -> Iterator[tuple[Job, list[Sample]]]:
+def _make_batches(run: LoadedModel, drawn: SamplesByTask, length: int, aware: bool) -> Iterator[tuple[EvalBatch, list[Sample]]]:
     rows = max(1, ROW_TOKENS // length)
     for task, samples in drawn.items():
         for numbers in equal_batches(len(samples), min(rows, len(samples))):
@@ -233,45 +235,45 @@ def _jobs(run: LoadedModel, drawn: Drawn, length: int, aware: bool) -> Iterator[
             pairs = [(run.prompt_ids(sample.context), run.tokenizer.encode(sample.question)) for sample in own]
             if aware:
                 pairs = [([*prompt, *question[:-1]], question[-1:]) for prompt, question in pairs]
-            prompts, given = (list(side) for side in zip(*pairs, strict=True))
-            yield Job(task, prompts, given, own[0].new_tokens), own
+            prompts, questions = (list(side) for side in zip(*pairs, strict=True))
+            yield EvalBatch(task, prompts, questions, own[0].new_tokens), own
 
 
-def _findings(
-    run: LoadedModel, caches: Sequence[Cache], drawn: Drawn, length: int, progress: Callable[[str], None]
-) -> Iterator[RulerFinding]:
+def _evaluate_caches(
+    run: LoadedModel, caches: Sequence[RulerCache], drawn: SamplesByTask, length: int, progress: Callable[[str], None]
+) -> Iterator[RulerResult]:
     stops = {run.tokenizer.eos_id, *run.tokenizer.stop_ids}
-    jobs = {seen: list(_jobs(run, drawn, length, seen == "aware")) for seen in SEEN}
-    total = sum(job.work(length) for own in jobs.values() for job, _ in own)
+    jobs = {seen: list(_make_batches(run, drawn, length, seen == "aware")) for seen in QUESTION_MODES}
+    total = sum(job.num_calls(length) for own in jobs.values() for job, _ in own)
     done = Progress(progress, f"RULER at {length} tokens", total * len(caches), "calls")
     full = make_cache(run.model.config, 1, *plan_cache(run.model.config, KVSection(), length)).report()["bytes"]
     for cache in caches:
         jax.clear_caches()
         scores: dict[str, dict[str, Interval]] = {}
         times: list[tuple[float, float]] = []
-        for seen in SEEN:
+        for seen in QUESTION_MODES:
             right: defaultdict[str, list[float]] = defaultdict(list)
             for job, samples in jobs[seen]:
-                ids_BT, *seconds = _answers(cache, job, length, done)
+                ids_BT, *seconds = _generate_answers(cache, job, length, done)
                 times.append((seconds[0] / len(ids_BT), len(ids_BT) * job.steps / seconds[1]))
                 for row, sample in enumerate(samples):
                     if len(right[job.task]) < len(drawn[job.task]):  # behind the last sample the first ones come again
-                        answer = ids_BT[row, len(job.given[row]) - 1 :][: sample.new_tokens].tolist()
+                        answer = ids_BT[row, len(job.questions[row]) - 1 :][: sample.new_tokens].tolist()
                         end = next((i for i, token in enumerate(answer) if token in stops), len(answer))
-                        right[job.task].append(100 * score(run.tokenizer.decode(answer[:end]), sample))
+                        right[job.task].append(100 * match_score(run.tokenizer.decode(answer[:end]), sample))
             scores[seen] = {task: mean_interval(np.array(values)) for task, values in right.items()}
             scores[seen]["mean"] = mean_interval(np.concatenate(list(right.values())))
         told = {seen: ", ".join(f"{task} {one.value:.0f}" for task, one in own.items()) for seen, own in scores.items()}
         found = "; ".join(f"{seen}: {line}" for seen, line in told.items())
         progress(f"{cache.method} at {cache.ratio:g} of {length} tokens, in %: {found}")
         prefill, rate = (float(np.median(side)) for side in zip(*times[1:], strict=True)) if len(times) > 1 else (None, None)
-        yield RulerFinding(
+        yield RulerResult(
             cache.method, length, cache.ratio, cache.report["dtype"], cache.report["bytes"], cache.report["bytes"] / full,
             scores, prefill, rate,
         )  # fmt: skip
 
 
-def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
+def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
     """The likeliest token `[B, steps]` behind each one that is read or written, and the seconds of prefill and decoding."""
     begun, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
     parts = -(-length // COMPRESSED_PREFILL_CHUNK)
@@ -281,14 +283,14 @@ def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.nd
     memory: KVCache = make_cache(cache.model.config, len(tokens_BT), *cache.plan)
     for part in range(parts):
         columns = slice(part * size, (part + 1) * size)
-        memory = _read(cache.model, memory, jnp.asarray(tokens_BT[:, columns]), jnp.asarray(positions_BT[:, columns]))
+        memory = _prefill_part(cache.model, memory, jnp.asarray(tokens_BT[:, columns]), jnp.asarray(positions_BT[:, columns]))
         jax.block_until_ready(memory)
         done.advance(1, note)
     prefilled = time.perf_counter()
-    given_BQ, counts_B = pad_rows(job.given, length)
+    questions_BQ, counts_B = pad_rows(job.questions, length)
     last_B, found = jnp.zeros(len(tokens_BT), jnp.int32), []
     for start in range(0, job.steps, CHUNK):
-        rest = (jnp.asarray(given_BQ), jnp.asarray(counts_B), jnp.asarray(lengths_B), jnp.int32(start))
+        rest = (jnp.asarray(questions_BQ), jnp.asarray(counts_B), jnp.asarray(lengths_B), jnp.int32(start))
         memory, last_B, ids_BC = _decode(cache.model, memory, last_B, *rest)
         found.append(np.asarray(ids_BC))
         done.advance(1, note)
@@ -296,7 +298,7 @@ def _answers(cache: Cache, job: Job, length: int, done: Progress) -> tuple[np.nd
 
 
 @nnx.jit(donate_argnames=("cache",), graph_updates=False)
-def _read(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> KVCache:
+def _prefill_part(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> KVCache:
     """The cache with part of the prompts in it."""
     _, after, _ = prefill_hidden(dequantize(model), tokens_BT, positions_BT, cache)
     assert after is not None
@@ -308,7 +310,7 @@ def _decode(
     model: Transformer,
     cache: KVCache,
     last_B: jax.Array,
-    given_BQ: jax.Array,
+    questions_BQ: jax.Array,
     counts_B: jax.Array,
     lengths_B: jax.Array,
     start: jax.Array,
@@ -323,7 +325,7 @@ def _decode(
     def step(i: jax.Array, carry: Any) -> Any:
         cache, last_B, ids_BC = carry
         number = start + i
-        token_B = jnp.where(number < counts_B, given_BQ[:, jnp.minimum(number, given_BQ.shape[1] - 1)], last_B)
+        token_B = jnp.where(number < counts_B, questions_BQ[:, jnp.minimum(number, questions_BQ.shape[1] - 1)], last_B)
         x_B1D, cache, _ = model.hidden(token_B[:, None], (lengths_B + number)[:, None], cache=cache)
         last_B = jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1).astype(jnp.int32)
         return cache, last_B, ids_BC.at[:, i].set(last_B)

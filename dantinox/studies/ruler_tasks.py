@@ -17,8 +17,8 @@ from typing import NamedTuple
 from dantinox.config import UserError
 
 NOISE = "The meadow is wide. The lake is cold. The moon is bright. We walk a while. Then we come home again."
-FEW_SENTENCES, FEW_WORDS = 50, 300  # that a haystack must have
-SHORT = 4096  # tokens, below which the words of `cwe` come less often, as in RULER
+MIN_SENTENCES, MIN_WORDS = 50, 300  # that a haystack must have
+SHORT_LENGTH = 4096  # tokens, below which the words of `cwe` come less often, as in RULER
 _LISTS = """
 adjectives: amber brave brisk calm clever cosy crisp eager early faint fierce fresh gentle giant golden grand hasty hollow
   humble icy jolly keen late lively lofty lucky mellow merry mighty modest narrow noble pale plain proud quick quiet rapid rare
@@ -60,7 +60,7 @@ class Haystack(NamedTuple):
     words: Sequence[str]
 
 
-def haystack_of(text: str, what: str = "the text") -> Haystack:
+def build_haystack(text: str, what: str = "the text") -> Haystack:
     """The plain sentences and the words of a text.
 
     Raises:
@@ -69,40 +69,42 @@ def haystack_of(text: str, what: str = "the text") -> Haystack:
     flat = re.sub(r"\s+", " ", text)
     sentences = list(dict.fromkeys(re.findall(r"(?:(?<=[.!?] )|(?<=^))[A-Z][A-Za-z ,;'()-]{30,220}\.", flat)))
     words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(sentences))))
-    if len(sentences) < FEW_SENTENCES or len(words) < FEW_WORDS:
+    if len(sentences) < MIN_SENTENCES or len(words) < MIN_WORDS:
         raise UserError(
-            f"{what} has {len(sentences)} plain sentences and {len(words)} words, and the tasks need {FEW_SENTENCES} and "
-            f"{FEW_WORDS}: give a longer one with --data_path"
+            f"{what} has {len(sentences)} plain sentences and {len(words)} words, and the tasks need {MIN_SENTENCES} and "
+            f"{MIN_WORDS}: give a longer one with --data_path"
         )
     return Haystack(sentences, words)
 
 
 @cache
-def manual() -> Haystack:
+def python_manual() -> Haystack:
     """The haystack of Python's own manual, which every installation has."""
     from pydoc_data.topics import topics
 
-    return haystack_of(" ".join(topics.values()), "Python's manual")
+    return build_haystack(" ".join(topics.values()), "Python's manual")
 
 
-def score(answer: str, sample: Sample) -> float:
+def match_score(answer: str, sample: Sample) -> float:
     """RULER's string match in [0, 1]: which answers stand in a text, whatever their case."""
     found = [wanted.lower() in answer.lower() for wanted in sample.answers]
     return sum(found) / len(found) if sample.every else float(any(found))
 
 
-def draw(name: str, length: int, encode: Callable[[str], Sequence[int]], haystack: Haystack, seed: int, number: int) -> Sample:
+def make_sample(
+    name: str, length: int, encode: Callable[[str], Sequence[int]], haystack: Haystack, seed: int, number: int
+) -> Sample:
     """Sample `number` of a task: the longest that has at most `length` tokens together with its answer.
 
     Raises:
       UserError: even the shortest is longer.
     """
 
-    def made(size: int) -> Sample:
+    def make(size: int) -> Sample:
         return TASKS[name](random.Random(f"{name} {seed} {number}"), haystack, length, size)
 
     def fits(size: int) -> bool:
-        sample = made(size)
+        sample = make(size)
         return len(encode(sample.context)) + len(encode(sample.question)) + sample.new_tokens < length
 
     if not fits(1):
@@ -114,7 +116,7 @@ def draw(name: str, length: int, encode: Callable[[str], Sequence[int]], haystac
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return made(low)
+    return make(low)
 
 
 def _number(rng: random.Random) -> str:
@@ -132,11 +134,11 @@ def _uuid(rng: random.Random) -> str:
 KINDS = {"word": _word, "number": _number, "uuid": _uuid}
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _among(rng: random.Random, units: list[str], hidden: Sequence[str]) -> list[str]:
+def _insert_randomly(rng: random.Random, units: list[str], hidden: Sequence[str]) -> list[str]:
     """The units with what is hidden at random places, in its order."""
     places = sorted(rng.choices(range(len(units) + 1), k=len(hidden)), reverse=True)
     for place, line in zip(places, reversed(hidden), strict=True):
@@ -144,7 +146,7 @@ def _among(rng: random.Random, units: list[str], hidden: Sequence[str]) -> list[
     return units
 
 
-def _needles(
+def _needle_sample(
     rng: random.Random,
     haystack: Haystack,
     length: int,
@@ -168,21 +170,21 @@ def _needles(
         units = [haystack.sentences[(first + i) % len(haystack.sentences)] for i in range(size)]
     else:
         units = [NOISE if hay == "noise" else needle(KINDS[key](rng), KINDS[value](rng)) for _ in range(size)]
-    asked = rng.sample(list(facts), queries)
-    answers = tuple(secret for name in asked for secret in facts[name])
+    ask = rng.sample(list(facts), queries)
+    answers = tuple(secret for name in ask for secret in facts[name])
     one = len(answers) == 1
     what, verb, article, it = (f"secret {value}", "is", "A", "it") if one else (f"secret {value}s", "are", "Some", "them")
-    text = (" " if hay == "essay" else "\n").join(_among(rng, units, hidden))
+    text = (" " if hay == "essay" else "\n").join(_insert_randomly(rng, units, hidden))
     context = (
         f"{article} {what} {verb} hidden in the following text. Keep {it} in mind: the question comes afterwards.\n{text}\n"
     )
-    of = f"of {_listed(asked)}"
+    of = f"of {_join_words(ask)}"
     asks = "What is" if one else "What are all"
     question = f"{asks} the {what} {of} in the text above? The {what} {of} in the text above {verb}"
     return Sample(context, question, answers, True, 128)
 
 
-def _variables(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
+def _variable_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
     def chain(letters: int, noises: int) -> tuple[str, str, list[str]]:
         """The text, the value, and the five variables that have it."""
         names: list[str] = []
@@ -191,24 +193,24 @@ def _variables(rng: random.Random, haystack: Haystack, length: int, size: int) -
             names += [] if name in names else [name]
         value = str(rng.randrange(10000, 100000))
         lines = [f"VAR {name} = {'VAR ' + names[i - 1] if i else value}" for i, name in enumerate(names)]
-        return "\n".join(_among(rng, [NOISE] * noises, lines)), value, names
+        return "\n".join(_insert_randomly(rng, [NOISE] * noises, lines)), value, names
 
-    def asked(value: str) -> str:
+    def ask(value: str) -> str:
         return (
             f"Question: Which variables have the value {value} in the text above? "
             f"Answer: By the assignments in the text above, five variables have the value {value}:"
         )
 
-    def told(text: str) -> str:
+    def instruct(text: str) -> str:
         return f"Follow the assignments of variables that are hidden in the following text.\n\n{text}\n"
 
     example, shown, found = chain(3, 5)
     text, value, names = chain(5, size)
-    context = f"{told(example)}{asked(shown)} {' '.join(found)}\n\n{told(text)}"
-    return Sample(context, asked(value), tuple(names), True, 30)
+    context = f"{instruct(example)}{ask(shown)} {' '.join(found)}\n\n{instruct(text)}"
+    return Sample(context, ask(value), tuple(names), True, 30)
 
 
-def _common_words(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
+def _common_word_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
     def listing(words: Sequence[str], often: int, seldom: int) -> str:
         every = list(words[:10]) * often + list(words[10:]) * seldom
         rng.shuffle(every)
@@ -218,16 +220,16 @@ def _common_words(rng: random.Random, haystack: Haystack, length: int, size: int
             f"most often.\n{numbered}\n"
         )
 
-    asked = "Question: Which 10 words come most often in the list above? Answer: The 10 words that come most often are:"
-    shown, counts, example = (20, (6, 1), (3, 1)) if length < SHORT else (40, (30, 3), (10, 3))
+    ask = "Question: Which 10 words come most often in the list above? Answer: The 10 words that come most often are:"
+    shown, counts, example = (20, (6, 1), (3, 1)) if length < SHORT_LENGTH else (40, (30, 3), (10, 3))
     words = rng.sample(haystack.words, shown + min(10 + size, len(haystack.words) - shown))
     found = " ".join(f"{i}. {word}" for i, word in enumerate(words[:10], 1))
     rest = words[shown:]
-    context = f"{listing(words[:shown], *example)}{asked} {found}\n\n{listing(rest, *counts)}"
-    return Sample(context, asked, tuple(rest[:10]), True, 120)
+    context = f"{listing(words[:shown], *example)}{ask} {found}\n\n{listing(rest, *counts)}"
+    return Sample(context, ask, tuple(rest[:10]), True, 120)
 
 
-def _frequent_words(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
+def _frequent_word_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
     """The word of rank k comes in proportion to k⁻²; that of rank 1 is a row of dots."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["..."]
@@ -248,7 +250,7 @@ def _frequent_words(rng: random.Random, haystack: Haystack, length: int, size: i
     return Sample(context, question, tuple(words[1:4]), True, 50)
 
 
-def _documents(rng: random.Random, haystack: Haystack, length: int, size: int, *, hops: int) -> Sample:
+def _document_sample(rng: random.Random, haystack: Haystack, length: int, size: int, *, hops: int) -> Sample:
     """Documents about people, and with two hops about the towns where they were born; one person is asked about."""
     towns = rng.sample([start + end for start in WORDS["towns"] for end in WORDS["places"]], 40)
     rivers = rng.sample([f"{a.title()} {noun.title()}" for a in WORDS["adjectives"] for noun in WORDS["nouns"]], len(towns))
@@ -261,13 +263,13 @@ def _documents(rng: random.Random, haystack: Haystack, length: int, size: int, *
         f"Later {name} lived in {rng.choice(towns)} and kept {rng.randrange(2, 40)} {rng.choice(WORDS['nouns'])}s."
         for name, town in zip(people, births, strict=True)
     ]
-    asked, town = people[0], births[0]
+    ask, town = people[0], births[0]
     if hops == 2:
         near = [town, *rng.sample([i for i in range(len(towns)) if i != town], min(size, len(towns) - 1))]
         documents += [f"{towns[i]} is a town on the river {rivers[i]}. It has {rng.randrange(2, 90)} mills." for i in near]
-        what, answer = f"On which river is the town where {asked} was born?", rivers[town]
+        what, answer = f"On which river is the town where {ask} was born?", rivers[town]
     else:
-        what, answer = f"In which town was {asked} born?", towns[town]
+        what, answer = f"In which town was {ask} born?", towns[town]
     rng.shuffle(documents)
     numbered = "\n\n".join(f"Document {i}:\n{document}" for i, document in enumerate(documents, 1))
     order = "Answer the question by the documents. Give the answer and no other words.\n\n"
@@ -276,17 +278,17 @@ def _documents(rng: random.Random, haystack: Haystack, length: int, size: int, *
 
 # Name → (random numbers, haystack, tokens in all, size) to a sample; the size is a number of sentences, words or documents.
 TASKS: dict[str, Callable[[random.Random, Haystack, int, int], Sample]] = {
-    "niah_single_1": partial(_needles, hay="noise"),
-    "niah_single_2": partial(_needles, hay="essay"),
-    "niah_single_3": partial(_needles, hay="essay", value="uuid"),
-    "niah_multikey_1": partial(_needles, hay="essay", keys=4),
-    "niah_multikey_2": partial(_needles, hay="needles"),
-    "niah_multikey_3": partial(_needles, hay="needles", key="uuid", value="uuid"),
-    "niah_multivalue": partial(_needles, hay="essay", values=4),
-    "niah_multiquery": partial(_needles, hay="essay", queries=4),
-    "vt": _variables,
-    "cwe": _common_words,
-    "fwe": _frequent_words,
-    "qa_1": partial(_documents, hops=1),
-    "qa_2": partial(_documents, hops=2),
+    "niah_single_1": partial(_needle_sample, hay="noise"),
+    "niah_single_2": partial(_needle_sample, hay="essay"),
+    "niah_single_3": partial(_needle_sample, hay="essay", value="uuid"),
+    "niah_multikey_1": partial(_needle_sample, hay="essay", keys=4),
+    "niah_multikey_2": partial(_needle_sample, hay="needles"),
+    "niah_multikey_3": partial(_needle_sample, hay="needles", key="uuid", value="uuid"),
+    "niah_multivalue": partial(_needle_sample, hay="essay", values=4),
+    "niah_multiquery": partial(_needle_sample, hay="essay", queries=4),
+    "vt": _variable_sample,
+    "cwe": _common_word_sample,
+    "fwe": _frequent_word_sample,
+    "qa_1": partial(_document_sample, hops=1),
+    "qa_2": partial(_document_sample, hops=2),
 }

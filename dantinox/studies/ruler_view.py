@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrapped
-from dantinox.studies.ruler import SEEN, RulerFinding, RulerStudy
+from dantinox.studies.ruler import QUESTION_MODES, RulerResult, RulerStudy
 
 # Heading → the beginning of its tasks' names.
 GROUPS = {
@@ -16,26 +16,30 @@ GROUPS = {
 }  # fmt: skip
 
 
-def _pair(heading: str, start: str) -> Column:
+def _group_column(heading: str, start: str) -> Column:
     """The mean scores of the tasks whose names begin so, with the question unseen / seen."""
 
-    def both(finding: RulerFinding) -> str:
-        own = [[found.value for task, found in finding.scores[seen].items() if task.startswith(start)] for seen in SEEN]
+    def both(finding: RulerResult) -> str:
+        own = [
+            [found.value for task, found in finding.scores[seen].items() if task.startswith(start)] for seen in QUESTION_MODES
+        ]
         return " / ".join(f"{fmean(values):.0f}" for values in own)
 
     return Column(heading, heading, both)
 
 
-def _mean(seen: str) -> Column:
+def _mean_column(seen: str) -> Column:
     return Column(f"mean_{seen}", seen, lambda finding: finding.scores[seen]["mean"], ".1f", interval=True)
 
 
 def _columns(study: RulerStudy) -> list[Column]:
-    groups = [_pair(heading, start) for heading, start in GROUPS.items() if any(t.startswith(start) for t in study.tasks)]
+    groups = [
+        _group_column(heading, start) for heading, start in GROUPS.items() if any(t.startswith(start) for t in study.tasks)
+    ]
     return [
         Column("method", "method", lambda finding: finding.method),
         Column("ratio", "ratio", lambda finding: finding.ratio, ".2f"),
-        *map(_mean, SEEN),
+        *map(_mean_column, QUESTION_MODES),
         *groups,
         Column("bytes", "bytes", lambda finding: finding.bytes, ",.0f"),
         Column("share", "share %", lambda finding: 100 * finding.share, ".1f"),
@@ -47,7 +51,7 @@ def _columns(study: RulerStudy) -> list[Column]:
 def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
     """What was done, a table for each length, and what its words mean, in lines of at most `width`."""
     width = max(width, 60)
-    yield from wrapped([_done(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
+    yield from wrapped([_description(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
     for length in dict.fromkeys(finding.length for finding in study.findings):
         yield from ["", f"{length} tokens"]
         yield from text_table(_columns(study), [finding for finding in study.findings if finding.length == length], width, 2)
@@ -56,7 +60,7 @@ def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
 
 def ruler_markdown(study: RulerStudy) -> str:
     """A table for each length, with whole intervals, and what its words mean."""
-    parts = [f"# RULER on {Path(study.run).name}", _done(study)]
+    parts = [f"# RULER on {Path(study.run).name}", _description(study)]
     parts += [bullets([f"Left out: {line}" for line in study.left_out])] if study.left_out else []
     for length in dict.fromkeys(finding.length for finding in study.findings):
         rows = [finding for finding in study.findings if finding.length == length]
@@ -73,7 +77,7 @@ def ruler_csv(study: RulerStudy) -> str:
     columns = [
         Column("length", "", lambda finding: finding.length, ".0f"),
         *(column for column in _columns(study) if column.name not in GROUPS),
-        *(task(seen, name) for seen in SEEN for name in study.tasks),
+        *(task(seen, name) for seen in QUESTION_MODES for name in study.tasks),
     ]
     return csv_table(columns, study.findings)
 
@@ -86,7 +90,7 @@ def ruler_files(study: RulerStudy) -> dict[str, Callable[[], str | bytes]]:
     }
 
 
-def _done(study: RulerStudy) -> str:
+def _description(study: RulerStudy) -> str:
     return (
         f"{study.run}: {len(study.tasks)} tasks of RULER with {study.samples} samples each, generated from {study.text} with "
         f"seed {study.seed}; {study.device}."

@@ -6,7 +6,7 @@ from typing import Any
 
 from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import NOTHING, Column, bullets, csv_table, markdown_table, text_table, wrapped
-from dantinox.studies.sampling import Difference, MethodFinding, SamplingStudy, spelt
+from dantinox.studies.sampling import Difference, MethodResult, SamplingStudy, format_values
 from dantinox.studies.statistics import verdict
 
 HEADINGS = {
@@ -37,7 +37,7 @@ def sampling_lines(study: SamplingStudy, width: int = 100) -> Iterator[str]:
     """What was done, the table, what it says, and what its words mean, in lines of at most `width` where a column fits."""
     width = max(width, 60)
     columns = [Column("", "method", lambda method: method.name), Column("", "setting", _setting), *MEASURES, SPEED]
-    yield from wrapped([_done(study), ""], width, "")
+    yield from wrapped([_description(study), ""], width, "")
     yield from text_table(columns, study.methods, width, front=2)
     yield from wrapped(["", *conclusions(study), "", *_notes(study)], width)
 
@@ -55,7 +55,7 @@ def sampling_csv(study: SamplingStudy) -> str:
 def sampling_markdown(study: SamplingStudy) -> str:
     """The table with whole intervals, the differences, the sentences and the meaning of it all."""
     columns = [Column("", "method", lambda method: f"`{method.name}`"), Column("", "setting", _setting), *MEASURES, SPEED]
-    parts = [f"# Sampling methods on {Path(study.run).name}", _done(study), markdown_table(columns, study.methods)]
+    parts = [f"# Sampling methods on {Path(study.run).name}", _description(study), markdown_table(columns, study.methods)]
     if study.comparisons:
         pair = Column("", "", lambda pair: f"`{pair.a}` − `{pair.b}`")
         parts += [bullets(conclusions(study)), "Differences:", markdown_table([pair, *DIFFERENCES], study.comparisons)]
@@ -126,7 +126,7 @@ def _around(intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
     return low - air, high + air
 
 
-def _done(study: SamplingStudy) -> str:
+def _description(study: SamplingStudy) -> str:
     judge = (
         "Judged by the model itself, which favours its own likeliest texts: low temperatures look better than they are "
         "(--reference names another judge)."
@@ -165,5 +165,5 @@ def _notes(study: SamplingStudy) -> list[str]:
     return notes
 
 
-def _setting(method: MethodFinding) -> str:
-    return spelt(method.tuned) + " *" * method.at_edge if method.tuned else NOTHING
+def _setting(method: MethodResult) -> str:
+    return format_values(method.tuned) + " *" * method.at_edge if method.tuned else NOTHING

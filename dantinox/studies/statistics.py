@@ -18,14 +18,14 @@ from dantinox.config import UserError
 
 RESAMPLINGS = 2000
 CONFIDENCE = 0.95
-LARGE = 10e6  # parameters above which studies do less by default
-SMOOTHING = 0.1  # what counts as matched where nothing of an order did
+LARGE_MODEL = 10e6  # parameters above which studies do less by default
+BLEU_SMOOTHING = 0.1  # what counts as matched where nothing of an order did
 
 Tokens = Sequence[int]
-Measured = Mapping[str, np.ndarray]  # measure → one number per prompt `[P]`, each the mean over the prompt's samples
+MeasuresByPrompt = Mapping[str, np.ndarray]  # measure → one number per prompt `[P]`, each the mean over the prompt's samples
 
 
-def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:
+def select_names(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:
     """Those of the known names that were given (None: all), in their usual order; an error names one that is unknown."""
     known = list(known)
     for name in names or ():
@@ -36,12 +36,14 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], what: str) -> list
     return [name for name in known if names is None or name in names]
 
 
-def usual_count(count: int, least: int, parameters: int) -> int:
-    """The samples that a study takes by default: `count`, fewer in proportion above `LARGE` parameters, but at least `least`.
+def default_count(count: int, least: int, parameters: int) -> int:
+    """Returns the default number of samples of a study.
 
-    A study of a model of 100 M parameters then takes minutes on a CPU. Its intervals say what the smaller sample costs.
+    This is `count` for models of up to `LARGE_MODEL` parameters. For larger models it falls in inverse proportion to the
+    parameters, down to `least`. A study of a model with 100 M parameters then takes minutes on a CPU, at the price of wider
+    intervals.
     """
-    return max(min(count, least), round(count * min(1.0, LARGE / max(parameters, 1))))
+    return max(min(count, least), round(count * min(1.0, LARGE_MODEL / max(parameters, 1))))
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
@@ -65,7 +67,7 @@ def diversity(tokens: Tokens) -> float:
     return math.prod(distinct(tokens, n) for n in (2, 3, 4))
 
 
-OF_TEXT: dict[str, Callable[[Tokens], float]] = {
+TEXT_MEASURES: dict[str, Callable[[Tokens], float]] = {
     "diversity": diversity,
     **{f"distinct_{n}": partial(distinct, n=n) for n in (1, 2, 3)},
     "rep_4": partial(repetition, n=4),
@@ -88,7 +90,7 @@ def _bleu(own: Tokens, others: Sequence[Tokens]) -> float:
         matched = (grams & largest).total()
         if n == 1 and matched == 0:
             return 0.0
-        logs.append(math.log((matched or SMOOTHING) / max(1, grams.total())))
+        logs.append(math.log((matched or BLEU_SMOOTHING) / max(1, grams.total())))
     nearest = min(map(len, others), key=lambda length: (abs(length - len(own)), length))
     return math.exp(sum(logs) / len(logs) + min(0.0, 1 - nearest / len(own)))
 
@@ -101,7 +103,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def resamples(prompts: int) -> Iterator[np.ndarray]:
+def bootstrap_indices(prompts: int) -> Iterator[np.ndarray]:
     """All prompts once, then 2,000 times as many drawn with replacement: the same draws on every call, so that two methods
     are resampled alike."""
     yield np.arange(prompts)
@@ -110,7 +112,7 @@ def resamples(prompts: int) -> Iterator[np.ndarray]:
         yield random.integers(prompts, size=prompts)
 
 
-def percentiles(values: Sequence[float] | np.ndarray) -> Interval:
+def percentile_interval(values: Sequence[float] | np.ndarray) -> Interval:
     """The interval of a statistic of every resample, that of the sample itself first (Efron 1979, percentile method)."""
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.asarray(values[1:], np.float64), [tail, 1 - tail])
@@ -120,10 +122,10 @@ def percentiles(values: Sequence[float] | np.ndarray) -> Interval:
 def mean_interval(values_P: np.ndarray) -> Interval:
     """The mean over prompts; the differences of two methods give a paired interval."""
     values_P = np.asarray(values_P, np.float64)
-    return percentiles([values_P[picked].mean() for picked in resamples(len(values_P))])
+    return percentile_interval([values_P[picked].mean() for picked in bootstrap_indices(len(values_P))])
 
 
-def excess(method: Measured, ruler: Sequence[Measured]) -> np.ndarray | None:
+def excess(method: MeasuresByPrompt, ruler: Sequence[MeasuresByPrompt]) -> np.ndarray | None:
     """`bits_per_byte` above the ruler's at the method's `diversity`, for every resample `[1 + R]`.
 
     The ruler is one way of sampling at several settings. Between them its mean bits are interpolated by its mean diversity;
@@ -133,11 +135,11 @@ def excess(method: Measured, ruler: Sequence[Measured]) -> np.ndarray | None:
     if not min(reached) <= method["diversity"].mean() <= max(reached):
         return None
 
-    def place(one: Measured, picked: np.ndarray) -> list[float]:
+    def place(one: MeasuresByPrompt, picked: np.ndarray) -> list[float]:
         return [one[name][picked].mean() for name in ("diversity", "bits_per_byte")]
 
     found = []
-    for picked in resamples(len(method["diversity"])):
+    for picked in bootstrap_indices(len(method["diversity"])):
         (at, bits), points = place(method, picked), np.transpose(sorted(place(point, picked) for point in ruler))
         found.append(bits - np.interp(at, *points))
     return np.array(found)

@@ -28,13 +28,13 @@ from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 
-PLAN = "plan.json"
-STOPPED = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
-PATIENCE = 60  # seconds for what a killed sweep left behind to save and end
+PLAN_FILE = "plan.json"
+SIGNAL_EXIT_CODES = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
+LOCK_TIMEOUT = 60  # seconds for what a killed sweep left behind to save and end
 
 
 @dataclass(frozen=True)
-class TrialFinding:
+class TrialResult:
     """How a trial ended: `problem` in a sentence, or None where it finished. Numbers are None where its log has none.
 
     `val_loss` (nats per token), `bits_per_byte` and `best_step` are of the best evaluation, `steps` and `ms_per_step`, a
@@ -57,7 +57,7 @@ class SweepStudy:
 
     runs_dir: str
     keys: tuple[str, ...]
-    trials: list[TrialFinding]
+    trials: list[TrialResult]
 
 
 def run_sweep(
@@ -65,67 +65,67 @@ def run_sweep(
     train: Callable[[Trial, RunDirectory], str | None],
     progress: Callable[[str], None] = lambda line: None,
     retry: bool = False,
-    so_far: Callable[[SweepStudy], None] = lambda study: None,
+    on_result: Callable[[SweepStudy], None] = lambda study: None,
 ) -> SweepStudy:
     """Trains what has not been trained yet.
 
     Args:
       train: trains a trial into its directory, from where it stands, and says what was wrong.
       retry: try those trials again, too, that ended with a problem.
-      so_far: told of those that have ended, whenever another has.
+      on_result: called with the study so far each time a trial ends.
 
     Raises:
       UserError: the sweep is not the one that its directory was begun with, another process works on it, or a trial could not
         even begin.
       SystemExit: after SIGTERM or SIGINT, with the trial saved.
     """
-    folder = _folder(sweep.runs_dir)
+    folder = _open_directory(sweep.runs_dir)
     with folder.lock():
-        ended = _begin(sweep, folder)
+        ended = _load_plan(sweep, folder)
         for number, trial in enumerate(sweep.trials, 1):
             if trial.name in ended and not (retry and ended[trial.name]):
                 continue
-            said = ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items())
-            progress(f"trial {number} of {len(sweep.trials)}: {said}")
+            chosen_values = ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items())
+            progress(f"trial {number} of {len(sweep.trials)}: {chosen_values}")
             run = RunDirectory(folder.path / trial.name)
             problem = train(trial, run)
             if problem and not run.config.is_file():
                 raise UserError(f"{trial.name} could not begin: {problem}")
             ended[trial.name] = problem
-            _write(sweep, folder, ended)
-            one = finding(trial, run, problem)
+            _write_plan(sweep, folder, ended)
+            one = trial_result(trial, run, problem)
             loss = "no val_loss" if one.val_loss is None else f"val_loss {one.val_loss:.4f} at {one.best_step}"
             progress(f"{trial.name}: {problem or loss}")
-            so_far(_study(sweep, folder, ended))
+            on_result(_study(sweep, folder, ended))
     return _study(sweep, folder, ended)
 
 
 def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> SweepStudy:
     known = [trial for trial in sweep.trials if trial.name in ended]
-    found = [finding(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in known]
+    found = [trial_result(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in known]
     found.sort(key=lambda trial: (trial.problem is not None, math.inf if trial.val_loss is None else trial.val_loss))
     return SweepStudy(str(sweep.runs_dir), sweep.keys, found)
 
 
-def finding(trial: Trial, run: RunDirectory, problem: str | None) -> TrialFinding:
+def trial_result(trial: Trial, run: RunDirectory, problem: str | None) -> TrialResult:
     """What the logs of a trial say."""
     rows = [row for row in read_csv(run.log(trial.config)) if math.isfinite(row.get("val_loss", math.nan))]
     times = [row["ms_per_step"] for row in read_jsonl(run.metrics) if row.get("ms_per_step") is not None]
     steps = max((int(row["step"]) for row in read_jsonl(run.metrics)), default=None)
     best = min(rows, key=lambda row: row["val_loss"], default={})
-    return TrialFinding(
+    return TrialResult(
         trial.name, trial.chosen, problem, best.get("val_loss"), best.get("bits_per_byte"), int(best["step"]) if best else None,
         steps, statistics.median(times) if times else None,
     )  # fmt: skip
 
 
-def _folder(path: Path) -> RunDirectory:
+def _open_directory(path: Path) -> RunDirectory:
     folder = RunDirectory(path)
     with wrap_os_errors(f"cannot make the directory {path}"):
         folder.path.mkdir(parents=True, exist_ok=True)
-        strange = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
-    if strange and not (folder.path / PLAN).is_file():
-        raise UserError(f"{path} holds something else than a sweep ({sorted(strange)[0]}): give another runs_dir")
+        unexpected = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
+    if unexpected and not (folder.path / PLAN_FILE).is_file():
+        raise UserError(f"{path} holds something else than a sweep ({sorted(unexpected)[0]}): give another runs_dir")
     return folder
 
 
@@ -134,9 +134,9 @@ def _settings(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(flat(config, changed=True)))
 
 
-def _begin(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
+def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
     """Writes down what is to be tried, or compares it with what was; returns how the trials ended so far."""
-    plan = folder.path / PLAN
+    plan = folder.path / PLAN_FILE
     try:
         before = json.loads(plan.read_text()) if plan.exists() else {"trials": {}, "ended": {}}
         trials, ended = before["trials"], dict(before["ended"])
@@ -153,41 +153,41 @@ def _begin(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
                     f"{sweep.source} is not the sweep that {folder.path} was begun with: {name} has {key} {quote(old)} there, "
                     f"got {quote(new)} (give another runs_dir)"
                 )
-    _write(sweep, folder, ended)
+    _write_plan(sweep, folder, ended)
     return ended
 
 
-def _write(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> None:
+def _write_plan(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> None:
     plan = {"trials": {trial.name: _settings(trial.config) for trial in sweep.trials}, "ended": ended}
-    atomic_write(folder.path / PLAN, json.dumps(plan, indent=1) + "\n")
+    atomic_write(folder.path / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
-def train_apart(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], str | None]:
+def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], str | None]:
     """Training in a process of its own, which ends, saved, when this one does; `prepare` of a module is called there first."""
 
     def train(trial: Trial, run: RunDirectory) -> str | None:
-        _wait_for_what_was_left(run)
+        _wait_for_previous_process(run)
         if not run.config.is_file():
             shutil.rmtree(run.path, ignore_errors=True)  # it was killed while its corpus was read
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_train, args=(trial.config, run.path, prepare, there))
-        asked: list[int] = []
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_train_in_child, args=(trial.config, run.path, prepare, sender))
+        received: list[int] = []
 
         def pass_on(number: int, _: Any) -> None:
-            asked.append(number)
+            received.append(number)
             if process.pid is not None:
                 os.kill(process.pid, number)
 
-        heard = [number for number in STOPPED.values() if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, pass_on) for number in heard}
+        handled = [number for number in SIGNAL_EXIT_CODES.values() if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, pass_on) for number in handled}
         try:
             process.start()
-            there.close()
-            if asked:  # while there was nobody to pass it on to
+            sender.close()
+            if received:  # while there was nobody to pass it on to
                 process.terminate()
             try:
-                problem = here.recv_bytes().decode()
+                problem = receiver.recv_bytes().decode()
             except EOFError:  # it ended and had nothing to say
                 problem = None
             process.join()
@@ -195,8 +195,8 @@ def train_apart(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], 
             for number, handler in previous.items():
                 signal.signal(number, handler)
         code = process.exitcode or 0
-        if asked or code in STOPPED:
-            raise SystemExit(code if code in STOPPED else 128 + asked[0])
+        if received or code in SIGNAL_EXIT_CODES:
+            raise SystemExit(code if code in SIGNAL_EXIT_CODES else 128 + received[0])
         if problem or not code:
             return problem
         if code == -signal.SIGKILL:
@@ -206,9 +206,9 @@ def train_apart(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], 
     return train
 
 
-def _wait_for_what_was_left(run: RunDirectory) -> None:
+def _wait_for_previous_process(run: RunDirectory) -> None:
     """Until the process of a sweep that was killed has saved and ended."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LOCK_TIMEOUT
     while run.path.is_dir():
         try:
             with run.lock():
@@ -219,7 +219,7 @@ def _wait_for_what_was_left(run: RunDirectory) -> None:
             time.sleep(0.2)
 
 
-def _train(config: Config, path: Path, prepare: Callable[[], None], there: Connection) -> None:
+def _train_in_child(config: Config, path: Path, prepare: Callable[[], None], sender: Connection) -> None:
     """The other process. It hears no Ctrl-C but what the sweep passes on: a second signal would not wait for the disk."""
     os.setsid()
 
@@ -234,7 +234,7 @@ def _train(config: Config, path: Path, prepare: Callable[[], None], there: Conne
 
         launch(config, run_dir=path, resume=(path / "config.yaml").is_file())
     except UserError as error:
-        there.send_bytes(str(error).encode())
+        sender.send_bytes(str(error).encode())
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -8,11 +8,11 @@ from typing import Any
 from dantinox.files import quote
 from dantinox.report.plots import as_png, new_figure, study_files, tidy
 from dantinox.report.tables import Column, csv_table, markdown_table, text_table, wrapped
-from dantinox.studies.sweep import SweepStudy, TrialFinding
+from dantinox.studies.sweep import SweepStudy, TrialResult
 
 ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
-FAR = 8  # times as far from the best as half of the trials: not drawn at its place
-SPREAD = 20  # from the largest to the smallest of a setting's numbers, from which on its axis is logarithmic
+OUTLIER_FACTOR = 8  # times as far from the best as half of the trials: not drawn at its place
+LOG_SCALE_RATIO = 20  # from the largest to the smallest of a setting's numbers, from which on its axis is logarithmic
 MEASURES = [
     Column("val_loss", "val loss", lambda trial: trial.val_loss, ".4f"),
     Column("bits_per_byte", "bits/byte", lambda trial: trial.bits_per_byte),
@@ -23,23 +23,23 @@ MEASURES = [
 NAME, PROBLEM = Column("trial", "trial", lambda trial: trial.name), Column("problem", "problem", lambda trial: trial.problem)
 
 
-def spelt(value: Any) -> str:
+def format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else quote(value)
 
 
-def _short(keys: Sequence[str]) -> dict[str, str]:
+def _short_names(keys: Sequence[str]) -> dict[str, str]:
     """Settings without their section, where that is enough to tell them apart."""
     names = [key.partition(".")[2] for key in keys]
     return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
 
 
-def _chosen(key: str, heading: str, spell: Callable[[Any], Any]) -> Column:
+def _setting_column(key: str, heading: str, spell: Callable[[Any], Any]) -> Column:
     return Column(key, heading, lambda trial: spell(trial.chosen[key]))
 
 
 def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
     """The table, best trials first, and what ended the others."""
-    columns = [NAME, *(_chosen(key, name, spelt) for key, name in _short(study.keys).items()), *MEASURES]
+    columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items()), *MEASURES]
     yield from text_table(columns, study.trials, max(width, 60))
     problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]
     yield from wrapped(["", *problems] if problems else [], max(width, 60))
@@ -47,15 +47,15 @@ def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
 
 def sweep_csv(study: SweepStudy) -> str:
     """A row per trial, best first; settings by their paths, as YAML spells them."""
-    return csv_table([NAME, *(_chosen(key, "", _plain) for key in study.keys), *MEASURES, PROBLEM], study.trials)
+    return csv_table([NAME, *(_setting_column(key, "", _csv_value) for key in study.keys), *MEASURES, PROBLEM], study.trials)
 
 
-def _plain(value: Any) -> Any:
+def _csv_value(value: Any) -> Any:
     return value if isinstance(value, int | float | str) and not isinstance(value, bool) else quote(value)
 
 
 def sweep_markdown(study: SweepStudy) -> str:
-    columns = [NAME, *(_chosen(key, f"`{key}`", spelt) for key in study.keys), *MEASURES, PROBLEM]
+    columns = [NAME, *(_setting_column(key, f"`{key}`", format_value) for key in study.keys), *MEASURES, PROBLEM]
     return f"# {study.runs_dir}\n\n{markdown_table(columns, study.trials)}\n"
 
 
@@ -72,7 +72,7 @@ def draw_sweep(study: SweepStudy) -> bytes:
     top, losses = 1.0, [trial.val_loss for trial in study.trials if trial.val_loss is not None]
     if losses:  # one trial that went wrong is not to flatten all others
         best, middle, worst = min(losses), median(losses), max(losses)
-        top = min(worst, best + FAR * (middle - best)) + 0.08 * (middle - best or 1.0)
+        top = min(worst, best + OUTLIER_FACTOR * (middle - best)) + 0.08 * (middle - best or 1.0)
     for axes, key in zip(panels, study.keys, strict=False):
         _draw(axes, study, key, top)
     for axes in list(panels)[len(study.keys) :]:
@@ -83,15 +83,17 @@ def draw_sweep(study: SweepStudy) -> bytes:
 
 
 def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
-    places, names = _places([trial.chosen[key] for trial in study.trials])
+    places, names = _axis_positions([trial.chosen[key] for trial in study.trials])
     if names:
         axes.set_xticks(range(len(names)), names)
         axes.set_xlim(-0.5, len(names) - 0.5)
-    elif min(places) > 0 and max(places) / min(places) >= SPREAD:
+    elif min(places) > 0 and max(places) / min(places) >= LOG_SCALE_RATIO:
         axes.set_xscale("log")
     elif all(isinstance(place, int) for place in places):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    both = [(place, trial.val_loss or 0.0) for place, trial in zip(places, study.trials, strict=True) if _fits(trial, top)]
+    both = [
+        (place, trial.val_loss or 0.0) for place, trial in zip(places, study.trials, strict=True) if _is_within_axes(trial, top)
+    ]
     lowest = {x: min(loss for at, loss in both if at == x) for x, _ in sorted(both)}
     if not names and len(lowest) < len(both):  # several trials to a value: what each can come to
         axes.plot(*zip(*lowest.items(), strict=True), color=ALL, linewidth=1, alpha=0.5)
@@ -99,20 +101,20 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
         axes.scatter(*zip(*both, strict=True), color=ALL, s=22, alpha=0.8, linewidths=0)
         axes.scatter(*both[0], color=BEST, s=60, marker="*", zorder=3)
     for place, trial in zip(places, study.trials, strict=True):
-        if not _fits(trial, top):
+        if not _is_within_axes(trial, top):
             axes.scatter(place, top, color=WRONG, s=28, marker="x" if trial.problem else "^", clip_on=False)
     axes.set_ylim(top=top)
-    axes.set_xlabel(_short(study.keys)[key])
+    axes.set_xlabel(_short_names(study.keys)[key])
     tidy(axes)
 
 
-def _places(values: Sequence[Any]) -> tuple[list[float], list[str]]:
+def _axis_positions(values: Sequence[Any]) -> tuple[list[float], list[str]]:
     """Where each value lies on an axis: numbers at themselves, others side by side, with their names."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return list(values), []
-    names = list(dict.fromkeys(map(spelt, values)))
-    return [names.index(spelt(value)) for value in values], names
+    names = list(dict.fromkeys(map(format_value, values)))
+    return [names.index(format_value(value)) for value in values], names
 
 
-def _fits(trial: TrialFinding, top: float) -> bool:
+def _is_within_axes(trial: TrialResult, top: float) -> bool:
     return trial.problem is None and trial.val_loss is not None and trial.val_loss <= top

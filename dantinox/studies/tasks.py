@@ -22,13 +22,13 @@ from dantinox.generation import LoadedModel, load
 from dantinox.measure.perplexity import ScoringInput, score_sequences
 from dantinox.measure.texts import bos_ids, equal_batches
 from dantinox.report.tables import Column, text_table
-from dantinox.studies.continuations import NEUTRAL, ROWS
+from dantinox.studies.continuations import NEUTRAL_SETTINGS, ROWS
 
-LEAST_LENGTH = 64  # tokens that texts are padded to at least, and then to powers of two
+MIN_LENGTH = 64  # tokens that texts are padded to at least, and then to powers of two
 NEW_TOKENS = 256  # of an answer, where a task does not say
 # What a task may say of generation: what means the same here, the tokens of an answer, and what has a meaning of its own.
-SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-LENGTHS, OTHERS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
+SHARED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+LENGTH_SETTINGS, OTHER_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
 
 
 class LMEvalModel:
@@ -47,9 +47,9 @@ class LMEvalModel:
         self.context = run.model.config.max_context
         self._device = {name: settings_of(run.settings(settings))[name] for name in ("weights", "products", "tensor_parallel")}
         self._model = run.prepared(run.settings(settings).generation)
-        self._begin = bos_ids(run.tokenizer)
-        self._alone = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
-        if not self._alone:
+        self._bos_ids = bos_ids(run.tokenizer)
+        self._empty_context = [token for token in (run.tokenizer.bos_id, run.tokenizer.eos_id) if token is not None][:1]
+        if not self._empty_context:
             raise UserError("eval tasks needs a tokenizer with a begin or an end token, to score what stands at the beginning")
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
@@ -59,13 +59,13 @@ class LMEvalModel:
             spaces = len(context) - len(context.rstrip())
             if spaces:
                 context, continuation = context[:-spaces], context[-spaces:] + continuation
-            whole, before = self._spelt(context + continuation), self._spelt(context)
+            whole, before = self._encode(context + continuation), self._encode(context)
             new = max(1, len(whole) - len(before)) if context else len(whole)
             if new > self.context:
                 raise UserError(f"a continuation makes {new} tokens, and the model's context is {self.context}")
-            ids = [*(self._begin if context else self._alone), *whole]
+            ids = [*(self._bos_ids if context else self._empty_context), *whole]
             texts.append(ScoringInput(np.array(ids[-(self.context + 1) :], np.int32), new))
-        return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in self._scored(texts)]
+        return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in self._score_all(texts)]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """ln p of each text, whatever its length, in windows that score as many tokens as the context has places.
@@ -75,36 +75,42 @@ class LMEvalModel:
         windows: list[ScoringInput] = []
         owners: list[int] = []
         for number, text in enumerate(texts):
-            ids = np.array([*self._alone, *self._spelt(text)], np.int32)
+            ids = np.array([*self._empty_context, *self._encode(text)], np.int32)
             for start in range(1, len(ids), self.context):
                 end = min(start + self.context, len(ids))
                 windows.append(ScoringInput(ids[max(0, end - self.context - 1) : end], end - start))
                 owners.append(number)
         sums = np.zeros(len(texts))
-        np.add.at(sums, owners, [np.sum(one.logp) for one in self._scored(windows)])
+        np.add.at(sums, owners, [np.sum(one.logp) for one in self._score_all(windows)])
         return [float(total) for total in sums]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """For each (context, settings of the harness) the continuation up to its stop strings; greedy unless it samples."""
         asked = []
         for context, given in requests:
-            settings = {**NEUTRAL, "ignore_eos": False, "seed": 0, **self._device, **_generation(given, self.context)}
-            ids = self._begin + self._spelt(context) if context else self._alone
+            settings = {
+                **NEUTRAL_SETTINGS,
+                "ignore_eos": False,
+                "seed": 0,
+                **self._device,
+                **_generation_settings(given, self.context),
+            }
+            ids = self._bos_ids + self._encode(context) if context else self._empty_context
             asked.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
         order = sorted(range(len(asked)), key=lambda number: -len(asked[number][0]))
         answers: dict[int, str] = {}
         for places in equal_batches(len(asked), ROWS) if asked else ():
             numbers = [order[place] for place in places]
-            results = self.run.complete([self.run.request(*asked[number]) for number in numbers], pad=self._pad)
+            results = self.run.complete([self.run.request(*asked[number]) for number in numbers], pad=self._padded_length)
             answers |= {number: result.text for number, result in zip(numbers, results, strict=True)}
             self.progress(f"{len(answers)} of {len(asked)} texts are generated")
         return [answers[number] for number in range(len(asked))]
 
-    def _scored(self, texts: Sequence[ScoringInput]) -> list[Any]:
+    def _score_all(self, texts: Sequence[ScoringInput]) -> list[Any]:
         """The scores of texts in their order; those of about one length are read together."""
         groups: dict[int, list[int]] = {}
         for number, text in enumerate(texts):
-            groups.setdefault(self._pad(len(text.ids) - 1), []).append(number)
+            groups.setdefault(self._padded_length(len(text.ids) - 1), []).append(number)
         found: dict[int, Any] = {}
         for _, numbers in sorted(groups.items(), reverse=True):
             for place, scores in score_sequences(self._model, [texts[number] for number in numbers]):
@@ -112,29 +118,29 @@ class LMEvalModel:
             self.progress(f"{len(found)} of {len(texts)} texts are scored")
         return [found[number] for number in range(len(texts))]
 
-    def _spelt(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self.run.tokenizer.encode(text) if text else []
 
-    def _pad(self, length: int) -> int:
-        return max(LEAST_LENGTH, 1 << (length - 1).bit_length())
+    def _padded_length(self, length: int) -> int:
+        return max(MIN_LENGTH, 1 << (length - 1).bit_length())
 
 
-def _generation(given: Mapping[str, Any], context: int) -> dict[str, Any]:
+def _generation_settings(given: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Settings of ours that say what those of the harness say."""
-    unknown = next((name for name in given if name not in {*SAME, *LENGTHS, *OTHERS}), None)
+    unknown = next((name for name in given if name not in {*SHARED_SETTINGS, *LENGTH_SETTINGS, *OTHER_SETTINGS}), None)
     if unknown is not None:
         raise UserError(f"a task asks for the setting {unknown} of generation, which there is not here")
     until = given.get("until") or []
     found: dict[str, Any] = {"stop": [until] if isinstance(until, str) else [text for text in until if text]}
-    lengths = [given[name] for name in LENGTHS if given.get(name) is not None]
+    lengths = [given[name] for name in LENGTH_SETTINGS if given.get(name) is not None]
     wanted = min(lengths[0] if lengths else NEW_TOKENS, context // 2)
     if not given.get("do_sample", False):
         return found | {"max_new_tokens": wanted, "greedy": True}
-    return found | {"max_new_tokens": wanted} | {name: value for name, value in given.items() if name in SAME}
+    return found | {"max_new_tokens": wanted} | {name: value for name, value in given.items() if name in SHARED_SETTINGS}
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     """One metric of a task or a group: its value, the standard error where there is one, and of how many samples."""
 
     task: str
@@ -150,7 +156,7 @@ class Score:
 class TaskStudy:
     """What `eval tasks` finds; `versions` are those that tasks give themselves, `harness` that of the library."""
 
-    scores: list[Score]
+    scores: list[TaskScore]
     versions: dict[str, Any]
     harness: str
 
@@ -218,10 +224,10 @@ def evaluate_tasks(
         raise
     except Exception as error:  # of a task, a data set, the network: whatever the library met
         raise UserError(f"lm-evaluation-harness cannot carry out {', '.join(names)}: {first_line(error)}") from error
-    return TaskStudy(list(scores_of(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
+    return TaskStudy(list(parse_scores(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
 
 
-def scores_of(found: Mapping[str, Any]) -> Iterator[Score]:
+def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
     """The numbers among the harness's results, whose keys are `metric,filter` with errors under `metric_stderr,filter`."""
     for task, values in found["results"].items():
         for key, value in values.items():
@@ -232,10 +238,10 @@ def scores_of(found: Mapping[str, Any]) -> Iterator[Score]:
             samples = found.get("n-samples", {}).get(task, {}).get("effective")
             shots = found.get("n-shot", {}).get(task)
             measured = float(error) if isinstance(error, int | float) else None
-            yield Score(task, metric, name, float(value), measured, shots if isinstance(shots, int) else None, samples)
+            yield TaskScore(task, metric, name, float(value), measured, shots if isinstance(shots, int) else None, samples)
 
 
-def _short(number: float | None) -> str | None:
+def _format_number(number: float | None) -> str | None:
     """A perplexity may be astronomical."""
     return None if number is None else f"{number:.4f}" if abs(number) < 1e4 else f"{number:.4g}"
 
@@ -245,8 +251,8 @@ def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
     columns = [
         Column("task", "task", lambda one: one.task),
         Column("metric", "metric", lambda one: one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"),
-        Column("value", "value", lambda one: _short(one.value)),
-        Column("error", "± standard error", lambda one: _short(one.error)),
+        Column("value", "value", lambda one: _format_number(one.value)),
+        Column("error", "± standard error", lambda one: _format_number(one.error)),
         Column("shots", "shots", lambda one: one.shots, "d"),
         Column("samples", "samples", lambda one: one.samples, "d"),
     ]

@@ -30,20 +30,20 @@ from dantinox.run import (
     save_weights,
 )
 from dantinox.studies import kv, kv_bench, statistics
-from dantinox.studies.continuations import NEUTRAL
-from dantinox.studies.kv import _likeness, _losses, by_seed, default_signal, evaluate_kv, gap_closed
+from dantinox.studies.continuations import NEUTRAL_SETTINGS
+from dantinox.studies.kv import _agreement, _loss_metrics, default_signal, evaluate_kv, gap_closed, intervals_by_seed
 from dantinox.studies.kv_bench import (
     METHODS,
-    NEAR,
-    Bench,
-    Damage,
-    Written,
-    chosen_caches,
-    contenders,
-    damage,
-    nearsighted,
+    NEAR_KEYS,
+    CacheBenchmark,
+    GreedyContinuations,
+    ReadMetrics,
+    build_variants,
+    near_keys_variant,
+    read_metrics,
+    select_methods,
 )
-from dantinox.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, shares, spells_words
+from dantinox.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, encodes_words, split_by_seed
 from dantinox.studies.kv_view import kv_lines
 from dantinox.studies.statistics import mean_interval
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
@@ -57,7 +57,7 @@ SEEDS_S = np.repeat([0, 1, 2], 20)
 
 def damages(seed, size=60):
     random = np.random.default_rng(seed)
-    return Damage(random.normal(2, 0.3, size), random.random(size) / 10, random.random(size))
+    return ReadMetrics(random.normal(2, 0.3, size), random.random(size) / 10, random.random(size))
 
 
 def by_hand(values, statistic):
@@ -73,7 +73,7 @@ def by_hand(values, statistic):
 
 def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
     own, full = damages(1), damages(2)
-    told = _losses(own, full, SEEDS_S)
+    told = _loss_metrics(own, full, SEEDS_S)
     worse = own.loss_B - full.loss_B
     assert told["loss"] == pytest.approx(own.loss_B.mean())
     assert told["dppl"].all[0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
@@ -91,7 +91,7 @@ def test_losses_are_means_over_the_tokens_behind_the_prompt():
     tokens, start = random.integers(0, 7, (3, 12)), 5
     logprobs = -random.random((3, 12 - start + 1, 7))
     expected = [-np.mean([logprobs[b, t - start, tokens[b, t]] for t in range(start, 12)]) for b in range(3)]
-    found = damage(jnp.asarray(logprobs), jnp.asarray(logprobs), tokens, start)
+    found = read_metrics(jnp.asarray(logprobs), jnp.asarray(logprobs), tokens, start)
     np.testing.assert_allclose(found.loss_B, expected, rtol=1e-5)
     assert found.kl_B.tolist() == [0, 0, 0] and found.top1_B.tolist() == [1, 1, 1]
 
@@ -119,11 +119,11 @@ def test_a_signal_wins_or_loses_only_in_all_three_seeds():
     uniform = random.normal(2, 0.5, 60)
     noise = random.normal(0, 0.01, 60)
     better, worse = uniform - 0.1 + noise, uniform + 0.1 + noise
-    assert by_seed(better - uniform, SEEDS_S).verdict == "better"
-    assert by_seed(worse - uniform, SEEDS_S).verdict == "worse"
-    assert by_seed(np.where(SEEDS_S < 2, better, uniform) - uniform, SEEDS_S).verdict == "same"
-    assert by_seed(np.where(SEEDS_S < 2, better, worse) - uniform, SEEDS_S).verdict == "same"
-    found = by_seed(better - uniform, SEEDS_S)
+    assert intervals_by_seed(better - uniform, SEEDS_S).verdict == "better"
+    assert intervals_by_seed(worse - uniform, SEEDS_S).verdict == "worse"
+    assert intervals_by_seed(np.where(SEEDS_S < 2, better, uniform) - uniform, SEEDS_S).verdict == "same"
+    assert intervals_by_seed(np.where(SEEDS_S < 2, better, worse) - uniform, SEEDS_S).verdict == "same"
+    found = intervals_by_seed(better - uniform, SEEDS_S)
     assert found.all == mean_interval(better - uniform) and found.all[0] == pytest.approx((better - uniform).mean())
     assert found.seeds[1] == mean_interval((better - uniform)[20:40])
 
@@ -153,10 +153,10 @@ def test_the_default_signal_follows_from_the_rule(ratios, default):
 def test_continuations_are_compared_with_those_of_the_full_cache():
     full = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1]])
     own = np.array([[1, 2, 3, 4], [5, 0, 7, 8], [1, 1, 0, 0]])
-    found = _likeness(Written(own, 12.5), Written(full, 99.0))
+    found = _agreement(GreedyContinuations(own, 12.5), GreedyContinuations(full, 99.0))
     assert found["same"][0] == pytest.approx((100 + 75 + 50) / 3)
     assert found["diverges"] == 2 and found["tok_per_s"] == 12.5  # the median of 4, 1 and 2
-    assert _likeness(None, Written(full, 1.0)) == {}
+    assert _agreement(None, GreedyContinuations(full, 1.0)) == {}
 
 
 # --- texts --------------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def text(run, store):
 
 
 def test_seeds_share_what_is_drawn():
-    assert shares(200) == [67, 67, 66] and shares(48) == [16, 16, 16]
+    assert split_by_seed(200) == [67, 67, 66] and split_by_seed(48) == [16, 16, 16]
 
 
 def test_sequences_lie_apart_and_each_within_one_document(run, store, text):
@@ -261,7 +261,7 @@ def test_a_text_that_repeats_itself_is_refused(run):
 
 
 def test_tasks_are_of_one_length_and_hold_their_answer(run, text):
-    assert spells_words(run.tokenizer)
+    assert encodes_words(run.tokenizer)
     tasks = draw_tasks(run.tokenizer, text, 8)
     assert tasks.tokens.shape == (16, CONTEXT) and tasks.needles.tolist() == [True] * 8 + [False] * 8
     assert set(tasks.lengths[8:]) == {CONTEXT} and len(set(tasks.lengths)) == 2
@@ -280,7 +280,7 @@ def test_tasks_are_of_one_length_and_hold_their_answer(run, text):
 def test_words_of_several_tokens_make_no_tasks():
     for kind in ("byte", "char"):
         tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["no such word"]))
-        assert not spells_words(tokenizer)
+        assert not encodes_words(tokenizer)
 
 
 def test_a_text_too_short_for_a_task_is_told(run):
@@ -299,27 +299,27 @@ def calibration(**also):
 
 def test_methods_are_chosen_by_name_and_by_what_was_measured(tmp_path):
     whole = calibration(coverage_LN=np.ones((2, 4)), distance_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
-    assert chosen_caches(None, whole, tmp_path) == (list(METHODS), [])
-    assert chosen_caches(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
+    assert select_methods(None, whole, tmp_path) == (list(METHODS), [])
+    assert select_methods(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
     large = ["streaming", "uniform", "distance", "loss", "oracle"], ["coverage, entropy, random: name them in --methods"]
-    assert chosen_caches(None, whole, tmp_path, 10**8) == large
-    assert chosen_caches(["random", "uniform"], whole, tmp_path, 10**8) == (["uniform", "random"], [])
-    names, left_out = chosen_caches(None, calibration(), tmp_path)
+    assert select_methods(None, whole, tmp_path, 10**8) == large
+    assert select_methods(["random", "uniform"], whole, tmp_path, 10**8) == (["uniform", "random"], [])
+    names, left_out = select_methods(None, calibration(), tmp_path)
     assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
     assert [line.split(":")[0] for line in left_out] == ["coverage", "distance", "loss"] and "--what kv` again" in left_out[0]
     with pytest.raises(UserError, match=r"holds no loss"):
-        chosen_caches(["loss"], calibration(), tmp_path)
+        select_methods(["loss"], calibration(), tmp_path)
     with pytest.raises(UserError, match=r"entropy cannot run without .*kv_entropy.json: run `dantinox calibrate .*--what kv`"):
-        chosen_caches(["uniform", "entropy"], None, tmp_path)
+        select_methods(["uniform", "entropy"], None, tmp_path)
     with pytest.raises(UserError, match="full is what the others are compared with: name at least one of streaming, uniform"):
-        chosen_caches(["full"], None, tmp_path)
+        select_methods(["full"], None, tmp_path)
     with pytest.raises(UserError, match=r"no method of eval kv is called Entrpy: did you mean entropy\?"):
-        chosen_caches(["Entrpy"], None, tmp_path)
+        select_methods(["Entrpy"], None, tmp_path)
 
 
 def test_all_caches_of_a_ratio_have_the_same_bytes(run):
     names = ["streaming", "uniform", "entropy", "random", "oracle"]
-    caches, left_out = contenders(run, calibration(), names, None, CONTEXT)
+    caches, left_out = build_variants(run, calibration(), names, None, CONTEXT)
     full, *rest = caches
     # Two layers, two key heads of eight numbers, keys and values in float32.
     assert full.name == "full" and full.report["bytes"] == 2 * 2 * CONTEXT * 8 * 2 * 4
@@ -331,7 +331,7 @@ def test_all_caches_of_a_ratio_have_the_same_bytes(run):
     assert sizes["streaming"] == sizes["random"] == 2 * 2 * CONTEXT // 2 * (8 * 2 * 4 + 4)
     assert rest[2].report["slots"] != rest[1].report["slots"]
     with pytest.raises(UserError, match=r"kv.budget 0.1 leaves 6 slots"):
-        contenders(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
+        build_variants(run, None, ["uniform"], [0.5, 0.1], CONTEXT)
 
 
 def test_fewer_ratios_are_compared_of_a_large_model():
@@ -340,7 +340,7 @@ def test_fewer_ratios_are_compared_of_a_large_model():
     for parameters in (10**7, 10**8):
         model = SimpleNamespace(config=small)
         run = SimpleNamespace(model=model, parameters=parameters, prepared=lambda generation, order: None)
-        ratios[parameters] = [cache.ratio for cache in contenders(run, None, ["uniform"], None, 512)[0]]
+        ratios[parameters] = [cache.ratio for cache in build_variants(run, None, ["uniform"], None, 512)[0]]
     assert ratios == {10**7: [1.0, 0.5, 0.3, 0.2, 0.1], 10**8: [1.0, 0.5, 0.2]}
 
 
@@ -349,7 +349,7 @@ def test_a_windowed_layer_that_is_left_whole_is_no_unfairness():
     small = builder.config(windows=(95, 95, None), max_context=512)
     run = SimpleNamespace(model=SimpleNamespace(config=small), parameters=0, prepared=lambda generation, order: None)
     found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
-    (_, uniform, entropy), _ = contenders(run, found, ["uniform", "entropy"], [0.5], 512)
+    (_, uniform, entropy), _ = build_variants(run, found, ["uniform", "entropy"], [0.5], 512)
     kinds = [[len(layer) for layer in cache.report["slots"]] for cache in (uniform, entropy)]
     assert uniform.report["payload_bytes"] == pytest.approx(entropy.report["payload_bytes"], rel=0.01) and kinds
     assert uniform.report["metadata_bytes"] != entropy.report["metadata_bytes"]
@@ -380,15 +380,15 @@ def windowed(model, window):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_nearsighted_model_is_one_with_windows(run, text, monkeypatch):
-    monkeypatch.setattr(kv_bench, "NEAR", 12)
-    caches, _ = contenders(run, None, [], [0.5], CONTEXT)
-    near = nearsighted(caches[0])
+    monkeypatch.setattr(kv_bench, "NEAR_KEYS", 12)
+    caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
+    near = near_keys_variant(caches[0])
     assert near.model.config.windows == (12, 12) and caches[0].model.config.windows == (None, None)
-    (full,), measured = Bench(caches).read(text)
+    (full,), measured = CacheBenchmark(caches).measure_text(text)
     np.testing.assert_allclose(full.loss_B, loss(run.model, text.ids, CONTEXT // 2), atol=1e-4)
     np.testing.assert_allclose(measured.loss_B, loss(windowed(run.model, 12), text.ids, CONTEXT // 2), atol=1e-4)
     assert np.abs(measured.loss_B - full.loss_B).max() > 1e-3 and not full.kl_B.any() and full.top1_B.all()
-    assert NEAR == 64
+    assert NEAR_KEYS == 64
 
 
 @pytest.mark.slow
@@ -398,9 +398,9 @@ def test_answers_of_the_full_cache_are_those_of_the_model(run, text, monkeypatch
     last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
     random = np.random.default_rng(0)
     answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights finds nothing itself
-    caches, _ = contenders(run, None, [], [0.5], CONTEXT)
+    caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
     said = []
-    (found,) = Bench(caches, said.append).answer(tasks._replace(answers=answers))
+    (found,) = CacheBenchmark(caches, said.append).measure_tasks(tasks._replace(answers=answers))
     right = last_P.argmax(-1) == answers
     assert 0 < right.sum() < 10 and list(found) == ["needle_aware", "copy_aware", "needle_agnostic", "copy_agnostic"]
     for asked in ("aware", "agnostic"):
@@ -420,7 +420,7 @@ def test_an_answer_comes_from_what_stayed_of_the_prompt():
         model=model,
         prepared=lambda generation, order: prepare(permute_heads(model, order) if order else model, generation.weights),
     )
-    (_, streaming), _ = contenders(run, None, ["streaming"], [budget], 64)
+    (_, streaming), _ = build_variants(run, None, ["streaming"], [budget], 64)
     read = jax.jit(lambda model, *x: model(*x)[0][0])
     expected, whole = [], []
     for row, length in zip(tokens, lengths, strict=True):
@@ -439,16 +439,16 @@ def test_the_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
     run = SimpleNamespace(model=model, parameters=0, prepared=lambda generation, order: prepare(model, generation.weights))
-    (_, oracle), _ = contenders(run, None, ["oracle"], [0.5], 64)
-    read = oracle.read(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
+    (_, oracle), _ = build_variants(run, None, ["oracle"], [0.5], 64)
+    read = oracle.logprobs(tokens, np.full(3, 60), 59)  # it keeps all: reading the last token apart shows it the same keys
     assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
 
 
 @pytest.mark.slow
 def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch):
     monkeypatch.setattr(kv_bench, "FREE_ROWS", 2)
-    caches, _ = contenders(run, None, ["oracle"], [0.5], CONTEXT)
-    written, none = Bench(caches).write(run, text, 3)
+    caches, _ = build_variants(run, None, ["oracle"], [0.5], CONTEXT)
+    written, none = CacheBenchmark(caches).continue_prompts(run, text, 3)
     assert none is None and written.ids.shape == (3, 32) and written.rate > 0
     special = list(run.tokenizer.special_ids)
     rows = text.ids[[0, 4, 7], :32]  # the first of each seed
@@ -459,7 +459,11 @@ def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch)
 
 
 def test_a_runs_own_cache_settings_are_switched_off():
-    assert NEUTRAL["kv_budget"] is None and NEUTRAL["kv_policy"] == "snapkv+ema" and NEUTRAL["kv_dtype"] == "auto"
+    assert (
+        NEUTRAL_SETTINGS["kv_budget"] is None
+        and NEUTRAL_SETTINGS["kv_policy"] == "snapkv+ema"
+        and NEUTRAL_SETTINGS["kv_dtype"] == "auto"
+    )
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------------
@@ -477,8 +481,8 @@ def test_the_record_of_an_evaluation(toy, monkeypatch):
     monkeypatch.setattr(statistics, "RESAMPLINGS", 50)
     said = []
     names = ["uniform", "entropy", "oracle"]  # each further one is some seconds of compiling
-    monkeypatch.setattr(kv, "QUICK", (48, 3))
-    monkeypatch.setattr(kv, "CONTINUED", 3)
+    monkeypatch.setattr(kv, "QUICK_COUNTS", (48, 3))
+    monkeypatch.setattr(kv, "CONTINUED_PROMPTS", 3)
     study = evaluate_kv(toy, quick=True, methods=names, progress=said.append, sequences=7)
     record = json.loads(json.dumps(asdict(study), allow_nan=False))
     assert record["tokens"] == CONTEXT and record["free_tokens"] == 32

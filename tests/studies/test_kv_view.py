@@ -11,7 +11,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.report.plots import save_files
-from dantinox.studies.kv import BySeed, CacheFinding, KVStudy, RatioFinding
+from dantinox.studies.kv import CacheResult, KVStudy, RatioResults, SeedIntervals
 from dantinox.studies.kv_view import conclusions, draw_kv, kv_csv, kv_files, kv_lines, kv_markdown, preconditions
 from dantinox.studies.statistics import Interval
 
@@ -21,7 +21,7 @@ TASKS = {"needle_aware": 96.0, "needle_agnostic": 41.4, "copy_aware": 88.0, "cop
 
 def scoped(value, half):
     seeds = [Interval(value + d, value + d - 1, value + d + 1) for d in (-1, 0, 1)]
-    return BySeed(Interval(value, value - half, value + half), seeds)
+    return SeedIntervals(Interval(value, value - half, value + half), seeds)
 
 
 def method(name, ratio, dppl, tasks=True, gap_closed=(57.2, 50.0, 61.0)):
@@ -30,7 +30,7 @@ def method(name, ratio, dppl, tasks=True, gap_closed=(57.2, 50.0, 61.0)):
     size = {"bytes": None, "share": None, "slots": None} if oracle else {"bytes": 1_234_567, "share": 0.21, "slots": (24, 96)}
     like = {"same": Interval(80.0, 70.0, 90.0), "diverges": 17.0, "tok_per_s": 1500.4}
     right = {key: Interval(value, value - 3, min(100, value + 3)) for key, value in TASKS.items()} if tasks else {}
-    return CacheFinding(
+    return CacheResult(
         name=name, ratio=ratio, **size, loss=2.5, dppl=scoped(dppl, 0.4), kl=scoped(0.0123, 0.001), top1=scoped(91.26, 0.8),
         gap_closed=gap_closed and Interval(*gap_closed), **({} if oracle else like), **right,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def full(tasks=True):
 
 
 def against(verdict, value, seeds):
-    found = BySeed(Interval(value, value - 0.002, value + 0.002), [Interval(s, s - 0.001, s + 0.001) for s in seeds])
+    found = SeedIntervals(Interval(value, value - 0.002, value + 0.002), [Interval(s, s - 0.001, s + 0.001) for s in seeds])
     assert found.verdict == verdict
     return found
 
@@ -57,7 +57,7 @@ def record():
         repeated=0.1234, long_range_gain=Interval(0.12, 0.1, 0.14),
         left_out=["loss: the calibration kv_entropy.json holds no loss"], full=full(),
         ratios=[
-            RatioFinding(
+            RatioResults(
                 ratio, [method(name, ratio, dppl * (1 - ratio)) for name, dppl in DPPL.items()], {"entropy": verdict}
             )
             for ratio, verdict in (

@@ -18,8 +18,8 @@ from dantinox.measure.texts import pad_rows
 from dantinox.model import make_cache
 from dantinox.report.console import Progress
 from dantinox.studies import ruler
-from dantinox.studies.ruler import Cache, Job, _answers, evaluate_ruler
-from dantinox.studies.ruler_tasks import TASKS, Haystack, Sample, draw, haystack_of, manual, score
+from dantinox.studies.ruler import EvalBatch, RulerCache, _generate_answers, evaluate_ruler
+from dantinox.studies.ruler_tasks import TASKS, Haystack, Sample, build_haystack, make_sample, match_score, python_manual
 from dantinox.studies.ruler_view import ruler_csv, ruler_files, ruler_lines, ruler_markdown
 
 
@@ -29,11 +29,11 @@ def words_of(text: str) -> list[str]:
 
 
 def drawn(name: str, length: int = 1500, seed: int = 0, number: int = 0) -> Sample:
-    return draw(name, length, words_of, manual(), seed, number)
+    return make_sample(name, length, words_of, python_manual(), seed, number)
 
 
 def made(name: str, size: int, length: int = 8192) -> Sample:
-    return TASKS[name](random.Random(4), manual(), length, size)
+    return TASKS[name](random.Random(4), python_manual(), length, size)
 
 
 # --- tasks
@@ -45,7 +45,7 @@ def test_a_sample_is_as_long_as_it_may_be_and_holds_its_answers(name):
         sample = drawn(name, length)
         used = len(words_of(sample.context)) + len(words_of(sample.question)) + sample.new_tokens
         assert 0.85 * length < used < length
-        assert score(sample.context, sample) == 1 and score(sample.question, sample) == 0
+        assert match_score(sample.context, sample) == 1 and match_score(sample.question, sample) == 0
         assert len(set(sample.answers)) == len(sample.answers) == {"vt": 5, "cwe": 10, "fwe": 3}.get(name, len(sample.answers))
     assert (
         drawn(name) == drawn(name)
@@ -106,7 +106,7 @@ def test_words_by_counting():
 def test_documents_by_reading_them():
     for name in ("qa_1", "qa_2"):
         for number in range(5):
-            sample = TASKS[name](random.Random(number), manual(), 4096, 25)
+            sample = TASKS[name](random.Random(number), python_manual(), 4096, 25)
             born = dict(re.findall(r"(\w+ \w+) was a \w+ who was born in (\w+) in", sample.context))
             river = dict(re.findall(r"(\w+) is a town on the river (\w+ \w+)\.", sample.context))
             (asked,) = {person for person in born if person in sample.question}
@@ -116,14 +116,14 @@ def test_documents_by_reading_them():
 
 def test_scores():
     every = Sample("", "", ("Alpha", "12", "b"), True, 9)
-    assert score("it is ALPHA and 12", every) == pytest.approx(2 / 3) and score("", every) == 0
-    assert score("or b", every._replace(every=False)) == 1 and score("or c", every._replace(every=False)) == 0
+    assert match_score("it is ALPHA and 12", every) == pytest.approx(2 / 3) and match_score("", every) == 0
+    assert match_score("or b", every._replace(every=False)) == 1 and match_score("or c", every._replace(every=False)) == 0
 
 
 def test_a_text_that_is_too_short_is_told():
     with pytest.raises(UserError, match=r"notes.txt has 1 plain sentences and 8 words, .* need 50 and 300: .*--data_path"):
-        haystack_of("Nothing much stands here that could ever hide needles in.", "notes.txt")
-    found = manual()
+        build_haystack("Nothing much stands here that could ever hide needles in.", "notes.txt")
+    found = python_manual()
     assert isinstance(found, Haystack) and len(set(found.words)) == len(found.words) > 300
 
 
@@ -134,13 +134,13 @@ def test_greedy_answers_are_those_of_the_whole_text(run_dir):
     """A prompt of two lengths, some tokens given one by one, and more steps than a chunk has."""
     model = load(run_dir).model
     plan = CachePlan(96, "float32")
-    cache = Cache("full", 1.0, model, plan, make_cache(model.config, 1, *plan).report())
+    cache = RulerCache("full", 1.0, model, plan, make_cache(model.config, 1, *plan).report())
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 200, size).tolist() for size in (20, 13)]
     given = [rng.integers(3, 200, size).tolist() for size in (3, 7)]
     said = []
-    job = Job("x", prompts, given, 34)
-    ids_BT, *_ = _answers(cache, job, 64, Progress(said.append, "x", job.work(64), "calls"))
+    job = EvalBatch("x", prompts, given, 34)
+    ids_BT, *_ = _generate_answers(cache, job, 64, Progress(said.append, "x", job.num_calls(64), "calls"))
     whole = nnx.jit(lambda model, tokens: model(tokens, jnp.arange(64)[None])[0])
     for row, (prompt, known) in enumerate(zip(prompts, given, strict=True)):
         text = [*prompt, *known]
@@ -157,7 +157,7 @@ def test_a_study_of_a_model_that_goes_in_circles(run_dir, monkeypatch, tmp_path)
     def task(rng, haystack, length, size, answer):
         return Sample("a" * min(size, 40), f"say {first}", (answer,), True, 4)
 
-    monkeypatch.setattr(ruler, "LEAST_LENGTH", 64)
+    monkeypatch.setattr(ruler, "MIN_LENGTH", 64)
     monkeypatch.setattr(ruler, "TASKS", found := {"vt": None, "qa_1": None})
     tasks = {"vt": lambda *args: task(*args, then), "qa_1": lambda *args: task(*args, "never")}
     monkeypatch.setattr("dantinox.studies.ruler_tasks.TASKS", tasks)

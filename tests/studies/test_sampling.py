@@ -29,30 +29,38 @@ from dantinox.run import (
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, strategy_of
 from dantinox.studies import continuations, statistics
-from dantinox.studies.continuations import Judge, Windows, Written, draw_strategies, draw_windows, prompt_tokens, write
+from dantinox.studies.continuations import (
+    Continuations,
+    PromptWindows,
+    ReferenceModel,
+    draw_strategies,
+    draw_windows,
+    generate_continuations,
+    prompt_tokens,
+)
 from dantinox.studies.sampling import (
     MEASURES,
     METHODS,
-    QUICK,
-    Effort,
-    Knob,
+    QUICK_SIZE,
+    StudySize,
+    TunedSetting,
     _difference,
     _tune_all,
     bisection,
-    chosen_methods,
     evaluate_sampling,
+    select_methods,
 )
 from dantinox.studies.statistics import (
     Interval,
+    default_count,
     distinct,
     diversity,
     excess,
     mean_interval,
     ngrams,
-    percentiles,
+    percentile_interval,
     repetition,
     self_bleu,
-    usual_count,
     verdict,
 )
 from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
@@ -149,7 +157,7 @@ def test_equal_values_have_no_interval_and_the_same_values_the_same_one():
     assert mean_interval(np.full(7, 2.5)) == (2.5, 2.5, 2.5)
     values = np.random.default_rng(2).normal(size=30)
     assert mean_interval(values) == mean_interval(values)
-    assert percentiles([3.0, *range(1001)]) == pytest.approx((3, 25, 975))
+    assert percentile_interval([3.0, *range(1001)]) == pytest.approx((3, 25, 975))
 
 
 def outcome(diversity, bits):
@@ -191,17 +199,17 @@ def test_a_verdict_needs_an_interval_without_zero():
 
 
 def test_a_knob_goes_from_the_least_to_the_most_in_equal_ratios():
-    assert [Knob("temperature", 0.25, 4).at(x) for x in (0, 0.5, 0.75, 1)] == [0.25, 1, 2, 4]
-    assert [Knob("top_p", 0.5, 0.995, of_rest=True).at(x) for x in (0, 0.5, 1)] == [0.5, 0.95, 0.995]
-    assert [Knob("candidates", 16, 1, whole=True).at(x) for x in (0, 0.25, 0.3, 0.5, 1)] == [16, 8, 7, 4, 1]
+    assert [TunedSetting("temperature", 0.25, 4).value_at(x) for x in (0, 0.5, 0.75, 1)] == [0.25, 1, 2, 4]
+    assert [TunedSetting("top_p", 0.5, 0.995, log_complement=True).value_at(x) for x in (0, 0.5, 1)] == [0.5, 0.95, 0.995]
+    assert [TunedSetting("candidates", 16, 1, integer=True).value_at(x) for x in (0, 0.25, 0.3, 0.5, 1)] == [16, 8, 7, 4, 1]
 
 
 def test_the_routers_scale_goes_on_with_the_temperature_behind_the_last_candidate():
     guide = METHODS["router_guide"]
-    assert guide.tuned(0) == {"candidates": 12} and guide.tuned(0.49) == {"candidates": 1}
-    assert guide.tuned(0.5) == {"candidates": 1, "base_temperature": 0.666}
-    assert guide.tuned(1) == {"candidates": 1, "base_temperature": 4.0}
-    assert METHODS["greedy"].tuned(0.5) == {}
+    assert guide.values_at(0) == {"candidates": 12} and guide.values_at(0.49) == {"candidates": 1}
+    assert guide.values_at(0.5) == {"candidates": 1, "base_temperature": 0.666}
+    assert guide.values_at(1) == {"candidates": 1, "base_temperature": 4.0}
+    assert METHODS["greedy"].values_at(0.5) == {}
 
 
 @pytest.mark.parametrize("target", [0.02, 0.31, 0.5, 0.77, 0.99])
@@ -225,16 +233,16 @@ def test_bisection_takes_the_first_of_equal_trials():
 
 
 def test_methods_are_chosen_by_name():
-    assert chosen_methods(None) == list(METHODS)
-    assert chosen_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
+    assert select_methods(None) == list(METHODS)
+    assert select_methods(["min_p", "greedy"]) == ["greedy", "min_p"]
     with pytest.raises(UserError, match=r"^no sampling method is called minp: did you mean min_p\?$"):
-        chosen_methods(["minp"])
+        select_methods(["minp"])
     with pytest.raises(UserError, match="called Router-Guide: did you mean router_guide"):
-        chosen_methods(["Router-Guide"])
+        select_methods(["Router-Guide"])
     with pytest.raises(UserError, match=r"called beam: they are greedy, temperature, .*router_random$"):
-        chosen_methods(["beam"])
+        select_methods(["beam"])
     with pytest.raises(UserError, match="router_random draws strategies as often as router_calibrated takes them: name both"):
-        chosen_methods(["router_random", "min_p"])
+        select_methods(["router_random", "min_p"])
 
 
 @pytest.mark.parametrize(
@@ -242,13 +250,13 @@ def test_methods_are_chosen_by_name():
 )
 def test_too_little_effort_is_told(wrong, told):
     with pytest.raises(UserError, match=told):
-        Effort(**wrong)
-    assert QUICK.prompts < Effort().prompts and QUICK.trials < Effort().trials
+        StudySize(**wrong)
+    assert QUICK_SIZE.prompts < StudySize().prompts and QUICK_SIZE.trials < StudySize().trials
 
 
 def test_large_models_are_measured_on_fewer_samples():
-    assert [usual_count(200, 12, size) for size in (0, 10**7, 2 * 10**7, 10**9)] == [200, 200, 100, 12]
-    assert usual_count(8, 12, 10**9) == 8
+    assert [default_count(200, 12, size) for size in (0, 10**7, 2 * 10**7, 10**9)] == [200, 200, 100, 12]
+    assert default_count(8, 12, 10**9) == 8
 
 
 # --- the control --------------------------------------------------------------------------------------------------------
@@ -417,7 +425,7 @@ def bits_by_hand(run, prompt, text):
 
 
 def test_the_judge_agrees_with_numpy(toy):
-    run, judge = load(toy), Judge(toy)
+    run, judge = load(toy), ReferenceModel(toy)
     prompts = ["ab cd", "x", "gh gh gh gh gh"] * 30  # several batches
     texts = ["ef gh ij", "€ — ü", "a", "zzzz yz z", "0123456789"] * 18
     found = judge.bits_per_byte(prompts, texts)
@@ -430,13 +438,13 @@ def test_bits_per_byte_mean_the_same_for_every_vocabulary(tmp_path):
     corpus = "aè€😀 the quick brown fox"
     chars = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([corpus]))
     make_run(tmp_path / "chars", chars, np.zeros)
-    letters = Judge(tmp_path / "chars")
+    letters = ReferenceModel(tmp_path / "chars")
     # All tokens are equally likely and cost log2 V: one token is four bytes, or one.
     V = chars.vocab_size
     np.testing.assert_allclose(letters.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), [math.log2(V) / 4, math.log2(V)], rtol=1e-6)
     plain = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     make_run(tmp_path / "bytes", plain, np.zeros)
-    bytewise = Judge(tmp_path / "bytes")
+    bytewise = ReferenceModel(tmp_path / "bytes")
     V = bytewise.tokenizer.vocab_size
     np.testing.assert_allclose(bytewise.bits_per_byte(["the"] * 2, ["😀😀", "fox"]), math.log2(V), rtol=1e-6)
     with pytest.raises(UserError, match=r"the reference cannot read a text that it is to judge: the character 'z'"):
@@ -444,7 +452,7 @@ def test_bits_per_byte_mean_the_same_for_every_vocabulary(tmp_path):
 
 
 def test_a_prompt_is_cut_to_the_judges_context_and_a_text_is_not(toy):
-    run, judge = load(toy), Judge(toy)
+    run, judge = load(toy), ReferenceModel(toy)
     text = "ab cd ef"
     (found,) = judge.bits_per_byte(["x" * 500], [text])
     assert found == pytest.approx(bits_by_hand(run, "x" * (CONTEXT - len(text)), text), rel=1e-5)
@@ -456,7 +464,7 @@ def test_a_prompt_is_cut_to_the_judges_context_and_a_text_is_not(toy):
 def test_every_method_is_accepted_all_along_its_scale(toy, name):
     run, method = load(toy), METHODS[name]
     for position in (0.0, 0.3, 0.5, 0.8, 1.0):
-        run.params([run.settings({**method.settings, **method.tuned(position), "seed": 0})])
+        run.params([run.settings({**method.settings, **method.values_at(position), "seed": 0})])
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +528,7 @@ def prompts(toy, store):
 
 def test_what_is_written_is_what_generation_writes(toy, prompts):
     run, settings = load(toy), {"temperature": 0.8}
-    found = write(run, prompts, settings, 16, seed=3)
+    found = generate_continuations(run, prompts, settings, 16, seed=3)
     assert found.ids.shape == (3, 16) and found.shares is None and all(rate > 0 for rate in found.rates)
     special = sorted(run.tokenizer.special_ids)
     neutral = {"top_k": None, "stop": (), "ignore_eos": True, "banned_tokens": special, "max_new_tokens": 16}
@@ -533,17 +541,17 @@ def test_what_is_written_is_what_generation_writes(toy, prompts):
 
 def test_draws_depend_on_the_seed_and_the_prompts_number(toy, prompts):
     run, same = load(toy), [prompts[0]] * 3
-    first, again, other = (write(run, same, {"temperature": 0.8}, 16, seed=seed).ids for seed in (1, 1, 2))
+    first, again, other = (generate_continuations(run, same, {"temperature": 0.8}, 16, seed=seed).ids for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first[0] != first[1]).any() and (first != other).any()
 
 
 def test_the_control_draws_its_strategies_whatever_the_model_thinks(toy, prompts):
     run, settings = load(toy), {**METHODS["router_no_attention"].settings, "candidates": 1}
-    routed = write(run, prompts, settings, 16, seed=1)
+    routed = generate_continuations(run, prompts, settings, 16, seed=1)
     forced = {name: float(name == "greedy") for name in STRATEGIES}
-    greedy = write(run, prompts, {"greedy": True}, 16, seed=1)
-    control = write(run, prompts, settings, 16, seed=1, shares=forced)
+    greedy = generate_continuations(run, prompts, {"greedy": True}, 16, seed=1)
+    control = generate_continuations(run, prompts, settings, 16, seed=1, shares=forced)
     np.testing.assert_array_equal(control.ids, greedy.ids)
     assert (routed.ids != greedy.ids).any()
 
@@ -552,13 +560,13 @@ def test_the_control_has_the_shares_that_its_pattern_showed():
     """Tuning with a bench that writes nothing: the share of adaptive stands for the number of candidates."""
     written = []
 
-    def write(windows, method, seed, report=False):
+    def generate_continuations(windows, method, seed, report=False):
         written.append((dict(method.values), method.shares, report))
         shares = {"adaptive": method.values["candidates"]} if report else None
-        return Written(np.arange(60).reshape(2, 30) % (12 // method.values["candidates"]), [], [], shares)
+        return Continuations(np.arange(60).reshape(2, 30) % (12 // method.values["candidates"]), [], [], shares)
 
-    bench = SimpleNamespace(effort=Effort(trials=3), progress=lambda _: None, write=write)
-    tuning = Windows(["a", "b"], ["c", "d"], np.arange(60).reshape(2, 30) % 4)
+    bench = SimpleNamespace(effort=StudySize(trials=3), progress=lambda _: None, write=generate_continuations)
+    tuning = PromptWindows(["a", "b"], ["c", "d"], np.arange(60).reshape(2, 30) % 4)
     tuned = _tune_all(bench, ["router_calibrated", "router_random"], tuning)
     # 1, 3 and 6 candidates are tried, which write texts of period 12, 4 and 2; wanted are texts of period 4.
     assert tuned["router_calibrated"].values == tuned["router_random"].values == {"candidates": 3}
@@ -577,7 +585,10 @@ def test_random_strategies_have_the_routers_shares(toy):
     assert len(record["comparisons"]) == 1
     run, forced = load(toy), {name: float(name == "explore") for name in STRATEGIES}
     prompts = ["ab cd ef gh"] * 3
-    assert write(run, prompts, METHODS["router_random"].settings, 16, seed=1, shares=forced, report=True).shares == forced
+    assert (
+        generate_continuations(run, prompts, METHODS["router_random"].settings, 16, seed=1, shares=forced, report=True).shares
+        == forced
+    )
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.report.plots import save_files
-from dantinox.studies.sampling import Difference, MethodFinding, RulerPoint, SamplingStudy
+from dantinox.studies.sampling import Difference, MethodResult, SamplingStudy, TemperaturePoint
 from dantinox.studies.sampling_view import (
     HEADINGS,
     conclusions,
@@ -32,7 +32,7 @@ def method(name, at, tuned=None, at_edge=False, speed=None, self_bleu=True, exce
     """A method whose measures lie around `at`, each with another interval."""
     names = (*(["excess"] if excess else []), *PLAIN, *(["self_bleu"] if self_bleu else []))
     measures = {key: Interval(at + i / 7, at + i / 7 - 0.0123, at + i / 7 + 0.0337) for i, key in enumerate(names)}
-    return MethodFinding(name, tuned or {}, at_edge, [], measures, speed and Interval(speed, speed - 10.5, speed + 20.25))
+    return MethodResult(name, tuned or {}, at_edge, [], measures, speed and Interval(speed, speed - 10.5, speed + 20.25))
 
 
 def pair(a, b, difference):
@@ -60,7 +60,7 @@ def record():
             method("router_calibrated", 0.35, {"candidates": 1, "base_temperature": 0.92}, at_edge=True, speed=2500.0),
             method("router_random", 0.33, {"candidates": 2}),
         ],
-        ruler=[RulerPoint(temperature=t, diversity=0.2 + t / 4, bits_per_byte=0.1 + t / 3) for t in (0.3, 0.8, 1.3)],
+        ruler=[TemperaturePoint(temperature=t, diversity=0.2 + t / 4, bits_per_byte=0.1 + t / 3) for t in (0.3, 0.8, 1.3)],
         comparisons=[
             pair("router_calibrated", "min_p", [0.1234, 0.05, 0.2]),
             pair("router_calibrated", "router_random", [-0.004, -0.05, 0.04]),

@@ -58,10 +58,10 @@ class Trainer:
 
 def test_every_trial_is_trained_once_however_often_the_sweep_is_begun(tmp_path):
     sweep, notes = spec(tmp_path), []
-    so_far = []
+    results = []
     with pytest.raises(SystemExit):
-        run_sweep(sweep, Trainer(trial_004="stop", trial_002="the loss is NaN"), so_far=so_far.append)
-    assert [[trial.name[-1] for trial in study.trials] for study in so_far] == [["1"], ["1", "2"], ["3", "1", "2"]]
+        run_sweep(sweep, Trainer(trial_004="stop", trial_002="the loss is NaN"), on_result=results.append)
+    assert [[trial.name[-1] for trial in study.trials] for study in results] == [["1"], ["1", "2"], ["3", "1", "2"]]
     second = Trainer()
     study = run_sweep(spec(tmp_path), second, notes.append)
     assert second.trained == ["trial_004", "trial_005", "trial_006"]

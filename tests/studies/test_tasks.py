@@ -11,7 +11,7 @@ from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.studies import tasks
-from dantinox.studies.tasks import LMEvalModel, Score, evaluate_tasks, scores_of, task_lines
+from dantinox.studies.tasks import LMEvalModel, TaskScore, evaluate_tasks, parse_scores, task_lines
 
 pytestmark = pytest.mark.slow
 
@@ -88,8 +88,8 @@ def test_the_harness_s_results_as_rows():
         "n-samples": {"t": {"original": 9, "effective": 4}},
         "n-shot": {"t": 2},
     }
-    scores = list(scores_of(found))
-    assert scores == [Score("t", "acc", "none", 0.5, 0.1, 2, 4), Score("t", "f1", "x", 1.0, None, 2, 4)]
+    scores = list(parse_scores(found))
+    assert scores == [TaskScore("t", "acc", "none", 0.5, 0.1, 2, 4), TaskScore("t", "f1", "x", 1.0, None, 2, 4)]
     lines = list(task_lines(tasks.TaskStudy(scores, {}, "0"), 100))
     assert [line.split() for line in lines[1:]] == [
         ["t", "acc", "0.5000", "0.1000", "2", "4"],
