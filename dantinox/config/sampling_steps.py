@@ -89,7 +89,7 @@ class Step:
     Attributes:
       on: the settings that switch it on, each with a test for the values that do.
       arguments: parameter of its function → the setting that it is.
-      reads: its other parameters, which `dantinox.sampling.chain.READS` knows.
+      reads: its other parameters, which `dantinox.sampling.chain.STEP_INPUTS` computes.
       beside: settings that come to it through what it reads.
       given: parameters in `process_logits`, with their types and defaults (None: needed), for what decoding knows by itself.
       group: `edit` and `penalty` act on greedy text too; edits have no place in an order and run first.

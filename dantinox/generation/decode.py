@@ -20,7 +20,7 @@ from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs
 from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, sample
-from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine, layer_attention
+from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
 
 CHUNK = 32
 COMPRESSED_PREFILL_CHUNK = 2048  # tokens of a prompt that a compressed cache takes in at once
@@ -146,17 +146,17 @@ def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
     row_B = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
     logits_BV = jax.ShapeDtypeStruct((params.batch, model.config.vocab_size), jnp.float32)
     metrics_B: list[Any] = [row_B] * len(AttentionMetrics._fields)
-    return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.attends else None)
+    return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.uses_attention else None)
 
 
 def make_probe(params: SamplingParams) -> Probe | None:
     """What is measured of attention in each layer: nothing, unless the router reads it."""
-    return jax.vmap(layer_attention) if params.attends else None
+    return jax.vmap(layer_attention) if params.uses_attention else None
 
 
 def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
     """The metrics `[B]` from what that probe measured in every layer, or None."""
-    return jax.vmap(combine)(aux["probe"]) if params.attends else None
+    return jax.vmap(combine_layers)(aux["probe"]) if params.uses_attention else None
 
 
 def _prefill(

@@ -10,7 +10,7 @@ import numpy as np
 from dantinox.generation.decode import CHUNK, DecodeState, Emitted
 from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
-from dantinox.sampling.chain import ALL
+from dantinox.sampling.chain import ALL_ALLOWED
 
 NO_ID = -1  # fills unused places of a row of end ids
 
@@ -94,8 +94,8 @@ class RunningBatch:
         program = self._rows[slot].program
         if program is not None:
             if program not in self._masks:
-                self._masks[program] = np.array(self._states[program][0].allowed)
-            self._masks[program][slot] = ALL if bits_W is None else bits_W
+                self._masks[program] = np.array(self._states[program][0].allowed_bits)
+            self._masks[program][slot] = ALL_ALLOWED if bits_W is None else bits_W
 
     def stop(self, slot: int) -> None:
         """Ends a row; its tokens in pending chunks are dropped."""
@@ -145,7 +145,7 @@ class RunningBatch:
     def _write_changes(self) -> None:
         for program, allowed_BW in self._masks.items():
             params, state = self._states[program]
-            self._states[program] = replace(params, allowed=jax.device_put(allowed_BW)), state
+            self._states[program] = replace(params, allowed_bits=jax.device_put(allowed_BW)), state
         for program, slots in self._stopped.items():
             params, state = self._states[program]
             stopped_B = np.isin(np.arange(self.count), [*slots])

@@ -33,8 +33,8 @@ from dantinox.model.scoring import map_positions
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import available_bytes, tree_bytes
 from dantinox.sampling import ProgramOptions, SamplingParams, StepInfo, init_state
-from dantinox.sampling.chain import ALL
-from dantinox.sampling.params import WORDS
+from dantinox.sampling.chain import ALL_ALLOWED
+from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.report import step_info
 
 READ_AT_ONCE = 64  # tokens of a prompt: more were not faster on a CPU, and more of a prompt that comes again would be read anew
@@ -169,7 +169,7 @@ class SlotBatch(RunningBatch):
         g = config.generation
         if g.strategy == "chain":
             return ProgramKey("chain")
-        return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in WORDS), config.router.use_attention)
+        return ProgramKey(g.strategy, tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS), config.router.use_attention)
 
     def ready(self, program: ProgramKey, echo: bool = False) -> bool:
         """Whether a request with this key needs no compilation."""
@@ -228,7 +228,7 @@ class SlotBatch(RunningBatch):
         (_, row, ends_1E), V = self.row_params(config), self._architecture.vocab_size
         tokens_1S = np.zeros((1, self.context), np.int32)
         state = _init_row(row, tokens_1S, jnp.int32(1), jnp.int32(0), ends_1E, vocab_size=V)
-        idle = replace(row, on=jax.tree.map(jnp.zeros_like, row.on)), replace(state, done_B=jnp.ones(1, bool))
+        idle = replace(row, enabled=jax.tree.map(jnp.zeros_like, row.enabled)), replace(state, done_B=jnp.ones(1, bool))
         rows: tuple[SamplingParams, DecodeState] = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), idle)
         return rows
 
@@ -255,10 +255,13 @@ class SlotBatch(RunningBatch):
                 key="generation.stop_token_ids",
             )
         chain = section.strategy == "chain"
-        also: ProgramOptions = {"dynamic_order": True} if chain else {"also": (*EDITS, *order_of(section))}
-        params, V = self._loaded.params([with_default_seed(config, 0)], **also), self._architecture.vocab_size
+        options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDITS, *order_of(section))}
+        params, V = self._loaded.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
-        own: dict[str, Any] = {"reports": np.zeros(1, bool), "allowed": np.full((1, -(-V // 32)), ALL, np.uint32)}
+        own: dict[str, Any] = {
+            "report_rows": np.zeros(1, bool),
+            "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
+        }
         ends_1E = np.asarray([[*ends, *[NO_ID] * (END_IDS - len(ends))]], np.int32)
         return RowParams(program, replace(params, tables=tables, **own), ends_1E)
 
@@ -344,7 +347,7 @@ class SlotBatch(RunningBatch):
         # Changes of the slot's earlier request, which are not written yet, must not reach this one.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
-            self._masks[program][slot] = ALL
+            self._masks[program][slot] = ALL_ALLOWED
         row.longest = max(row.longest, len(row.ids) + limit)
         row.left, row.program, row.reports = limit, program, report
 

@@ -18,7 +18,7 @@ from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Row, RunningBatch
 from dantinox.model import KVCache, Transformer
 from dantinox.sampling import SamplingParams, StepInfo, init_state
-from dantinox.sampling.chain import ALL
+from dantinox.sampling.chain import ALL_ALLOWED
 
 PROGRAM = "static"  # the key of the one program
 
@@ -159,7 +159,7 @@ class StaticBatch(RunningBatch):
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
-            params = replace(params, allowed=jnp.full((self.count, words), ALL, jnp.uint32))
+            params = replace(params, allowed_bits=jnp.full((self.count, words), ALL_ALLOWED, jnp.uint32))
         self._states[PROGRAM] = params, state
         self._model, self._prompt = split_model(model), (jnp.asarray(padded_PT), jnp.asarray(lengths_P, jnp.int32))
         self._options: dict[str, Any] = {"use_cache": use_cache, "report": report}

@@ -19,7 +19,7 @@ from dantinox.model import Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
-from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, strategy_of
+from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, select_strategy
 
 TOKENS = 32768  # of the text, by default
 WINDOW = 1024  # maximum tokens of a window: attention memory grows with its square
@@ -145,7 +145,7 @@ def shares(H: np.ndarray, V: np.ndarray, measured: Mapping[str, float]) -> dict[
     found = {}
     for preset in PRESET_NUMBERS:
         section = RouterSection.model_validate({"router_preset": preset, "use_attention": False})
-        strategy = strategy_of(Metrics(jnp.float32(H), jnp.float32(V)), RouterConfig.build(section, measured))
+        strategy = select_strategy(Metrics(jnp.float32(H), jnp.float32(V)), RouterConfig.build(section, measured))
         counts = np.bincount(np.asarray(strategy), minlength=len(STRATEGIES))
         found[preset] = dict(zip(STRATEGIES, (counts / len(H)).tolist(), strict=True))
     return found

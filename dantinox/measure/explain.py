@@ -102,7 +102,7 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
     model = run.prepared(section)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     params = run.params([config] * section.n, range(section.n))
-    params = replace(params, plan=tuple(name for name in params.plan if params.on[name].any()))
+    params = replace(params, plan=tuple(name for name in params.plan if params.enabled[name].any()))
     T, V = padded_length(len(ids)), model.config.vocab_size
     tokens_1T = np.zeros((1, T), np.int32)
     tokens_1T[0, : len(ids)] = ids
@@ -119,7 +119,7 @@ def explain(run: LoadedModel, prompt: str, settings: Mapping[str, Any], count: i
         prompt=prompt,
         prompt_tokens=len(ids),
         vocab_size=V,
-        greedy=not params.draws or strategy == "greedy",
+        greedy=not params.stochastic or strategy == "greedy",
         strategy=strategy,
         forced=bool(forced_B.any()),
         seed=section.seed or 0,

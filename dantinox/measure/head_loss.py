@@ -19,7 +19,7 @@ from dantinox.model.cache import uncompressed_slots
 from dantinox.model.cache_store import Store
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.report.console import Progress
-from dantinox.sampling.selection import crossing_key, ordered_keys
+from dantinox.sampling.selection import ordered_keys, threshold_key
 
 SINKS = 4  # first tokens that every head keeps
 MIN_KEPT = 24  # fewest keys of a head with the default settings
@@ -66,7 +66,7 @@ class LimitedKeys:
 def _top_mask(weights_S: jax.Array, count: jax.Array) -> jax.Array:
     """Returns the mask of the `count` largest numbers, including all that tie for the last place."""
     keys_S = ordered_keys(weights_S.astype(jnp.float32))
-    return keys_S >= crossing_key(keys_S, jnp.ones_like(weights_S, jnp.float32), lambda larger: larger >= count)
+    return keys_S >= threshold_key(keys_S, jnp.ones_like(weights_S, jnp.float32), lambda larger: larger >= count)
 
 
 @nnx.jit(static_argnames=("start", "best"), graph_updates=False)

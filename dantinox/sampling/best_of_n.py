@@ -13,14 +13,14 @@ import numpy as np
 from jax import Array
 
 from dantinox.config import UserError
-from dantinox.sampling.draw import pick
+from dantinox.sampling.draw import inverse_cdf_token
 from dantinox.sampling.entropy_router import TINY, Metrics, RouterConfig
 from dantinox.sampling.params import ScoreFn
-from dantinox.sampling.selection import largest
+from dantinox.sampling.selection import top_k_by_id
 from dantinox.sampling.steps import Number, finite_max, log_mass
 from dantinox.sampling.window import WINDOW
 
-GUIDE = RouterConfig()
+GUIDE_CONFIG = RouterConfig()
 
 
 class Candidates(NamedTuple):
@@ -46,14 +46,14 @@ def best_of_n(logits_V: Array, raw_V: Array, n: Number, weight: Number = 1.0) ->
     V = logits_V.shape[0]
     n = jnp.asarray(n, jnp.float32)
     if V <= WINDOW:
-        best_V = _sharpened(logits_V, weight * raw_V, n)
+        best_V = _rank_logprobs(logits_V, weight * raw_V, n)
     else:
-        x_K, ids_K = largest(logits_V, WINDOW)
-        best_V = jnp.full(V, -jnp.inf).at[ids_K].set(_sharpened(x_K, weight * raw_V[ids_K], n), unique_indices=True)
+        x_K, ids_K = top_k_by_id(logits_V, WINDOW)
+        best_V = jnp.full(V, -jnp.inf).at[ids_K].set(_rank_logprobs(x_K, weight * raw_V[ids_K], n), unique_indices=True)
     return jnp.where(n <= 1, logits_V, best_V)
 
 
-def _sharpened(x_K: Array, raw_K: Array, n: Array) -> Array:
+def _rank_logprobs(x_K: Array, raw_K: Array, n: Array) -> Array:
     """The closed form over few tokens: each is compared with each, so nothing is sorted and ties need no care."""
     w_K = jnp.exp(x_K - finite_max(x_K))
     w_K = jnp.where(w_K < TINY, 0, w_K)
@@ -67,7 +67,7 @@ def _sharpened(x_K: Array, raw_K: Array, n: Array) -> Array:
     return jnp.where(alive_K, rank_K + jnp.log(w_K / equal_K), -jnp.inf)
 
 
-def confidence(metrics: Metrics, config: RouterConfig = GUIDE) -> Array:
+def confidence(metrics: Metrics, config: RouterConfig = GUIDE_CONFIG) -> Array:
     """The guide's confidence in a row; without attention its terms are dropped."""
     c, seen = config, metrics.attention
     score = (1 - jnp.asarray(metrics.entropy)) * c.score_entropy + (1 - metrics.varentropy) * c.score_varentropy
@@ -77,7 +77,7 @@ def confidence(metrics: Metrics, config: RouterConfig = GUIDE) -> Array:
     return score + attention + seen.attn_agreement * c.score_agreement + seen.interaction_strength * c.score_interaction
 
 
-def guide_score(ids_N: Array, logprobs_N: Array, metrics: Metrics, config: RouterConfig = GUIDE) -> Array:
+def guide_score(ids_N: Array, logprobs_N: Array, metrics: Metrics, config: RouterConfig = GUIDE_CONFIG) -> Array:
     """The guide's score: ln p and the row's confidence, weighted. `best_of_n` has the distribution of the tokens it takes."""
     return config.score_logprob * logprobs_N + confidence(metrics, config)
 
@@ -104,7 +104,7 @@ def best_candidate(
     Raises:
       UserError: there is not one score per candidate.
     """
-    ids_N = jax.vmap(pick, (None, 0))(logits_V, jax.random.uniform(key, (draws, 2)))
+    ids_N = jax.vmap(inverse_cdf_token, (None, 0))(logits_V, jax.random.uniform(key, (draws, 2)))
     logprobs_N = raw_V[ids_N] - log_mass(raw_V)
     scores_N = score_fn(ids_N, logprobs_N, metrics)
     if np.shape(scores_N) != ids_N.shape:
@@ -113,8 +113,15 @@ def best_candidate(
     return Candidates(ids_N[jnp.argmax(scores_N)], ids_N, logprobs_N, scores_N)
 
 
-def draws_behind(
-    token: Array, logits_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig = GUIDE, *, draws: int
+def candidates_given_token(
+    token: Array,
+    logits_V: Array,
+    raw_V: Array,
+    key: Array,
+    metrics: Metrics,
+    config: RouterConfig = GUIDE_CONFIG,
+    *,
+    draws: int,
 ) -> Candidates:
     """The draws that a token of `best_of_n` was the best of: together they have the distribution of `best_candidate`.
 
@@ -138,7 +145,8 @@ def draws_behind(
     at = jnp.minimum(jnp.sum(reached_N <= jax.random.uniform(place_key)), jnp.asarray(n, jnp.int32) - 1)
     uniforms_2N2 = jax.random.uniform(own_key, (2, draws, 2))
     before_N, behind_N = (
-        jax.vmap(pick, (None, 0))(x_V, u_N2) for x_V, u_N2 in zip((worse_V, no_better_V), uniforms_2N2, strict=True)
+        jax.vmap(inverse_cdf_token, (None, 0))(x_V, u_N2)
+        for x_V, u_N2 in zip((worse_V, no_better_V), uniforms_2N2, strict=True)
     )
     places_N = jnp.arange(draws)
     ids_N = jnp.where(places_N < at, before_N, jnp.where(places_N == at, token, behind_N))

@@ -13,7 +13,7 @@ import dantinox.sampling.history as history
 import dantinox.sampling.steps as steps
 from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED
 from dantinox.config.sampling_steps import EDITS, PENALTIES, STEPS
-from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, draws_behind, guide_score
+from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, candidates_given_token, guide_score
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.entropy_router import (
     ADAPTIVE,
@@ -21,20 +21,20 @@ from dantinox.sampling.entropy_router import (
     Metrics,
     Route,
     RouterConfig,
-    clarify_now,
     logit_metrics,
     route,
+    should_clarify,
 )
 from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.report import Routed, StepInfo, step_info
-from dantinox.sampling.selection import first_in_order
+from dantinox.sampling.report import RouterReport, StepInfo, step_info
+from dantinox.sampling.selection import first_argmax
 from dantinox.sampling.state import SamplerState, update
 from dantinox.sampling.window import Context, run_chain, run_steps
 
-ON_GREEDY = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
+GREEDY_STEPS = frozenset((*EDITS, *PENALTIES))  # what acts on greedy text too
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the row's key for draws of their own
-ALL = 0xFFFFFFFF  # 32 tokens that are all allowed
+ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens that are all allowed
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     name: getattr(steps, step.function or name, None) or getattr(history, step.function or name) for name, step in STEPS.items()
 }
@@ -78,28 +78,28 @@ def sample(
     """
     rows_B = jnp.arange(params.batch)
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
-    keys_B = _keys(params, state) if keys_B is None and params.draws else keys_B
-    raw_BV, repaired_B = jax.vmap(steps.sanitise)(logits_BV)
-    open_BV = _open(raw_BV, params)
+    keys_B = _keys(params, state) if keys_B is None and params.stochastic else keys_B
+    raw_BV, repaired_B = jax.vmap(steps.sanitize)(logits_BV)
+    open_BV = _apply_allowed(raw_BV, params)
     routes = metrics = found = None
     if params.router is not None:
-        params, metrics, routes = _routed(params, raw_BV, attention)
+        params, metrics, routes = _apply_router(params, raw_BV, attention)
     context = Context(params, state, keys_B)
-    first = next((i for i, name in enumerate(params.plan) if name not in ON_GREEDY), len(params.plan))
-    edits = _shared(params, params.plan[:first])
-    others: Order = _shared(params, params.plan[first:])
+    first = next((i for i, name in enumerate(params.plan) if name not in GREEDY_STEPS), len(params.plan))
+    edits = _shared_order(params, params.plan[:first])
+    others: Order = _shared_order(params, params.plan[first:])
     if params.order is not None:
-        edits, others = _shared(params, EDITS), RowOrders.build(params.order, params.on, active_B)
-    edited_BV = run_steps(_apply, edits, open_BV, context)
-    final_BV, log_mass_B = run_chain(_apply, others, edited_BV, context, active_B)
+        edits, others = _shared_order(params, EDITS), RowOrders.build(params.order, params.enabled, active_B)
+    edited_BV = run_steps(_apply_step, edits, open_BV, context)
+    final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
     # Greedy rows have no other steps on. Where all of theirs come first, their token does not wait for the others.
-    greedy_first = params.order is None and not any(name in ON_GREEDY for name in params.plan[first:])
-    token_B = jax.vmap(first_in_order)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
+    greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in params.plan[first:])
+    token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
-    if params.draws and keys_B is not None:
+    if params.stochastic and keys_B is not None:
         kept_BV = final_BV
         if routes is not None and params.score_fn is None:
-            final_BV = _sharpened(kept_BV, raw_BV, params, routes)
+            final_BV = _best_of_n_logits(kept_BV, raw_BV, params, routes)
         drawn_B = jax.vmap(draw)(final_BV, keys_B)
         if routes is not None and params.candidates:
             found = _candidates(drawn_B, kept_BV, raw_BV, keys_B, metrics, params)
@@ -110,20 +110,20 @@ def sample(
     if routes is not None and params.router is not None:
         assert state.clarified is not None and state.length is not None
         distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
-        forced_B = jax.vmap(clarify_now)(routes.strategy, edited_BV, distance_B, params.router)
+        forced_B = jax.vmap(should_clarify)(routes.strategy, edited_BV, distance_B, params.router)
         token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
-        routed = Routed(attention if params.attends else None, routes, forced_B, found)
+        routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, found)
     empty_B = jnp.max(open_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
         read, inputs = jax.vmap(partial(step_info, report)), (raw_BV, final_BV, token_B, greedy_B)
-        if params.reports is None:
+        if params.report_rows is None:
             reported = read(*inputs)
         else:
             shapes = jax.eval_shape(read, *inputs)
             nothing = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            reported = lax.cond(params.reports.any(), read, lambda *_: nothing(), *inputs)
+            reported = lax.cond(params.report_rows.any(), read, lambda *_: nothing(), *inputs)
         reported = reported._replace(routed=routed)
     new_state = update(params, state, token_B, active_B, surprise_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
@@ -137,48 +137,50 @@ def trace(
     First `model`, as they came and repaired, with `allowed` tokens the `constraint`, then the plan's steps in their order, last
     the router's `candidates`.
     """
-    rows = [("model", jax.vmap(steps.sanitise)(logits_BV)[0])]
+    rows = [("model", jax.vmap(steps.sanitize)(logits_BV)[0])]
     routes = None
     if params.router is not None:
-        params, _, routes = _routed(params, rows[0][1], attention)
+        params, _, routes = _apply_router(params, rows[0][1], attention)
     context = Context(params, state, _keys(params, state))
-    if params.allowed is not None:
-        rows.append(("constraint", _open(rows[0][1], params)))
+    if params.allowed_bits is not None:
+        rows.append(("constraint", _apply_allowed(rows[0][1], params)))
     for name in params.plan:
-        rows.append((name, run_steps(_apply, _shared(params, [name]), rows[-1][1], context)))
+        rows.append((name, run_steps(_apply_step, _shared_order(params, [name]), rows[-1][1], context)))
     if routes is not None and params.score_fn is None:
-        rows.append(("candidates", _sharpened(rows[-1][1], rows[0][1], params, routes)))
+        rows.append(("candidates", _best_of_n_logits(rows[-1][1], rows[0][1], params, routes)))
     return rows, routes
 
 
-def unpack(bits_W: Array, vocab_size: int) -> Array:
+def unpack_bits(bits_W: Array, vocab_size: int) -> Array:
     """Whether each token is allowed, [V]: bit i mod 32 of word ⌊i/32⌋ of `bits_W` (uint32) is token i's."""
     bits_W32 = (bits_W[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits_W32.reshape(-1)[:vocab_size].astype(bool)
 
 
-def _open(raw_BV: Array, params: SamplingParams) -> Array:
+def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
     """The logits with the tokens removed that the rows may not have."""
-    if params.allowed is None:
+    if params.allowed_bits is None:
         return raw_BV
-    wanted = (params.allowed != jnp.uint32(ALL)).any()
-    return lax.cond(wanted, jax.vmap(_constrain), lambda raw_BV, _: raw_BV, raw_BV, params.allowed)
+    wanted = (params.allowed_bits != jnp.uint32(ALL_ALLOWED)).any()
+    return lax.cond(wanted, jax.vmap(_mask_disallowed), lambda raw_BV, _: raw_BV, raw_BV, params.allowed_bits)
 
 
-def _constrain(raw_V: Array, bits_W: Array) -> Array:
-    allowed_V = unpack(bits_W, raw_V.shape[0])
+def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
+    allowed_V = unpack_bits(bits_W, raw_V.shape[0])
     open_V = jnp.where(allowed_V, raw_V, -jnp.inf)
     # Where the model gives no allowed token a chance at all, they are alike: what is asked for holds whatever it says.
     hopeless = (open_V == -jnp.inf).all() & ~allowed_V.all()
     return jnp.where(hopeless & allowed_V, 0.0, open_V)
 
 
-def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None) -> tuple[SamplingParams, Metrics, Route]:
+def _apply_router(
+    params: SamplingParams, raw_BV: Array, attention: AttentionMetrics | None
+) -> tuple[SamplingParams, Metrics, Route]:
     """The parameters with the numbers that the router sets for this token, what it read, and what it chose."""
     assert params.router is not None
-    if params.attends and attention is None:
+    if params.uses_attention and attention is None:
         raise ValueError("this router reads attention metrics: give them, or build it with use_attention false")
-    metrics = Metrics(*jax.vmap(logit_metrics)(raw_BV), attention if params.attends else None)
+    metrics = Metrics(*jax.vmap(logit_metrics)(raw_BV), attention if params.uses_attention else None)
     routes = jax.vmap(route)(metrics, params.router)
     numbers = {name: getattr(routes, name) for name in ROUTED}
     on = {
@@ -187,10 +189,10 @@ def _routed(params: SamplingParams, raw_BV: Array, attention: AttentionMetrics |
         "top_p": routes.top_p < 1,
         "min_p": routes.min_p > 0,
     }
-    return replace(params, numbers=params.numbers | numbers, on=params.on | on), metrics, routes
+    return replace(params, numbers=params.numbers | numbers, enabled=params.enabled | on), metrics, routes
 
 
-def _sharpened(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
+def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
     """The distribution of the best of n candidates in adaptive rows; the others stay."""
     assert params.router is not None
     n_B = jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1)
@@ -207,7 +209,7 @@ def _candidates(
     def one(drawn: Array, kept_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
         own_key = jax.random.fold_in(key, CANDIDATES_KEY)
         if score_fn is None:
-            found = draws_behind(drawn, kept_V, raw_V, own_key, metrics, config, draws=draws)
+            found = candidates_given_token(drawn, kept_V, raw_V, own_key, metrics, config, draws=draws)
         else:
             score = partial(guide_score, config=config) if score_fn is guide_score else score_fn
             found = best_candidate(kept_V, raw_V, own_key, metrics, config.candidates, score, draws=draws)
@@ -220,12 +222,12 @@ def _keys(params: SamplingParams, state: SamplerState) -> Array:
     return jax.vmap(row_key)(params.seed, params.sample_index, state.n_generated)
 
 
-def _shared(params: SamplingParams, names: Sequence[str]) -> SharedOrder:
+def _shared_order(params: SamplingParams, names: Sequence[str]) -> SharedOrder:
     """Some of the plan's steps in the order given."""
-    return SharedOrder({name: params.on[name] for name in names}, tuple(names), params.skip_inactive_steps)
+    return SharedOrder({name: params.enabled[name] for name in names}, tuple(names), params.skip_inactive_steps)
 
 
-def _apply(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
+def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
     """One step on the rows, or their windows, that have it on."""
     step = partial(run_step, name)
     if STEPS[name].by_row and context.window is None:
@@ -235,41 +237,41 @@ def _apply(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
 
 def run_step(name: str, x_N: Array, row: Context, **known: Any) -> Array:
     """One step on a row or its window; `known`: parameters of its function that are given here instead of being read."""
-    step, words = STEPS[name], dict(row.params.words)
+    step, words = STEPS[name], dict(row.params.choices)
     arguments = {
         parameter: words[key] if key in words else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
-    read = {parameter: READS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
+    read = {parameter: STEP_INPUTS[parameter](x_N, row, name) for parameter in step.reads if parameter not in known}
     return FUNCTIONS[name](x_N, **arguments, **read, **known)
 
 
-def _own(row: Context, name: str, suffix: str = "") -> Array:
+def _token_table(row: Context, name: str, suffix: str = "") -> Array:
     """A table of the step's list of tokens."""
     return row.params.tables[STEPS[name].beside[0] + suffix]
 
 
-def _of_tokens(values_V: Array, row: Context) -> Array:
+def _at_window(values_V: Array, row: Context) -> Array:
     return values_V if row.window is None else values_V[row.window.ids]
 
 
-def _vocabulary(x_N: Array, row: Context) -> int:
+def _vocab_size(x_N: Array, row: Context) -> int:
     return x_N.shape[0] if row.window is None else row.window.vocab_size
 
 
 def _distances(x_N: Array, row: Context, name: str) -> Array:
-    seen_N = _of_tokens(row.state.last_seen, row)
+    seen_N = _at_window(row.state.last_seen, row)
     return jnp.where(seen_N < 0, -1, row.state.length - 1 - seen_N)
 
 
 def _repeated(x_N: Array, row: Context, name: str) -> Array:
     past, reach = row.state, row.params.numbers["dry_range"]
-    repeated_V = history.longest_repeats(past.text, past.length, past.repeats, past.breaker, reach, _vocabulary(x_N, row))
-    return _of_tokens(repeated_V, row)
+    repeated_V = history.longest_repeats(past.text, past.length, past.repeats, past.breaker, reach, _vocab_size(x_N, row))
+    return _at_window(repeated_V, row)
 
 
 def _biases(x_N: Array, row: Context, name: str) -> Array:
-    V, ids_K = x_N.shape[0], _own(row, name)
-    return jnp.zeros(V).at[jnp.where(ids_K < 0, V, ids_K)].add(_own(row, name, "_by"), mode="drop")
+    V, ids_K = x_N.shape[0], _token_table(row, name)
+    return jnp.zeros(V).at[jnp.where(ids_K < 0, V, ids_K)].add(_token_table(row, name, "_by"), mode="drop")
 
 
 def _protected(x_N: Array, row: Context, name: str) -> Array:
@@ -278,23 +280,23 @@ def _protected(x_N: Array, row: Context, name: str) -> Array:
 
 
 # What a step may read besides its settings, by the name of its function's parameter: (the row or its window, context, step).
-READS: dict[str, Callable[[Array, Context, str], Any]] = {
+STEP_INPUTS: dict[str, Callable[[Array, Context, str], Any]] = {
     "history_S": lambda x_N, row, name: row.state.text,
     "length": lambda x_N, row, name: row.state.length,
     "run_S": lambda x_N, row, name: row.state.repeats,
     "n_generated": lambda x_N, row, name: row.state.n_generated,
     "distance_V": _distances,
-    "count_V": lambda x_N, row, name: _of_tokens(row.state.count, row),
+    "count_V": lambda x_N, row, name: _at_window(row.state.count, row),
     "repeated_V": _repeated,
-    "ids_S": lambda x_N, row, name: _own(row, name),
-    "prefix_WM": lambda x_N, row, name: _own(row, name, "_before"),
-    "last_W": lambda x_N, row, name: _own(row, name),
-    "bias_W": lambda x_N, row, name: _own(row, name, "_by"),
+    "ids_S": lambda x_N, row, name: _token_table(row, name),
+    "prefix_WM": lambda x_N, row, name: _token_table(row, name, "_before"),
+    "last_W": lambda x_N, row, name: _token_table(row, name),
+    "bias_W": lambda x_N, row, name: _token_table(row, name, "_by"),
     "bias_V": _biases,
     "stop_ids_S": lambda x_N, row, name: row.params.tables["stop_ids"],
     "protected_V": _protected,
     "u": lambda x_N, row, name: jax.random.uniform(jax.random.fold_in(row.keys, XTC_KEY)),
     "mu": lambda x_N, row, name: row.state.mu,
-    "size": lambda x_N, row, name: _vocabulary(x_N, row),
-    "rest": lambda x_N, row, name: steps.NOTHING if row.window is None else row.window.rest,
+    "size": lambda x_N, row, name: _vocab_size(x_N, row),
+    "rest": lambda x_N, row, name: steps.EMPTY_REST if row.window is None else row.window.rest,
 }

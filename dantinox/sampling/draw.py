@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dantinox.sampling.selection import blocks, first_past
+from dantinox.sampling.selection import blocks, first_crossing
 
 
 def row_key(seed: Array, sample_index: Array, n_generated: Array) -> Array:
@@ -17,16 +17,16 @@ def draw(logits_V: Array, key: Array) -> Array:
 
     Two uniforms instead of V: one picks a block of ids by its mass, one picks inside the block.
     """
-    return pick(logits_V, jax.random.uniform(key, (2,)))
+    return inverse_cdf_token(logits_V, jax.random.uniform(key, (2,)))
 
 
-def pick(logits_V: Array, uniforms_2: Array) -> Array:
+def inverse_cdf_token(logits_V: Array, uniforms_2: Array) -> Array:
     """The token at which the running mass over ids crosses the two uniforms in [0, 1)."""
     largest = jnp.max(logits_V)
     weights_V = jnp.where(logits_V == -jnp.inf, 0.0, jnp.exp(logits_V - largest))
     # Denormal weights would be flushed in some sums and not in others.
     weights_V = jnp.where(weights_V < jnp.finfo(jnp.float32).tiny, 0.0, weights_V)
     weights_NC = blocks(weights_V)
-    block, _ = first_past(weights_NC.sum(-1), lambda total: uniforms_2[0] * total)
-    inside, _ = first_past(weights_NC[block], lambda total: uniforms_2[1] * total)
+    block, _ = first_crossing(weights_NC.sum(-1), lambda total: uniforms_2[0] * total)
+    inside, _ = first_crossing(weights_NC[block], lambda total: uniforms_2[1] * total)
     return (block * weights_NC.shape[1] + inside).astype(jnp.int32)

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from dantinox.config import UserError
 from dantinox.config.router_settings import ATTENTION_TERMS, EVERY, RULES, STRATEGIES, RouterSection, with_request
-from dantinox.sampling.selection import total
+from dantinox.sampling.selection import row_sum
 from dantinox.sampling.steps import LARGEST, Number, finite_max
 
 LN2 = float(np.log(2))
@@ -65,11 +65,11 @@ def logit_metrics(logits_V: Array) -> tuple[Array, Array]:
     """Entropy −Σp log2 p in bits and varentropy Σp(log2 p + H)² in bits², with 0·log 0 = 0; 0 and 0 of a row of -inf alone."""
     d_V = logits_V.astype(jnp.float32)
     d_V -= finite_max(d_V)
-    lnZ = jnp.log(jnp.maximum(total(jnp.exp(d_V)), TINY))
+    lnZ = jnp.log(jnp.maximum(row_sum(jnp.exp(d_V)), TINY))
     p_V = jnp.exp(d_V - lnZ)
     surprise_V = jnp.where(p_V > 0, lnZ - d_V, 0)
-    entropy = total(p_V * surprise_V)
-    return entropy / LN2, total(p_V * (surprise_V - entropy) ** 2) / LN2**2
+    entropy = row_sum(p_V * surprise_V)
+    return entropy / LN2, row_sum(p_V * (surprise_V - entropy) ** 2) / LN2**2
 
 
 def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
@@ -84,18 +84,18 @@ def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
     scores_HS = jnp.where(valid_HS, scores_HS.astype(jnp.float32), 0)
     masked_HS = jnp.where(valid_HS, scores_HS, -jnp.inf)
     d_HS = masked_HS - jax.vmap(finite_max)(masked_HS)[:, None]
-    lnZ_H1 = jnp.log(jnp.maximum(jax.vmap(total)(jnp.exp(d_HS)), TINY))[:, None]
+    lnZ_H1 = jnp.log(jnp.maximum(jax.vmap(row_sum)(jnp.exp(d_HS)), TINY))[:, None]
     a_HS = jnp.exp(d_HS - lnZ_H1)
-    entropy_H = jax.vmap(total)(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0)) / LN2
+    entropy_H = jax.vmap(row_sum)(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0)) / LN2
     return LayerAttention(
         entropy_H,
         entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, as the entropy is
-        jnp.mean(jax.vmap(total)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
-        jnp.mean(jax.vmap(total)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
+        jnp.mean(jax.vmap(row_sum)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
+        jnp.mean(jax.vmap(row_sum)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
     )
 
 
-def combine(layers: LayerAttention | Sequence[LayerAttention]) -> AttentionMetrics:
+def combine_layers(layers: LayerAttention | Sequence[LayerAttention]) -> AttentionMetrics:
     """The metrics of all layers, each layer weighing the same: a sequence of layers, or one with a leading layer axis."""
     parts = layers if isinstance(layers, LayerAttention) else (jnp.stack(part) for part in zip(*layers, strict=True))
     entropy_LH, entropy_norm_LH, disagreement_L, interaction_L = parts
@@ -125,7 +125,7 @@ def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
     """
     entropy_B, varentropy_B = jax.vmap(logit_metrics)(logits)
     scores = attention_scores.astype(jnp.float32)
-    sums = jax.vmap(jax.vmap(jax.vmap(total)))
+    sums = jax.vmap(jax.vmap(jax.vmap(row_sum)))
     weights_BHQT = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     a_BHQT = weights_BHQT / sums(weights_BHQT)[..., None]
     entropy_BHQ = -sums(a_BHQT * jnp.log2(jnp.clip(a_BHQT, 1e-10, 1.0)))
@@ -145,7 +145,7 @@ def guide_metrics(logits: Array, attention_scores: Array) -> dict[str, Array]:
 INTEGERS = ("clarify_token", "clarify_cooldown")
 
 
-class _Numbers:
+class _RouterNumbers:
     """The numbers of `RouterSection` as pytree leaves, by default the guide's; what each one means is said there.
 
     Python numbers become float32, or int32 for `clarify_token` (-1: none) and `clarify_cooldown`, so that no value of theirs
@@ -187,15 +187,15 @@ class _Numbers:
 if TYPE_CHECKING:
 
     @dataclass(frozen=True)
-    class RouterConfig(_Numbers):
+    class RouterConfig(_RouterNumbers):
         def __init__(self, **numbers: Any): ...
         def __getattr__(self, name: str) -> Any: ...
 
 else:
     RouterConfig = make_dataclass(
-        "RouterConfig", [(name, Number, value) for name, value in _GUIDE.items()], bases=(_Numbers,), frozen=True
+        "RouterConfig", [(name, Number, value) for name, value in _GUIDE.items()], bases=(_RouterNumbers,), frozen=True
     )
-    RouterConfig.__doc__ = _Numbers.__doc__
+    RouterConfig.__doc__ = _RouterNumbers.__doc__
     jax.tree_util.register_dataclass(RouterConfig, data_fields=tuple(_GUIDE), meta_fields=())
 
 
@@ -259,7 +259,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
             jnp.clip(adaptive_m, c.adaptive_min_p_min, c.adaptive_min_p_max),
         ),
     ]
-    strategy = strategy_of(metrics, config)
+    strategy = select_strategy(metrics, config)
     T, p, k, m = (
         lax.select_n(strategy, *[jnp.asarray(number, jnp.float32) for number in choices])
         for choices in zip(*numbers, strict=True)
@@ -268,7 +268,7 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
     return Route(strategy, T, p, jnp.minimum(k, EVERY).astype(jnp.int32), m)
 
 
-def strategy_of(metrics: Metrics, config: RouterConfig) -> Array:
+def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:
     """The id (int32) of the first strategy whose conditions hold."""
     strategy = jnp.int32(ADAPTIVE)
     for number, conditions in reversed(list(enumerate(RULES.values()))):
@@ -280,7 +280,7 @@ def strategy_of(metrics: Metrics, config: RouterConfig) -> Array:
     return strategy
 
 
-def clarify_now(strategy: Array, edited_V: Array, distance: Array, config: RouterConfig) -> Array:
+def should_clarify(strategy: Array, edited_V: Array, distance: Array, config: RouterConfig) -> Array:
     """Whether `clarify_token` is emitted instead of a drawn token: it is configured, allowed, and was not used lately.
 
     Args:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.sampling.steps import Number, bounded, keep_only
+from dantinox.sampling.steps import Number, clip_finite, keep_only
 
 LONGEST_REPEAT = 50
 
@@ -41,23 +41,23 @@ def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, rang
     flat = (jnp.asarray(range) <= 1) | (jnp.asarray(slope) == 0)
     P_V = jnp.where(flat, penalty, 1 + (penalty - 1) * ((y_V + 1) / 2))
     seen_V = (distance_V >= 0) & ((jnp.asarray(range) <= 0) | (distance_V < range))
-    scaled_V = bounded(jnp.where(logits_V <= 0, logits_V * P_V, logits_V / P_V), logits_V)
+    scaled_V = clip_finite(jnp.where(logits_V <= 0, logits_V * P_V, logits_V / P_V), logits_V)
     return jnp.where(seen_V & (jnp.asarray(penalty) != 1), scaled_V, logits_V)
 
 
 def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Number, frequency: Number) -> Array:
     """x − presence·[c > 0] − frequency·c, c the token's count in the output (OpenAI). Off: both 0."""
     count_V = count_V.astype(jnp.float32)
-    present_V = bounded(logits_V - presence, logits_V)
+    present_V = clip_finite(logits_V - presence, logits_V)
     lowered_V = present_V - frequency * count_V
     on = (jnp.asarray(presence) != 0) | (jnp.asarray(frequency) != 0)
-    return jnp.where(on & (count_V > 0), bounded(lowered_V, logits_V), logits_V)
+    return jnp.where(on & (count_V > 0), clip_finite(lowered_V, logits_V), logits_V)
 
 
 def logit_bias(logits_V: Array, bias_V: Array) -> Array:
     """x + bias; a bias of -inf bans. Off: 0, token by token."""
     banned_V = bias_V == -jnp.inf
-    moved_V = jnp.where((bias_V == 0) | banned_V, logits_V, bounded(logits_V + bias_V, logits_V))
+    moved_V = jnp.where((bias_V == 0) | banned_V, logits_V, clip_finite(logits_V + bias_V, logits_V))
     return keep_only(moved_V, ~banned_V)
 
 
@@ -83,7 +83,7 @@ def repeat_lengths(history_S: Array, length: Number) -> Array:
     return lax.while_loop(lambda carry: carry[2].any(), extend, start)[1]
 
 
-def lengthened(run_S: Array, history_S: Array, length: Number, token: Number) -> Array:
+def extend_repeat_lengths(run_S: Array, history_S: Array, length: Number, token: Number) -> Array:
     """`repeat_lengths` after `token` has come behind the first `length` places, from those before it, in one pass."""
     place_S = jnp.arange(run_S.shape[0])
     same_S = (jnp.roll(history_S, 1) == token) & (place_S >= 1) & (place_S <= length)
@@ -103,7 +103,7 @@ def dry(logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, al
     """x − m·b^(L−A) for a token that would lengthen a repeated suffix of L = `repeated_V` ≥ A (p-e-w 2024). Off: m = 0."""
     penalty_V = multiplier * jnp.asarray(base, jnp.float32) ** (repeated_V - allowed_length)
     hit_V = (repeated_V >= allowed_length) & (repeated_V > 0) & (jnp.asarray(multiplier) != 0)
-    return jnp.where(hit_V, bounded(logits_V - penalty_V, logits_V), logits_V)
+    return jnp.where(hit_V, clip_finite(logits_V - penalty_V, logits_V), logits_V)
 
 
 def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: Array, window: Number, vocab_size: int) -> Array:
@@ -148,7 +148,7 @@ def _complete(history_S: Array, length: Number, prefix_WM: Array) -> Array:
     return ((prefix_WM == -1) | (prefix_WM == said_M)).all(axis=1)
 
 
-def word_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def sequence_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """`prefix_WM` and `last_W` of `bad_words` for lists of ids, with at least `count` sequences of `longest` tokens."""
     W = max(count, len(sequences))
     M = max(longest, *(len(words) for words in sequences), 1)

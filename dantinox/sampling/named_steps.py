@@ -17,7 +17,7 @@ from dantinox.files import quote
 from dantinox.sampling.chain import run_step
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.state import init_state
-from dantinox.sampling.steps import LARGEST, sanitise
+from dantinox.sampling.steps import LARGEST, sanitize
 from dantinox.sampling.window import Context
 
 PADDING = 128  # one compiled step serves all vocabularies and texts up to the next multiple
@@ -46,29 +46,29 @@ def process_logits(
       UserError: the logits are not a matrix of numbers, a step or parameter is unknown, a value is out of range, an id is
         outside of the vocabulary, or prompt or output have another number of rows.
     """
-    logits_BV = _checked_logits(logits_BV)
+    logits_BV = _check_logits(logits_BV)
     B, V = logits_BV.shape
     if isinstance(steps, str | Mapping) or not isinstance(steps, Sequence):
         raise UserError(f"steps must be a list of mappings of name and parameters, got {steps!r}")
-    checked = [_checked_step(step, V) for step in steps]
-    texts = zip(_checked_texts("prompt", prompt, B, V), _checked_texts("output", output, B, V), strict=True)
+    checked = [_check_step(step, V) for step in steps]
+    texts = zip(_check_texts("prompt", prompt, B, V), _check_texts("output", output, B, V), strict=True)
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -V % PADDING)), constant_values=-np.inf)
     for row_V, (prompt_ids, output_ids) in zip(padded_BV, texts, strict=True):
-        changed_V = _SANITISE(row_V)[0]
+        changed_V = _SANITIZE(row_V)[0]
         length, counts_V = len(prompt_ids) + len(output_ids), np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
         text_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
         text_1S[0, :length] = prompt_ids + output_ids
         for name, params, known in checked:
-            changed_V = _run(name, changed_V, params, text_1S, length, len(output_ids), counts_V, **known)
+            changed_V = _run_row(name, changed_V, params, text_1S, length, len(output_ids), counts_V, **known)
         row_V[:] = changed_V
     return jnp.asarray(padded_BV[:, :V])
 
 
-_SANITISE = jax.jit(sanitise)
+_SANITIZE = jax.jit(sanitize)
 
 
 @partial(jax.jit, static_argnames=("name", "m"))
-def _run(
+def _run_row(
     name: str, x_V: Array, params: SamplingParams, text_1S: Array, length: Array, n_generated: Array, counts_V: Array,
     mu: Array | None = None, **known: Any,
 ) -> Array:  # fmt: skip
@@ -81,7 +81,7 @@ def _run(
     return run_step(name, x_V, Context(params, replace(state, **fields)), **known)
 
 
-def _checked_logits(logits_BV: Any) -> np.ndarray:
+def _check_logits(logits_BV: Any) -> np.ndarray:
     """The logits as float32; what is beyond its range becomes infinite."""
     try:
         array = np.asarray(logits_BV)
@@ -95,15 +95,15 @@ def _checked_logits(logits_BV: Any) -> np.ndarray:
         return array.astype(np.float32)
 
 
-def _checked_texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
+def _check_texts(where: str, rows: Any, B: int, V: int) -> list[list[int]]:
     """The token ids of every row; None: none."""
-    lists: list[list[int]] = _validated(where, _kind(Sequences, V), [[]] * B if rows is None else rows)
+    lists: list[list[int]] = _validate(where, _parameter_type(Sequences, V), [[]] * B if rows is None else rows)
     if len(lists) != B:
         raise UserError(f"{where} must be one list of token ids per row of logits, {B}, got {len(lists)}")
     return lists
 
 
-def _checked_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]]:
+def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]]:
     """A step's name, its parameters as those of one row, and the arguments that decoding computes itself."""
     if not isinstance(given, Mapping):
         raise UserError(f"a sampling step must be a mapping of name and parameters, got {given!r}")
@@ -111,7 +111,7 @@ def _checked_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, An
     if not isinstance(name, str) or name not in STEPS:
         raise UserError(f"unknown sampling step {quote(name)}: the steps are {', '.join(STEPS)}")
     parameters = {str(key): value for key, value in given.items() if key != "name" and value is not None}
-    values = dict(_validated(name, _model(name, V), parameters))
+    values = dict(_validate(name, _step_model(name, V), parameters))
     step = STEPS[name]
     settings = {key: values[parameter] for parameter, key in step.arguments.items()}
     if name == "dry":
@@ -130,7 +130,7 @@ def _checked_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, An
             raise UserError("allowed_tokens.ids must hold at least one token id, got none")
     config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **settings)})
     stops, protected = values.get("stop_ids", ()), values.get("protected_ids", ())
-    params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, also=[name])
+    params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, extra_steps=[name])
     known: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu") if key in values}
     known |= {"m": values["m"]} if "m" in values else {}
     known |= {"size": np.int32(V)} if "size" in step.reads else {}
@@ -151,23 +151,23 @@ def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
 
 
 @cache
-def _model(name: str, V: int) -> type[BaseModel]:
+def _step_model(name: str, V: int) -> type[BaseModel]:
     """The parameters of a step with their types, ranges and defaults, from the table of steps."""
     step = STEPS[name]
     switches = [parameter for parameter, key in step.arguments.items() if key in step.on]
     fields: dict[str, Any] = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.given
     for parameter, (kind, default) in fields.items():
         needed = default is None or switches == [parameter]
-        fields[parameter] = _kind(kind, V), ... if needed else default
+        fields[parameter] = _parameter_type(kind, V), ... if needed else default
     return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 
-def _kind(kind: Any, V: int) -> Any:
+def _parameter_type(kind: Any, V: int) -> Any:
     """The type of a parameter: floats within float32, integers beyond int32 as its ends, token ids within the vocabulary."""
     if kind == Tokens:
         return list[Annotated[int, Field(ge=0, lt=V)]]
     if kind == Sequences:
-        return list[_kind(Tokens, V)]  # type: ignore[misc]
+        return list[_parameter_type(Tokens, V)]  # type: ignore[misc]
     if kind == Biases:
         return list[Annotated[float, Field(le=LARGEST)] | None]
     found = bounds(kind)
@@ -180,19 +180,19 @@ def _kind(kind: Any, V: int) -> Any:
     return Annotated[float, Field(ge=max(low, -LARGEST), le=min(high, LARGEST))]
 
 
-def _plain(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     """Arrays and other sequences as lists, anything else as it is."""
     if isinstance(value, np.ndarray | np.generic | Array):
         return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(part) for part in value]
-    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
+        return [_to_lists(part) for part in value]
+    return {key: _to_lists(part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
-def _validated(where: str, kind: Any, value: Any) -> Any:
+def _validate(where: str, kind: Any, value: Any) -> Any:
     """A value of its kind, arrays taken for lists; or the error of the first thing that is wrong in it."""
     try:
-        return TypeAdapter(kind).validate_python(_plain(value), strict=True)
+        return TypeAdapter(kind).validate_python(_to_lists(value), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (where, *first["loc"])))

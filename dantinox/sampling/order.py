@@ -13,8 +13,8 @@ from jax import Array, lax
 from dantinox.config.sampling_steps import EDITS, STEPS
 
 # The steps that may stand in any order; an entry of an order array is an index into them, -1 an unused place.
-ORDERED = tuple(name for name in STEPS if name not in EDITS)
-CUTS = np.asarray([bool(STEPS[name].cuts) for name in ORDERED])
+ORDERABLE = tuple(name for name in STEPS if name not in EDITS)
+IS_TRUNCATION = np.asarray([bool(STEPS[name].cuts) for name in ORDERABLE])
 
 T = TypeVar("T")
 # (name of a step, the rows [B] that run it, carry) -> carry
@@ -44,7 +44,7 @@ class SharedOrder:
             carry = lax.cond(on_B.any(), step, lambda _, carry: carry, on_B, carry) if self.skip else step(on_B, carry)
         return carry
 
-    def needed(self) -> Array | bool:
+    def any_enabled(self) -> Array | bool:
         """Whether some row may have a step on, as far as the program asks for it."""
         return jnp.stack([self.on[name] for name in self.names]).any() if self.skip and self.names else bool(self.names)
 
@@ -63,7 +63,7 @@ class RowOrders:
     orders that is one pass over the steps that are on. A row's result does not depend on the other rows.
 
     Attributes:
-      steps: [B, N] int32, for every row its steps in order as indices into `ORDERED`.
+      steps: [B, N] int32, for every row its steps in order as indices into `ORDERABLE`.
       pending: [B, N] bool, the places to be run.
       names: the steps that can be pending; nothing else is compiled.
     """
@@ -75,14 +75,14 @@ class RowOrders:
     @classmethod
     def build(cls, steps_BN: Array, on: dict[str, Array], active_B: Array) -> "RowOrders":
         """The orders [B, N], of active rows and of steps that are on."""
-        on_BN = jnp.take_along_axis(jnp.stack([on[name] for name in ORDERED], axis=1), jnp.maximum(steps_BN, 0), axis=1)
-        return cls(steps_BN, (steps_BN >= 0) & on_BN & active_B[:, None], ORDERED)
+        on_BN = jnp.take_along_axis(jnp.stack([on[name] for name in ORDERABLE], axis=1), jnp.maximum(steps_BN, 0), axis=1)
+        return cls(steps_BN, (steps_BN >= 0) & on_BN & active_B[:, None], ORDERABLE)
 
     def run(self, function: StepFunction[T], carry: T) -> T:
         """The carry after `function` of every step of every row."""
-        unused = len(ORDERED)
+        unused = len(ORDERABLE)
         branches = [partial(function, name) for name in self.names]
-        branch_of = np.asarray([self.names.index(name) if name in self.names else 0 for name in ORDERED], np.int32)
+        branch_of = np.asarray([self.names.index(name) if name in self.names else 0 for name in ORDERABLE], np.int32)
 
         def next_step(loop: tuple[Array, T]) -> tuple[Array, T]:
             pending_BN, carry = loop
@@ -95,15 +95,15 @@ class RowOrders:
 
         return lax.while_loop(lambda loop: loop[0].any(), next_step, (self.pending, carry))[1]
 
-    def needed(self) -> Array | bool:
+    def any_enabled(self) -> Array | bool:
         """Whether some row has a step left."""
         return self.pending.any()
 
     def split(self) -> "tuple[RowOrders, RowOrders]":
         """The steps before the first cut of each row, whether that is on or not, and those from it on."""
-        cut_BN = (self.steps >= 0) & jnp.asarray(CUTS)[jnp.maximum(self.steps, 0)]
+        cut_BN = (self.steps >= 0) & jnp.asarray(IS_TRUNCATION)[jnp.maximum(self.steps, 0)]
         behind_BN = jnp.cumsum(cut_BN, axis=1) > 0
-        before = tuple(name for name in ORDERED if not STEPS[name].cuts)
+        before = tuple(name for name in ORDERABLE if not STEPS[name].cuts)
         return (
             replace(self, pending=self.pending & ~behind_BN, names=before),
             replace(self, pending=self.pending & behind_BN),
@@ -115,6 +115,6 @@ Order = SharedOrder | RowOrders
 
 def order_array(names: Sequence[str]) -> np.ndarray:
     """An order [N] int32 from the names of its steps."""
-    steps_N = np.full(len(ORDERED), -1, np.int32)
-    steps_N[: len(names)] = [ORDERED.index(name) for name in names]
+    steps_N = np.full(len(ORDERABLE), -1, np.int32)
+    steps_N[: len(names)] = [ORDERABLE.index(name) for name in names]
     return steps_N

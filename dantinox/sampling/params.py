@@ -27,14 +27,14 @@ from dantinox.config.sampling_steps import (
     is_digits,
 )  # fmt: skip
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
-from dantinox.sampling.history import word_arrays
-from dantinox.sampling.order import ORDERED, order_array
+from dantinox.sampling.history import sequence_arrays
+from dantinox.sampling.order import ORDERABLE, order_array
 
 # Settings that choose among programs: arguments of steps that are words.
-WORDS = tuple(dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBERS))
+CHOICE_SETTINGS = tuple(dict.fromkeys(key for step in STEPS.values() for key in step.arguments.values() if key not in NUMBERS))
 # What decides on a program is the same for all rows of a batch.
-SHARED = ("strategy", "preset", "sampler_order", *WORDS)
-KEYS = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *SHARED, "greedy", "seed"})
+BATCH_SETTINGS = ("strategy", "preset", "sampler_order", *CHOICE_SETTINGS)
+SETTING_NAMES = tuple(key for key in GenerationSection.model_fields if key in {*SETTINGS, *BATCH_SETTINGS, "greedy", "seed"})
 LARGEST_INT = 2**31 - 1
 FLOATS = np.finfo(np.float32)
 
@@ -46,7 +46,7 @@ class ProgramOptions(TypedDict, total=False):
 
     score_fn: "ScoreFn | None"
     show_candidates: bool
-    also: Sequence[str] | None
+    extra_steps: Sequence[str] | None
     dynamic_order: bool
 
 
@@ -56,8 +56,8 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("numbers", "on", "tables", "seed", "sample_index", "router", "reports", "allowed", "order"),
-    meta_fields=("plan", "draws", "words", "attends", "score_fn", "candidates", "skip_inactive_steps"),
+    data_fields=("numbers", "enabled", "tables", "seed", "sample_index", "router", "report_rows", "allowed_bits", "order"),
+    meta_fields=("plan", "stochastic", "choices", "uses_attention", "score_fn", "candidates", "skip_inactive_steps"),
 )
 @dataclass(frozen=True)
 class SamplingParams:
@@ -81,26 +81,26 @@ class SamplingParams:
       reports: [B] bool, the rows that a report is wanted of, where not of all; nothing is computed while there is none.
       allowed: [B, ⌈V/32⌉] uint32, bit i mod 32 of word ⌊i/32⌋ for every token i that a row may have next, which wins over all
         steps; all bits set for a row that may have any. None: all rows may, and nothing of it is compiled.
-      order: [B, N] int32, for every row its own order of the steps behind the edits, as indices into `order.ORDERED`, −1 in
+      order: [B, N] int32, for every row its own order of the steps behind the edits, as indices into `order.ORDERABLE`, −1 in
         unused places. None: the plan's order for all rows, which the program is made for.
       skip_inactive_steps: leave out a step that no row has on when the program runs, which pays where a plan is for many.
     """
 
     numbers: dict[str, Array]
-    on: dict[str, Array]
+    enabled: dict[str, Array]
     tables: dict[str, Array]
     seed: Array
     sample_index: Array
     plan: tuple[str, ...]
-    draws: bool
-    words: tuple[tuple[str, str], ...] = ()
+    stochastic: bool
+    choices: tuple[tuple[str, str], ...] = ()
     router: RouterConfig | None = None
-    attends: bool = False
+    uses_attention: bool = False
     score_fn: ScoreFn | None = None
     candidates: int = 0
     skip_inactive_steps: bool = False
-    reports: Array | None = None
-    allowed: Array | None = None
+    report_rows: Array | None = None
+    allowed_bits: Array | None = None
     order: Array | None = None
 
     @classmethod
@@ -116,7 +116,7 @@ class SamplingParams:
         measured: Mapping[str, float] | None = None,
         score_fn: ScoreFn | None = None,
         show_candidates: bool = False,
-        also: Sequence[str] | None = None,
+        extra_steps: Sequence[str] | None = None,
         dynamic_order: bool = False,
     ) -> "SamplingParams":
         """Parameters of a batch from plain numbers named as the keys of `generation` and `router`; tokens are given by id.
@@ -130,8 +130,8 @@ class SamplingParams:
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
           score_fn: the router's candidates are drawn, and the one that scores highest is taken; part of the program.
           show_candidates: report the router's candidates with each token; the tokens stay the same.
-          also: steps that the plan has whether a row has them on or not, with a draw: rows that want them can then take the
-            place of others in the same program.
+          extra_steps: steps that the program contains even if no row enables them; the program then also draws. Other rows that
+            enable these steps can later use the same program.
           dynamic_order: one program with all steps for all orders, which it reads from an array: rows may differ in `preset`,
             `sampler_order`, `ties` and `top_p_rule`. The entropy router has an order of its own.
 
@@ -142,42 +142,42 @@ class SamplingParams:
             rows = [rows] * (1 if batch is None else batch)
         if batch is not None and len(rows) != batch:
             raise UserError(f"sampling parameters must be one set or one per row: got {len(rows)} sets for {batch} rows")
-        configs = [_checked(row, vocab_size) for row in rows]
+        configs = [_check_row(row, vocab_size) for row in rows]
         if not configs:
             raise UserError("sampling parameters need at least one row")
         sections = [config.generation for config in configs]
-        for name in ("strategy",) if dynamic_order else SHARED:
+        for name in ("strategy",) if dynamic_order else BATCH_SETTINGS:
             if len({getattr(section, name) for section in sections}) > 1:
                 raise _error(f"generation.{name}", "must be the same for all rows of a batch")
         first = sections[0]
         if dynamic_order:
             if first.strategy == "entropy":
                 raise UserError("generation.strategy entropy has an order of its own: build it without dynamic_order")
-            also = (*EDITS, *ORDERED)
-        attends = {config.router.use_attention for config in configs if first.strategy == "entropy"}
-        if len(attends) > 1:
+            extra_steps = (*EDITS, *ORDERABLE)
+        uses_attention = {config.router.use_attention for config in configs if first.strategy == "entropy"}
+        if len(uses_attention) > 1:
             raise _error("router.use_attention", "must be the same for all rows of a batch")
         for name, given in (("score_fn chooses among", score_fn is not None), ("show_candidates shows", show_candidates)):
             if given and first.strategy != "entropy":
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
-        on_rows = [_steps_of(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
-        draws = also is not None or any(not _is_greedy(section) for section in sections)
+        on_rows = [_enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
+        stochastic = extra_steps is not None or any(not _is_greedy(section) for section in sections)
         # The number changed most is always part of a program that draws, so that no value of it compiles anything.
-        always = {"temperature"} if draws and not any("dynamic_temperature" in on for on in on_rows) else set()
-        always |= {*(also or ())}
+        always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in on_rows) else set()
+        always |= {*(extra_steps or ())}
         plan = tuple(
             name
-            for name in (*EDITS, *(ORDERED if dynamic_order else order_of(first)))
+            for name in (*EDITS, *(ORDERABLE if dynamic_order else order_of(first)))
             if name in always or any(name in on for on in on_rows)
         )
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBERS.keys()
-        tables = _tables(sections, plan)
+        tables = _build_tables(sections, plan)
         if "min_tokens" in plan:
-            tables["stop_ids"] = _padded(stops, -1)
+            tables["stop_ids"] = _pad(stops, -1)
         if "xtc" in plan:
-            tables["protected_ids"] = _padded([sorted({*map(int, protected_ids)})] * len(sections), -1)
-        words = {key: get_args(SETTINGS[key].kind) for key in WORDS} if dynamic_order else {}
+            tables["protected_ids"] = _pad([sorted({*map(int, protected_ids)})] * len(sections), -1)
+        words = {key: get_args(SETTINGS[key].kind) for key in CHOICE_SETTINGS} if dynamic_order else {}
         choices = {
             key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in words.items()
         }
@@ -187,8 +187,8 @@ class SamplingParams:
             if first.strategy == "entropy"
         ]
         arrays: dict[str, Any] = {
-            "numbers": {key: _numbers(key, sections) for key in sorted(settings)} | choices,
-            "on": {name: np.asarray([name in on for on in on_rows]) for name in plan},
+            "numbers": {key: _setting_values(key, sections) for key in sorted(settings)} | choices,
+            "enabled": {name: np.asarray([name in on for on in on_rows]) for name in plan},
             "tables": tables,
             "seed": np.asarray([section.seed or 0 for section in sections], np.uint32),
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
@@ -198,12 +198,12 @@ class SamplingParams:
         return cls(
             **jax.device_put(arrays),  # together: `jnp.asarray` of each takes several times as long
             plan=plan,
-            draws=draws,
-            words=() if dynamic_order else tuple((key, getattr(first, key)) for key in WORDS),
-            attends=True in attends,
+            stochastic=stochastic,
+            choices=() if dynamic_order else tuple((key, getattr(first, key)) for key in CHOICE_SETTINGS),
+            uses_attention=True in uses_attention,
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
-            skip_inactive_steps=also is not None,
+            skip_inactive_steps=extra_steps is not None,
         )
 
     @property
@@ -217,7 +217,7 @@ class SamplingParams:
         return self.numbers["temperature"]
 
 
-def _checked(row: Row | Config, vocab_size: int | None) -> Config:
+def _check_row(row: Row | Config, vocab_size: int | None) -> Config:
     """The settings of one row, checked by the declarations of their sections, and its token ids."""
     if isinstance(row, Config):
         config = row
@@ -227,9 +227,9 @@ def _checked(row: Row | Config, vocab_size: int | None) -> Config:
         changed = {f"generation.{name}": value for name, value in given.items()}
         changed |= {f"router.{name}": value for name, value in router.items()}
         config = build_config({}, changed, origin="")
-        unused = [name for name in given if name not in KEYS]
+        unused = [name for name in given if name not in SETTING_NAMES]
         if unused:
-            raise _error(f"generation.{unused[0]}", f"is no sampling parameter: they are {', '.join(KEYS)}")
+            raise _error(f"generation.{unused[0]}", f"is no sampling parameter: they are {', '.join(SETTING_NAMES)}")
     if config.generation.seed is None and not _is_greedy(config.generation):
         raise _error("generation.seed", "must be an integer when tokens are drawn at random, got null")
     _check_tokens(config.generation, vocab_size)
@@ -248,7 +248,7 @@ def _is_greedy(section: GenerationSection) -> bool:
     return section.greedy or bool(np.float32(min(section.temperature, 1.0)) < np.float32(GREEDY_BELOW))
 
 
-def _steps_of(section: GenerationSection, stops: bool) -> set[str]:
+def _enabled_steps(section: GenerationSection, stops: bool) -> set[str]:
     """The steps that change something in this row; a greedy row ignores all that come after the penalties."""
     on = steps_on(section) - (set() if stops else {"min_tokens"})
     if section.strategy == "entropy":
@@ -256,7 +256,7 @@ def _steps_of(section: GenerationSection, stops: bool) -> set[str]:
     return set(on & {*EDITS, *PENALTIES} if _is_greedy(section) else on)
 
 
-def _numbers(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
+def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
     """One setting of all rows; what float32 or int32 cannot hold becomes the nearest number that they can."""
     off = {"top_k": 0, "top_p": 1.0}
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
@@ -309,36 +309,39 @@ def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ..
     return list(pairs)
 
 
-def _tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, np.ndarray]:
+def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, np.ndarray]:
     """The lists that the plan's steps read, one row of an array for each section: by setting, a bias beside its tokens."""
     tables: dict[str, np.ndarray] = {}
     for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].beside):
         on = [name in steps_on(section) for section in sections]
         if kind in (Tokens, Biases, Breakers):
-            tables[key] = _padded([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
+            tables[key] = _pad([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
         if kind == Biases:
-            tables[f"{key}_by"] = _padded([_finite(getattr(section, key).values()) for section in sections], 0.0)
+            tables[f"{key}_by"] = _pad([_clip_biases(getattr(section, key).values()) for section in sections], 0.0)
         if kind in (Sequences, SequenceBiases):
             rows = [_sequences(section, key) for section in sections]
             count, longest = max(map(len, rows)), max((len(words) for row in rows for words, _ in row), default=1)
-            arrays = [word_arrays([words for words, _ in row], _wide(count), _wide(longest)) for row in rows]
+            arrays = [
+                sequence_arrays([words for words, _ in row], _next_power_of_two(count), _next_power_of_two(longest))
+                for row in rows
+            ]
             tables[f"{key}_before"], tables[key] = (np.stack(part) for part in zip(*arrays, strict=True))
-            tables[f"{key}_by"] = _padded([_finite(bias for _, bias in row) for row in rows], 0.0)
+            tables[f"{key}_by"] = _pad([_clip_biases(bias for _, bias in row) for row in rows], 0.0)
         if kind == Scope:
             tables[key] = np.asarray([[getattr(section, key) == "all"] for section in sections])
     return tables
 
 
-def _finite(biases: Iterable[float]) -> list[float]:
+def _clip_biases(biases: Iterable[float]) -> list[float]:
     """The biases within the finite floats, so that -inf alone bans."""
     return [bias if bias == -np.inf else float(np.clip(bias, FLOATS.min, FLOATS.max)) for bias in biases]
 
 
-def _padded(rows: Sequence[Sequence[float]], fill: float) -> np.ndarray:
+def _pad(rows: Sequence[Sequence[float]], fill: float) -> np.ndarray:
     """Rows of different length as one array, its width a power of two so that few programs serve all lists."""
-    width = _wide(max(map(len, rows)))
+    width = _next_power_of_two(max(map(len, rows)))
     return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], np.int32 if fill == -1 else np.float32)
 
 
-def _wide(length: int) -> int:
+def _next_power_of_two(length: int) -> int:
     return 1 << max(length - 1, 0).bit_length()

@@ -7,11 +7,11 @@ from jax import Array, lax
 
 from dantinox.sampling.best_of_n import Candidates
 from dantinox.sampling.entropy_router import AttentionMetrics, Route, logit_metrics
-from dantinox.sampling.selection import total
+from dantinox.sampling.selection import row_sum
 from dantinox.sampling.steps import finite_max
 
 
-class Routed(NamedTuple):
+class RouterReport(NamedTuple):
     """What the entropy router made of one token, an array [B] per field.
 
     Attributes:
@@ -50,7 +50,7 @@ class StepInfo(NamedTuple):
     top_ids: Array
     top_logprobs: Array
     top_logprobs_sampled: Array
-    routed: Routed | None
+    routed: RouterReport | None
 
 
 def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Array) -> StepInfo:
@@ -78,5 +78,5 @@ def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Ar
 def _logprobs(logits_V: Array, some: Array) -> Array:
     """ln softmax of some of the logits; -inf in an empty row."""
     largest = finite_max(logits_V)
-    mass = total(jnp.exp(logits_V - largest))
+    mass = row_sum(jnp.exp(logits_V - largest))
     return jnp.where(mass > 0, some - largest - jnp.log(mass), -jnp.inf)

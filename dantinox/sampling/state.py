@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from dantinox.config.sampling_steps import STEPS
-from dantinox.sampling.history import lengthened, repeat_lengths
+from dantinox.sampling.history import extend_repeat_lengths, repeat_lengths
 from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.steps import mirostat_update
 
 # What a step reads → the fields that it is read from.
-READ_FROM = {
+FIELDS_OF_INPUT = {
     "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
     "distance_V": {"last_seen"}, "count_V": {"count"}, "mu": {"mu"},
 }  # fmt: skip
@@ -22,7 +22,7 @@ _REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # outside of a program its 
 
 def fields_read(plan: Iterable[str]) -> set[str]:
     """The fields of the state that these steps read."""
-    return set().union(*(READ_FROM.get(what, ()) for name in plan for what in STEPS[name].reads))
+    return set().union(*(FIELDS_OF_INPUT.get(what, ()) for name in plan for what in STEPS[name].reads))
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +120,7 @@ def update(
     if state.text is not None:
         end_B = jnp.where(active_B, place_B, state.text.shape[1])
         if state.repeats is not None:
-            repeats = jax.vmap(lengthened)(state.repeats, state.text, place_B, token_B)
+            repeats = jax.vmap(extend_repeat_lengths)(state.repeats, state.text, place_B, token_B)
             new["repeats"] = jnp.where(active_B[:, None], repeats, state.repeats)
         if state.breaker is not None:
             breaks_B = (params.tables["dry_breakers"] == token_B[:, None]).any(axis=1)

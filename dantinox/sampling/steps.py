@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.config.generation_settings import GREEDY_BELOW
-from dantinox.sampling.selection import crossing_key, first_in_order, nth_true, ordered_keys, total
+from dantinox.sampling.selection import first_argmax, nth_true, ordered_keys, row_sum, threshold_key
 
 Number = Array | float
 # A choice in words is part of a program; as an array, True stands for the second of them.
 Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
-FARTHEST = -1e15  # below the largest logit; the sum of the squares of 2²⁴ of these is finite
+MIN_SHIFTED_LOGIT = -1e15  # below the largest logit; the sum of the squares of 2²⁴ of these is finite
 
 
 class Rest(NamedTuple):
@@ -40,10 +40,10 @@ class Rest(NamedTuple):
     squares: Number = 0.0
 
 
-NOTHING = Rest()
+EMPTY_REST = Rest()
 
 
-def sanitise(logits_V: Array) -> tuple[Array, Array]:
+def sanitize(logits_V: Array) -> tuple[Array, Array]:
     """float32 logits without NaN or +inf, and whether the row had any.
 
     NaN counts as removed. Where +inf appears, its tokens become 0 and all others are removed.
@@ -59,11 +59,11 @@ def sanitise(logits_V: Array) -> tuple[Array, Array]:
 def keep_only(logits_V: Array, keep_V: Array) -> Array:
     """Removes what is not kept; when nothing would be left, the first token in canonical order stays."""
     keep_V = keep_V & (logits_V > -jnp.inf)
-    first_V = jnp.arange(logits_V.shape[0]) == first_in_order(logits_V)
+    first_V = jnp.arange(logits_V.shape[0]) == first_argmax(logits_V)
     return jnp.where(keep_V | (first_V & ~keep_V.any()), logits_V, -jnp.inf)
 
 
-def bounded(changed_V: Array, logits_V: Array) -> Array:
+def clip_finite(changed_V: Array, logits_V: Array) -> Array:
     """Changed logits within the finite floats, so that an extreme number neither removes a token nor makes a NaN."""
     return jnp.where(logits_V == -jnp.inf, -jnp.inf, jnp.clip(changed_V, -LARGEST, LARGEST))
 
@@ -71,7 +71,7 @@ def bounded(changed_V: Array, logits_V: Array) -> Array:
 def temperature(logits_V: Array, t: Number) -> Array:
     """x / t. Off: t = 1. Below 1e-5 only the most likely token is left."""
     t = jnp.asarray(t, jnp.float32)
-    scaled_V = bounded(logits_V / jnp.maximum(t, GREEDY_BELOW), logits_V)
+    scaled_V = clip_finite(logits_V / jnp.maximum(t, GREEDY_BELOW), logits_V)
     changed_V = jnp.where(t < GREEDY_BELOW, keep_only(logits_V, jnp.zeros(logits_V.shape, bool)), scaled_V)
     return jnp.where(t == 1, logits_V, changed_V)
 
@@ -90,16 +90,16 @@ def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
     d_V = jnp.maximum(logits_V - M, -1e12)  # its cube stays finite
     factor, curve = jnp.asarray(factor), jnp.asarray(curve)
     smooth_V = M - (3 - curve) / 2 * factor * d_V**2 + (curve - 1) / 2 * factor * d_V**3
-    return jnp.where(factor == 0, logits_V, bounded(smooth_V, logits_V))
+    return jnp.where(factor == 0, logits_V, clip_finite(smooth_V, logits_V))
 
 
 def top_k(logits_V: Array, k: Number, ties: Ties = "first") -> Array:
     """Keeps the first k tokens in canonical order, with `ties` `all` equals of the last too (Fan et al. 2018). Off: k ≤ 0."""
     k = jnp.asarray(k, jnp.int32)
-    return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _head(logits_V, k, ties)))
+    return jnp.where((k <= 0) | (k >= logits_V.shape[0]), logits_V, keep_only(logits_V, _first_k(logits_V, k, ties)))
 
 
-def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "first", rest: Rest = NOTHING) -> Array:
+def top_p(logits_V: Array, p: Number, rule: Rule = "inclusive", ties: Ties = "first", rest: Rest = EMPTY_REST) -> Array:
     """Keeps the smallest head of the canonical order with mass p (Holtzman et al. 2020). Off: p ≥ 1. p = 0 keeps the first.
 
     Args:
@@ -129,7 +129,7 @@ def nucleus(
     def below(mass: Array, target: Array) -> Array:
         return jnp.where(exclusive, mass <= target, mass < target)
 
-    edge = crossing_key(keys_V, weights_V, lambda mass: ~below(mass, target))
+    edge = threshold_key(keys_V, weights_V, lambda mass: ~below(mass, target))
     above = jnp.sum(jnp.where(keys_V > edge, weights_V, 0))
     weight = jnp.max(jnp.where(keys_V == edge, weights_V, 0))
     # The quotient may round across an integer: the products next to it decide.
@@ -139,7 +139,7 @@ def nucleus(
     room = base + jnp.sum(below(above + counted * weight, target))
     room = jnp.maximum(room, ~(keys_V > edge).any())  # p = 0, or the first alone exceeds p
     edge = jnp.minimum(edge, jnp.max(keys_V))
-    return _above_and_at(keys_V, edge, room, ties)
+    return _above_threshold(keys_V, edge, room, ties)
 
 
 def min_p(logits_V: Array, p: Number) -> Array:
@@ -149,7 +149,7 @@ def min_p(logits_V: Array, p: Number) -> Array:
     return jnp.where(p <= 0, logits_V, keep_only(logits_V, keep_V))
 
 
-def top_a(logits_V: Array, a: Number, rest: Rest = NOTHING) -> Array:
+def top_a(logits_V: Array, a: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps P ≥ a·max(P)² (KoboldAI). Off: a = 0."""
     P_V = _softmax(logits_V, rest)
     least = a * jnp.max(P_V) ** 2
@@ -173,15 +173,15 @@ def tail_free(logits_V: Array, z: Number, size: Number | None = None) -> Array:
     rank_V = jnp.arange(V + 2)
     bend_V = jnp.abs(jnp.pad(jnp.diff(P_V, 2), (1, 1)))
     bend_V = jnp.where(rank_V < size - 1, bend_V, 0)
-    total = jnp.sum(bend_V)
-    v_V = jnp.cumsum(bend_V / jnp.where(total > 0, total, 1))
+    bend = jnp.sum(bend_V)
+    v_V = jnp.cumsum(bend_V / jnp.where(bend > 0, bend, 1))
     v_V = jnp.where((rank_V == size - 1) & (rank_V > 0), 1, v_V)
     n = jnp.sum((v_V <= z) & (rank_V < size))
-    flat = (total == 0) & (size > 2)
-    return jnp.where((z >= 1) | flat, logits_V, keep_only(logits_V, _head(logits_V, n)))
+    flat = (bend == 0) & (size > 2)
+    return jnp.where((z >= 1) | flat, logits_V, keep_only(logits_V, _first_k(logits_V, n)))
 
 
-def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = NOTHING) -> Array:
+def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = EMPTY_REST) -> Array:
     """Keeps the smallest set with mass p of the tokens whose surprise is nearest to the entropy. Off: p = 1.
 
     Meister et al. 2023, equation 9.
@@ -194,22 +194,22 @@ def typical(logits_V: Array, p: Number, ties: Ties = "first", rest: Rest = NOTHI
     return jnp.where(p >= 1, logits_V, keep_only(logits_V, keep_V))
 
 
-def epsilon_cutoff(logits_V: Array, eps: Number, rest: Rest = NOTHING) -> Array:
+def epsilon_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps P ≥ ε (Hewitt et al. 2022, section 4). Off: ε = 0."""
     return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= eps))
 
 
-def eta_cutoff(logits_V: Array, eps: Number, rest: Rest = NOTHING) -> Array:
+def eta_cutoff(logits_V: Array, eps: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps P ≥ min(ε, √ε·exp(−H)) (Hewitt et al. 2022, equation 4). Off: ε = 0."""
     least = jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(logits_V, rest)))
     return jnp.where(jnp.asarray(eps) <= 0, logits_V, keep_only(logits_V, _softmax(logits_V, rest) >= least))
 
 
-def top_n_sigma(logits_V: Array, n: Number, rest: Rest = NOTHING) -> Array:
+def top_n_sigma(logits_V: Array, n: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps x ≥ max x − n·σ, σ the standard deviation of the surviving logits (Tang et al. 2024). Off: n ≤ 0."""
     alive_V = logits_V > -jnp.inf
     count = jnp.maximum(jnp.sum(alive_V) + rest.tokens, 1)
-    down_V = jnp.where(alive_V, jnp.maximum(logits_V - finite_max(logits_V), FARTHEST), 0)
+    down_V = jnp.where(alive_V, jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT), 0)
     mean = (jnp.sum(down_V) + rest.total) / count
     outside = rest.squares - 2 * mean * rest.total + rest.tokens * mean**2
     sigma = jnp.sqrt((jnp.sum(jnp.where(alive_V, (down_V - mean) ** 2, 0)) + outside) / count)
@@ -236,7 +236,7 @@ def xtc(logits_V: Array, threshold: Number, probability: Number, u: Number, prot
     return jnp.where(act, keep_only(logits_V, ~drop_V), logits_V)
 
 
-def mirostat_v2(logits_V: Array, mu: Number, rest: Rest = NOTHING) -> Array:
+def mirostat_v2(logits_V: Array, mu: Number, rest: Rest = EMPTY_REST) -> Array:
     """Keeps tokens with surprise −log2 P ≤ μ bits (Basu et al. 2021; llama.cpp's second version)."""
     return keep_only(logits_V, _log_softmax(logits_V, rest)[0] >= -jnp.asarray(mu) * jnp.log(2.0))
 
@@ -258,7 +258,7 @@ def mirostat_v1(logits_V: Array, mu: Number, m: int = 100, size: Number | None =
     ratio = jnp.where(tiny, 1 / log_size, e / -jnp.expm1(-jnp.where(tiny, 1.0, e) * log_size))
     k = jnp.exp((jnp.asarray(mu) * jnp.log(2.0) + jnp.log(ratio)) / jnp.where(s > 0, s, 1))
     n = jnp.clip(jnp.nan_to_num(jnp.floor(k), nan=V), 1, V).astype(jnp.int32)
-    return jnp.where(s <= 0, logits_V, keep_only(logits_V, _head(logits_V, n)))
+    return jnp.where(s <= 0, logits_V, keep_only(logits_V, _first_k(logits_V, n)))
 
 
 def mirostat_update(mu: Number, surprise: Number, tau: Number, eta: Number) -> Array:
@@ -272,42 +272,42 @@ def finite_max(logits_V: Array) -> Array:
     return jnp.where(largest == -jnp.inf, 0.0, largest)
 
 
-def log_mass(logits_V: Array, rest: Rest = NOTHING) -> Array:
+def log_mass(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
     """ln Σ e^x, the tokens outside of the window included; about −87 in a row without tokens."""
     return finite_max(logits_V) + _log_softmax(logits_V, rest)[1]
 
 
-def _log_softmax(logits_V: Array, rest: Rest = NOTHING) -> tuple[Array, Array]:
+def _log_softmax(logits_V: Array, rest: Rest = EMPTY_REST) -> tuple[Array, Array]:
     """ln P, -inf for removed tokens also in a row that has no others; and ln Σ e^(x − M)."""
     shifted_V = logits_V - finite_max(logits_V)
-    lnZ = jnp.log(jnp.maximum(total(jnp.exp(shifted_V)) + rest.mass, jnp.finfo(jnp.float32).tiny))
+    lnZ = jnp.log(jnp.maximum(row_sum(jnp.exp(shifted_V)) + rest.mass, jnp.finfo(jnp.float32).tiny))
     return shifted_V - lnZ, lnZ
 
 
-def _softmax(logits_V: Array, rest: Rest = NOTHING) -> Array:
+def _softmax(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
     """P; 0 in a row without tokens."""
     weights_V = jnp.exp(logits_V - finite_max(logits_V))
-    return weights_V / jnp.maximum(total(weights_V) + rest.mass, jnp.finfo(jnp.float32).tiny)
+    return weights_V / jnp.maximum(row_sum(weights_V) + rest.mass, jnp.finfo(jnp.float32).tiny)
 
 
-def entropy(logits_V: Array, rest: Rest = NOTHING) -> Array:
+def entropy(logits_V: Array, rest: Rest = EMPTY_REST) -> Array:
     """−ΣP ln P in nats, with 0·ln 0 = 0."""
     logP_V, lnZ = _log_softmax(logits_V, rest)
     P_V = jnp.exp(logP_V)
-    return -total(jnp.where(P_V > 0, P_V * logP_V, 0)) - (rest.moment - rest.mass * lnZ) * jnp.exp(-lnZ)
+    return -row_sum(jnp.where(P_V > 0, P_V * logP_V, 0)) - (rest.moment - rest.mass * lnZ) * jnp.exp(-lnZ)
 
 
-def _head(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
+def _first_k(logits_V: Array, k: Array, ties: Ties = "first") -> Array:
     """The mask of the first k tokens in canonical order.
 
     Counted in float32, exact up to 2²⁴ tokens: XLA adds integers four times slower on a CPU.
     """
     keys_V = ordered_keys(logits_V)
-    edge = crossing_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda count: count >= k)
-    return _above_and_at(keys_V, edge, k - jnp.sum(keys_V > edge), ties)
+    edge = threshold_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda count: count >= k)
+    return _above_threshold(keys_V, edge, k - jnp.sum(keys_V > edge), ties)
 
 
-def _above_and_at(keys_V: Array, edge: Array, room: Array, ties: Ties) -> Array:
+def _above_threshold(keys_V: Array, edge: Array, room: Array, ties: Ties) -> Array:
     """Keys above the edge, and of those at the edge the first `room` by id, or all of them when one fits."""
     at_V = keys_V == edge
     all_of_them = ties == "all" if isinstance(ties, str) else ties

@@ -24,7 +24,7 @@ from dantinox.sampling.entropy_router import (
     AttentionMetrics,
     Metrics,
     RouterConfig,
-    combine,
+    combine_layers,
     layer_attention,
     route,
 )
@@ -192,7 +192,7 @@ def test_a_wide_vocabulary_goes_through_the_windows():
 @nnx.jit(graph_updates=False)
 def _attended(model, tokens_BT, positions_BT, cache):
     _, cache, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=jax.vmap(layer_attention))
-    return jnp.stack(jax.vmap(combine)(aux["probe"]), axis=1), cache
+    return jnp.stack(jax.vmap(combine_layers)(aux["probe"]), axis=1), cache
 
 
 def attended(model, texts, prompt_lengths, slots):

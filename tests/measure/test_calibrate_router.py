@@ -28,7 +28,7 @@ from dantinox.measure.texts import read_text
 from dantinox.model.parameters import get_parameters
 from dantinox.report.tables import percent
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
-from dantinox.sampling.entropy_router import Metrics, RouterConfig, strategy_of
+from dantinox.sampling.entropy_router import Metrics, RouterConfig, select_strategy
 from dantinox.text import prepare_data, train_tokenizer
 
 T, CONTEXT = 128, 32
@@ -300,7 +300,7 @@ def test_the_areas_are_those_of_the_rules():
         numbers = dict(zip(MEASURED, (random.random(), random.random(), clarify_H, 4.0, high_V, 1.0, 1.0), strict=True))
         H, V = 6 * random.random((2, 300))
         config = RouterConfig.build(RouterSection(router_preset="calibrated", use_attention=False), numbers)
-        taken = np.asarray(strategy_of(Metrics(jnp.float32(H), jnp.float32(V)), config))
+        taken = np.asarray(select_strategy(Metrics(jnp.float32(H), jnp.float32(V)), config))
         inside = np.full(300, STRATEGIES.index("adaptive"))
         for name in RULES:
             (left, right), (low, high) = intervals(name, numbers).values()

@@ -61,7 +61,7 @@ def logits_of(rng: np.random.Generator, hard: float) -> np.ndarray:
     return logits
 
 
-def strategy_of(H: float, V: float, router: dict[str, float]) -> str:
+def select_strategy(H: float, V: float, router: dict[str, float]) -> str:
     values = {"entropy": H, "varentropy": V}
     for name, rule in RULES.items():
         if all((values[m] < router[t]) if r == "<" else (values[m] > router[t]) for m, r, t in rule):
@@ -77,7 +77,7 @@ def token(
     p = np.exp(logp)
     H = float(-np.sum(p * np.log2(p)))
     V = float(np.sum(p * (np.log2(p) + H) ** 2))
-    name = strategy_of(H, V, router)
+    name = select_strategy(H, V, router)
     T = {"greedy": 0.0, "clarify": 1.1, "explore": 1.2, "resample": 2.1, "adaptive": 0.666 * (1 + 0.3 * (H + V) / 2)}[name]
     order = np.argsort(-logp)
     keep = order[:1] if T == 0 else order[: int(rng.integers(1, 28))]

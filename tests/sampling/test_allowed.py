@@ -10,7 +10,7 @@ import pytest
 from traced import traced
 
 from dantinox.sampling import SamplingParams, init_state, sample
-from dantinox.sampling.chain import unpack
+from dantinox.sampling.chain import unpack_bits
 
 V, B = 100, 6
 LOGITS = jax.random.normal(jax.random.key(4), (B, V)) * 3
@@ -51,7 +51,7 @@ def some(seed, share=0.1):
 def test_bits_are_unpacked_as_numpy_unpacks_them(size):
     bits_W = np.random.default_rng(size).integers(0, 2**32, -(-size // 32), dtype=np.uint32)
     expected = np.unpackbits(bits_W.view(np.uint8), bitorder="little")[:size].astype(bool)
-    np.testing.assert_array_equal(unpack(jnp.asarray(bits_W), size), expected)
+    np.testing.assert_array_equal(unpack_bits(jnp.asarray(bits_W), size), expected)
 
 
 def test_what_is_drawn_is_allowed_whatever_the_steps_do():
@@ -59,7 +59,7 @@ def test_what_is_drawn_is_allowed_whatever_the_steps_do():
     state = start(params)
     for seed in range(40):
         allowed_BV = some(seed, 0.02 if seed % 2 else 0.3)
-        token_B, state, info = draw(LOGITS, replace(params, allowed=jnp.asarray(packed(allowed_BV))), state)
+        token_B, state, info = draw(LOGITS, replace(params, allowed_bits=jnp.asarray(packed(allowed_BV))), state)
         assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
         assert not np.asarray(info.empty).any()
 
@@ -68,8 +68,8 @@ def test_a_row_that_may_have_any_token_is_untouched_and_nobody_else_is_moved():
     params = SamplingParams.build(ROWS, stop_ids=[0])
     bits = EVERYTHING.copy()
     bits[1] = packed(some(1))[1]
-    free = replace(params, allowed=jnp.asarray(EVERYTHING))
-    one = replace(params, allowed=jnp.asarray(bits))
+    free = replace(params, allowed_bits=jnp.asarray(EVERYTHING))
+    one = replace(params, allowed_bits=jnp.asarray(bits))
     plain, all_free, constrained = (traced(LOGITS, each, start(params)) for each in (params, free, one))
     plain = {name: np.asarray(x_BV) for name, x_BV in plain.items()}
     for others, rows in ((all_free, [*range(B)]), (constrained, [0, 2, 3, 4, 5])):
@@ -92,7 +92,7 @@ def test_where_other_settings_leave_no_allowed_token_the_constraint_wins():
     )
     allowed = np.zeros((4, V), bool)
     allowed[:, [20, 21]] = True
-    token_B, _, info = draw(LOGITS[:4], replace(params, allowed=jnp.asarray(packed(allowed))), start(params))
+    token_B, _, info = draw(LOGITS[:4], replace(params, allowed_bits=jnp.asarray(packed(allowed))), start(params))
     assert set(np.asarray(token_B).tolist()) <= {20, 21}
     assert not np.asarray(info.empty).any()
 
@@ -105,7 +105,7 @@ def test_a_model_that_gives_no_allowed_token_a_chance_is_overruled():
     allowed = np.zeros((3, V), bool)
     allowed[:, [20, 21]] = True
     params = SamplingParams.build([{"seed": 1}, {"greedy": True}, {"seed": 3}])
-    token_B, _, info = draw(jnp.asarray(logits), replace(params, allowed=jnp.asarray(packed(allowed))), start(params))
+    token_B, _, info = draw(jnp.asarray(logits), replace(params, allowed_bits=jnp.asarray(packed(allowed))), start(params))
     assert set(np.asarray(token_B).tolist()) <= {20, 21}
     assert not np.asarray(info.empty).any()
 
@@ -114,7 +114,7 @@ def test_what_is_reported_of_the_model_stays_the_models():
     params = SamplingParams.build([{"seed": 1}] * B)
     _, _, free = draw(LOGITS, params, start(params))
     bits = jnp.asarray(packed(some(3)))
-    token_B, _, held = draw(LOGITS, replace(params, allowed=bits), start(params))
+    token_B, _, held = draw(LOGITS, replace(params, allowed_bits=bits), start(params))
     for name in ("entropy", "varentropy", "top_ids", "top_logprobs"):
         np.testing.assert_array_equal(getattr(held.token, name), getattr(free.token, name), name)
     logprobs = jax.nn.log_softmax(LOGITS)[jnp.arange(B), token_B]
@@ -129,13 +129,13 @@ def test_the_entropy_router_chooses_among_what_is_allowed():
     for seed in range(20):
         allowed_BV = some(seed, 0.05)
         allowed_BV[:, 30] = False
-        token_B, state, _ = draw(LOGITS * spread, replace(params, allowed=jnp.asarray(packed(allowed_BV))), state)
+        token_B, state, _ = draw(LOGITS * spread, replace(params, allowed_bits=jnp.asarray(packed(allowed_BV))), state)
         assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
 
 
 def test_without_constraints_nothing_of_them_is_compiled():
     params = SamplingParams.build([{"seed": 1}] * B)
     text = draw.lower(LOGITS, params, start(params)).as_text()
-    held = draw.lower(LOGITS, replace(params, allowed=jnp.asarray(EVERYTHING)), start(params)).as_text()
+    held = draw.lower(LOGITS, replace(params, allowed_bits=jnp.asarray(EVERYTHING)), start(params)).as_text()
     assert f"tensor<{B}x{EVERYTHING.shape[1]}xui32>" not in text
     assert f"tensor<{B}x{EVERYTHING.shape[1]}xui32>" in held

@@ -19,7 +19,7 @@ from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterCo
 GOLDEN = json.loads(Path(__file__).with_name("entropy_router.json").read_text())
 BEST = jax.jit(module.best_of_n)
 EXPLICIT = jax.jit(module.best_candidate, static_argnames=("score_fn", "draws"))
-NOTHING = Metrics(1.0, 2.0)
+METRICS = Metrics(1.0, 2.0)
 DRAWS = 200_000
 MOST = 12  # candidates drawn; the first n of them count
 
@@ -29,7 +29,7 @@ def explicit(logits_V, raw_V, n):
     """Draws with other keys, each the best of its own n candidates."""
 
     def one(number):
-        return module.best_candidate(logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), NOTHING, n, draws=MOST)
+        return module.best_candidate(logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), METRICS, n, draws=MOST)
 
     return jax.lax.map(lambda number: one(number).token, jnp.arange(DRAWS), batch_size=20_000)
 
@@ -107,7 +107,7 @@ def test_golden_candidate_logprobs(name):
     """The log-probabilities of the first tokens, as the explicit draws report them."""
     case = next(case for case in GOLDEN["cases"] if case["name"] == name)
     raw_V = np.float32([float(x) for x in case["logits"]])  # "-inf" stands as text
-    told = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), NOTHING, 64, draws=64)
+    told = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), METRICS, 64, draws=64)
     expected_V = np.array([float(x) for x in case["expect"]["candidate_logprobs_nats"]])[: len(raw_V)]
     ids_N = np.asarray(told.ids)
     assert set(ids_N) == set(range(len(raw_V)))
@@ -132,7 +132,7 @@ def test_the_weight_of_the_log_probability_turns_the_choice_round():
     x_V, raw_V = rows(1000)
     explained = jax.jit(
         lambda x_V, raw_V, key, config: module.best_candidate(
-            x_V, raw_V, key, NOTHING, MOST, partial(module.guide_score, config=config), draws=MOST
+            x_V, raw_V, key, METRICS, MOST, partial(module.guide_score, config=config), draws=MOST
         )
     )
     for weight, ranked_V in ((0.3, raw_V), (-2.0, -raw_V), (0.0, np.zeros_like(raw_V))):
@@ -212,7 +212,7 @@ def test_a_score_of_ones_own():
 
     for n in (4, MOST):
         token, ids_N, logprobs_N, scores_N = map(
-            np.asarray, EXPLICIT(x_V, raw_V, jax.random.key(5), NOTHING, n, score_fn=lowest_odd, draws=MOST)
+            np.asarray, EXPLICIT(x_V, raw_V, jax.random.key(5), METRICS, n, score_fn=lowest_odd, draws=MOST)
         )
         counted_N = (np.arange(MOST) < n) & (ids_N % 2 == 1)
         assert token == ids_N[counted_N].min() and (ids_N[:n] % 2 == 0).any()
@@ -224,7 +224,7 @@ def test_a_score_of_ones_own():
 @pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
 def test_there_is_a_score_per_candidate(score):
     with pytest.raises(UserError, match=r"score_fn must give a score per candidate, shape \(3,\), got shape \(2?,?\)"):
-        EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), NOTHING, 3, score_fn=score, draws=3)
+        EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), METRICS, 3, score_fn=score, draws=3)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -236,7 +236,7 @@ def test_the_draws_behind_a_token_are_n_plain_draws(n):
     def one(number):
         key, own = jax.random.split(jax.random.fold_in(jax.random.key(5), number))
         token = jax.random.categorical(key, module.best_of_n(x_V, raw_V, n))
-        return module.draws_behind(token, x_V, raw_V, own, NOTHING, RouterConfig(candidates=n), draws=4)
+        return module.candidates_given_token(token, x_V, raw_V, own, METRICS, RouterConfig(candidates=n), draws=4)
 
     found = jax.jit(jax.vmap(one))(jnp.arange(DRAWS))
     ids, scores = np.asarray(found.ids)[:, :n], np.asarray(found.scores)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dantinox.sampling.draw import pick, row_key
-from dantinox.sampling.selection import blocks, first_past, nth_true
+from dantinox.sampling.draw import inverse_cdf_token, row_key
+from dantinox.sampling.selection import blocks, first_crossing, nth_true
 
-PICK, NTH_TRUE = jax.jit(pick), jax.jit(nth_true)
+PICK, NTH_TRUE = jax.jit(inverse_cdf_token), jax.jit(nth_true)
 
 
 @pytest.mark.parametrize("V", [1, 7, 512, 513, 2000])
@@ -55,5 +55,5 @@ def test_running_counts_agree_with_a_plain_loop(V):
 
 
 def test_the_first_past_a_target_has_weight():
-    index, before = first_past(jnp.array([0.0, 2.0, 0.0, 1.0, 0.0]), lambda total: 0.75 * total)
+    index, before = first_crossing(jnp.array([0.0, 2.0, 0.0, 1.0, 0.0]), lambda total: 0.75 * total)
     assert (int(index), float(before)) == (3, 2.0)

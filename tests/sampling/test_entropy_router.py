@@ -33,7 +33,7 @@ CASES = {case["name"]: case for case in GOLDEN["cases"]}
 def attention_metrics(scores_LHT, valid_T):
     """The metrics of one row, scores of the newest query over T keys; `valid_T` or `valid_LT`."""
     L, _, T = scores_LHT.shape
-    return router.combine(jax.vmap(router.layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T))))
+    return router.combine_layers(jax.vmap(router.layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T))))
 
 
 LOGITS, ATTENTION, GUIDE_METRICS, ROUTE, ROUTES, LAYER = map(
@@ -213,8 +213,8 @@ def test_attention_metrics_of_layers_that_see_different_keys():
     np.testing.assert_allclose(got, reference_attention(scores_LHT, valid_LT), **CLOSE)
     layers = [LAYER(*layer) for layer in zip(scores_LHT, valid_LT, strict=True)]
     stacked = router.LayerAttention(*(jnp.stack(part) for part in zip(*layers, strict=True)))
-    np.testing.assert_allclose(router.combine(layers), got, rtol=1e-6)
-    np.testing.assert_array_equal(router.combine(layers), router.combine(stacked))
+    np.testing.assert_allclose(router.combine_layers(layers), got, rtol=1e-6)
+    np.testing.assert_array_equal(router.combine_layers(layers), router.combine_layers(stacked))
     assert layers[0].entropy_H.shape == (4,) and layers[0].disagreement.shape == ()
 
 
@@ -369,7 +369,7 @@ def test_every_number_does_something(name):
 
 def test_clarification_is_emitted_when_it_may_be():
     x_V, never = np.zeros(8, np.float32), -1
-    asks = jax.jit(router.clarify_now)
+    asks = jax.jit(router.should_clarify)
     config = replace(GUIDE, clarify_token=3, clarify_cooldown=5)
     assert asks(CLARIFY, x_V, never, config)
     assert not asks(ADAPTIVE, x_V, never, config)

@@ -19,7 +19,7 @@ V = 40
 laws = settings(max_examples=100, deadline=None)
 
 # Every cut with a number that loosens it as a goes from 0 to 1.
-CUTS = {
+TRUNCATIONS = {
     "top_k": (steps.top_k, lambda a: 1 + int(a * V)),
     "top_k all": (partial(steps.top_k, ties="all"), lambda a: 1 + int(a * V)),
     "top_p": (steps.top_p, lambda a: a),
@@ -38,15 +38,15 @@ CUTS = {
     "mirostat_v2": (steps.mirostat_v2, lambda a: 9 * a - 1),
     "xtc": (lambda x_V, threshold: steps.xtc(x_V, threshold, 1.0, 0.5), lambda a: a / 2),
 }
-NUMBERS = {name: number for name, (_, number) in CUTS.items()}
-CUTS = {name: jax.jit(jax.vmap(step)) for name, (step, _) in CUTS.items()}
+NUMBERS = {name: number for name, (_, number) in TRUNCATIONS.items()}
+TRUNCATIONS = {name: jax.jit(jax.vmap(step)) for name, (step, _) in TRUNCATIONS.items()}
 LOSE_THE_FIRST = ("typical", "xtc")  # the others never remove the most likely token
 
 
 def cut(name, rows, shares):
     """The cut on three rows, each with the number of its share."""
     kind = np.int32 if name.startswith("top_k") else np.float32
-    return np.asarray(CUTS[name](np.stack(rows), np.array([NUMBERS[name](float(a)) for a in shares], kind)))
+    return np.asarray(TRUNCATIONS[name](np.stack(rows), np.array([NUMBERS[name](float(a)) for a in shares], kind)))
 
 
 def table(values, strange):
@@ -87,7 +87,7 @@ def alive(x_NV):
 @given(x_V=wild, shares=st.tuples(share, share, share).map(sorted))
 def test_a_looser_number_keeps_more_and_no_number_empties_a_row(x_V, shares):
     first = np.argmax(np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V))  # XLA reads denormals as 0
-    for name in CUTS:
+    for name in TRUNCATIONS:
         y_NV = cut(name, [x_V] * 3, shares)
         kept_NV = alive(y_NV)
         assert (kept_NV[0] <= kept_NV[1]).all() and (kept_NV[1] <= kept_NV[2]).all(), name
@@ -98,7 +98,11 @@ def test_a_looser_number_keeps_more_and_no_number_empties_a_row(x_V, shares):
 
 
 @laws
-@given(x_V=wild, names=st.lists(st.sampled_from(sorted(CUTS)), min_size=2, max_size=6), shares=st.tuples(share, share, share))
+@given(
+    x_V=wild,
+    names=st.lists(st.sampled_from(sorted(TRUNCATIONS)), min_size=2, max_size=6),
+    shares=st.tuples(share, share, share),
+)
 def test_no_chain_of_cuts_empties_a_row(x_V, names, shares):
     y_NV = np.stack([x_V] * 3)
     for name in names:
@@ -112,7 +116,7 @@ def test_no_chain_of_cuts_empties_a_row(x_V, names, shares):
 def test_a_common_shift_changes_no_cut(x_V, shifts, a):
     """All sums with a shift are exact here, and no (n/64)⁴ lies within 1e-5 of a power of e^¼."""
     rows = [x_V, *(x_V + np.float32(shift / 4) for shift in shifts)]
-    for name in CUTS:
+    for name in TRUNCATIONS:
         plain_V, *shifted = alive(cut(name, rows, [a] * 3))
         for kept_V in shifted:
             np.testing.assert_array_equal(kept_V, plain_V, err_msg=name)
@@ -127,7 +131,7 @@ def test_a_permutation_permutes_every_cut(tied_V, distinct_V, seed, a):
     """
     order = np.random.default_rng(seed).permutation(V)
     peaked_V = np.where(np.arange(V) == np.argmax(tied_V), tied_V + np.float32(0.25), tied_V)
-    for name in CUTS:
+    for name in TRUNCATIONS:
         by_id = name in ("top_k", "top_p", "top_p exclusive", "typical", "tail_free", "mirostat_v1", "xtc")
         falls_back = name in ("top_a", "epsilon_cutoff", "eta_cutoff", "mirostat_v2")
         x_V = distinct_V if by_id else peaked_V if falls_back else tied_V

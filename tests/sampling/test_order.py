@@ -11,7 +11,7 @@ from dantinox.config import UserError
 from dantinox.config.generation_settings import PRESETS, kobold_order
 from dantinox.config.sampling_steps import EDITS
 from dantinox.sampling import SamplingParams, init_state, process_logits, sample
-from dantinox.sampling.chain import _apply, _keys, _shared
+from dantinox.sampling.chain import _apply_step, _keys, _shared_order
 from dantinox.sampling.order import RowOrders
 from dantinox.sampling.window import Context, run_chain
 
@@ -48,10 +48,10 @@ def build(rows, **kind):
 @jax.jit
 def chain(logits_BV, params, state):
     active_B = jnp.ones(params.batch, bool)
-    order = _shared(params, [name for name in params.plan if name not in EDITS])
+    order = _shared_order(params, [name for name in params.plan if name not in EDITS])
     if params.order is not None:
-        order = RowOrders.build(params.order, params.on, active_B)
-    return run_chain(_apply, order, logits_BV, Context(params, state, _keys(params, state)), active_B)
+        order = RowOrders.build(params.order, params.enabled, active_B)
+    return run_chain(_apply_step, order, logits_BV, Context(params, state, _keys(params, state)), active_B)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_every_row_runs_its_steps_in_its_own_order(found):
 
 def test_an_order_as_an_array_is_bit_for_bit_the_program_of_that_order(found):
     rows = [(values, 1) for values in range(len(VALUES)) if "ties" not in VALUES[values]]
-    static_BV = np.asarray(chain(*build(rows * 2, also=(*EDITS, *NAMES[1]))).logits)
+    static_BV = np.asarray(chain(*build(rows * 2, extra_steps=(*EDITS, *NAMES[1]))).logits)
     for row, static_V in zip(rows, static_BV, strict=False):
         np.testing.assert_array_equal(found[row].view(np.uint32), static_V.view(np.uint32))
 
@@ -96,7 +96,7 @@ def test_neighbours_and_idle_rows_change_nothing(found):
         rows = [ROWS[i] for i in rng.permutation(len(ROWS))[:8]]
         logits_BV, params, state = build(rows, dynamic_order=True)
         idle_B = jnp.arange(8) % 3 == 0
-        params = replace(params, on={name: on_B & ~idle_B for name, on_B in params.on.items()})
+        params = replace(params, enabled={name: on_B & ~idle_B for name, on_B in params.enabled.items()})
         got_BV = np.asarray(chain(logits_BV, params, state).logits)
         for row, got_V, idle in zip(rows, got_BV, idle_B.tolist(), strict=True):
             expected_V = logits(row[0]) if idle else found[row]

@@ -64,11 +64,11 @@ def test_the_plan_is_what_some_row_has_on():
         "min_p",
     )
     greedy = SamplingParams.build({"greedy": True, "top_k": 5, "temperature": 0.3}, batch=3)
-    assert (greedy.plan, greedy.draws, greedy.batch) == ((), False, 3)
-    assert SamplingParams.build({"temperature": 9e-6}).draws is False
+    assert (greedy.plan, greedy.stochastic, greedy.batch) == ((), False, 3)
+    assert SamplingParams.build({"temperature": 9e-6}).stochastic is False
     off = SamplingParams.build({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 5, "seed": 0})
-    assert (off.plan, off.draws) == (("temperature",), True)
-    assert not off.on["temperature"].any(), "there so that no temperature compiles anything"
+    assert (off.plan, off.stochastic) == (("temperature",), True)
+    assert not off.enabled["temperature"].any(), "there so that no temperature compiles anything"
     section = GenerationSection(top_k=4, seed=1, max_new_tokens=7)
     assert SamplingParams.build(Config(generation=section), batch=2).plan == ("temperature", "top_k")
 

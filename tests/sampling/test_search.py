@@ -15,7 +15,7 @@ from dantinox.sampling.selection import (
     _by_top_k,
     _digit_by_digit,
     _key_by_key,
-    _nth_by_bits,
+    _nth_by_bisection,
     _nth_by_ranks,
     ordered_keys,
 )
@@ -55,7 +55,7 @@ def test_ranks_do_not_tell_the_two_zeros_apart():
 def test_the_nth_true_entry(hits, n):
     ids = np.flatnonzero(hits)
     expected = -1 if n < 1 or not len(ids) else ids[min(n, len(ids)) - 1]
-    for way in (_nth_by_bits, _nth_by_ranks):
+    for way in (_nth_by_bisection, _nth_by_ranks):
         assert int(nth(way)(np.asarray(hits), np.float32(n))) == expected
 
 

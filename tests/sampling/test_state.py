@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.sampling import SamplingParams, init_state, update
-from dantinox.sampling.history import bad_words, lengthened, longest_repeats, repeat_lengths, word_arrays
+from dantinox.sampling.history import bad_words, extend_repeat_lengths, longest_repeats, repeat_lengths, sequence_arrays
 
 V, S = 7, 24
 EVERYTHING = {
@@ -18,7 +18,7 @@ EVERYTHING = {
 PARAMS = SamplingParams.build([EVERYTHING, EVERYTHING | {"repetition_scope": "output", "presence_scope": "all"}])
 START = jax.jit(lambda tokens, valid: init_state(PARAMS, tokens, valid, V, S))
 STEP = jax.jit(lambda state, token, active, surprise: update(PARAMS, state, token, active, surprise))
-REPEATS, LENGTHENED = jax.jit(repeat_lengths), jax.jit(lengthened)
+REPEATS, LENGTHENED = jax.jit(repeat_lengths), jax.jit(extend_repeat_lengths)
 LONGEST = jax.jit(longest_repeats, static_argnames="vocab_size")
 BAD_WORDS = jax.jit(bad_words)
 texts = st.lists(st.integers(0, V - 1), max_size=S - 1)
@@ -73,7 +73,7 @@ def test_longest_repeats_by_their_definition(text, breakers, window):
 @given(text=texts, words=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=3), max_size=3))
 def test_bad_words_by_their_definition(text, words):
     banned = {word[-1] for word in words if len(word) == 1 or text[len(text) - len(word) + 1 :] == word[:-1]}
-    got = np.asarray(BAD_WORDS(np.zeros(V, np.float32), padded(text), len(text), *word_arrays(words, 3, 3)))
+    got = np.asarray(BAD_WORDS(np.zeros(V, np.float32), padded(text), len(text), *sequence_arrays(words, 3, 3)))
     assert set(np.flatnonzero(got == -np.inf)) == (banned if len(banned) < V else set(range(1, V)))
 
 

@@ -194,12 +194,12 @@ def test_xtc_spares_a_row_that_would_lose_a_protected_token():
 
 
 def test_entry_repairs_what_is_not_a_number():
-    y_V, repaired = steps.sanitise(jnp.array([1.0, jnp.nan, -jnp.inf]))
+    y_V, repaired = steps.sanitize(jnp.array([1.0, jnp.nan, -jnp.inf]))
     assert kept(y_V) == {0} and repaired
-    y_V, repaired = steps.sanitise(jnp.array([1.0, jnp.inf, jnp.nan, jnp.inf], jnp.bfloat16))
+    y_V, repaired = steps.sanitize(jnp.array([1.0, jnp.inf, jnp.nan, jnp.inf], jnp.bfloat16))
     np.testing.assert_array_equal(y_V, [-np.inf, 0, -np.inf, 0])
     assert repaired and y_V.dtype == jnp.float32
-    assert not steps.sanitise(jnp.array([1.0, -jnp.inf]))[1]
+    assert not steps.sanitize(jnp.array([1.0, -jnp.inf]))[1]
 
 
 def test_one_logit_far_below_does_not_hide_the_others_from_sigma():

@@ -24,7 +24,7 @@ def test_a_row_fits_its_function(name):
     _, *parameters = inspect.signature(function).parameters
     optional = {"on"} | {parameter for parameter in step.given if parameter not in step.reads}
     assert {*step.arguments, *step.reads} <= {*parameters} <= {*step.arguments, *step.reads, *optional}
-    assert {*step.reads} <= {*chain.READS}
+    assert {*step.reads} <= {*chain.STEP_INPUTS}
     assert {*step.on} <= {*step.settings}
     assert not any(on(SETTINGS[key].default) for key, on in step.on.items()), "off by default"
 

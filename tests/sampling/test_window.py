@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from dantinox.sampling import SamplingParams, init_state, process_logits, sample, trace
-from dantinox.sampling.chain import _apply, _keys, _shared
-from dantinox.sampling.window import WINDOW, Context, Rows, in_window, one_by_one, run_chain, take_window, together
+from dantinox.sampling.chain import _apply_step, _keys, _shared_order
+from dantinox.sampling.window import (
+    WINDOW,
+    Context,
+    LogitRows,
+    run_all_rows,
+    run_chain,
+    run_failed_rows,
+    run_in_windows,
+    take_window,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +40,7 @@ def started(params, text=((5, 9, 5, 30),)):
 def final(logits_BV, params, state):
     """What tokens are drawn from, by windows where they hold."""
     context = Context(params, state, _keys(params, state))
-    return run_chain(_apply, _shared(params, params.plan), logits_BV, context, jnp.ones(params.batch, bool)).logits
+    return run_chain(_apply_step, _shared_order(params, params.plan), logits_BV, context, jnp.ones(params.batch, bool)).logits
 
 
 @jax.jit
@@ -44,7 +53,7 @@ def whole(logits_BV, params, state):
 def flags(logits_BV, params, state):
     """Rows left open, rows the window cannot hold."""
     context = Context(params, state, _keys(params, state))
-    return in_window(_apply, _shared(params, params.plan), logits_BV, context)[1:]
+    return run_in_windows(_apply_step, _shared_order(params, params.plan), logits_BV, context)[1:]
 
 
 CLOSES = {
@@ -172,9 +181,9 @@ def test_whole_rows_one_by_one_are_whole_rows_together():
     @jax.jit
     def both(logits_BV, params, state):
         context = Context(params, state, _keys(params, state))
-        order, rows = _shared(params, params.plan), Rows(logits_BV, jnp.zeros(params.batch))
-        short = in_window(_apply, order, logits_BV, context)
-        return short.failed, *(way(_apply, order, rows, context, short) for way in (one_by_one, together))
+        order, rows = _shared_order(params, params.plan), LogitRows(logits_BV, jnp.zeros(params.batch))
+        short = run_in_windows(_apply_step, order, logits_BV, context)
+        return short.failed, *(way(_apply_step, order, rows, context, short) for way in (run_failed_rows, run_all_rows))
 
     failed_B, (one_BV, mass_B), (all_BV, all_mass_B) = both(logits_BV, params, started(params))
     assert failed_B.tolist() == [False, True, False, True]

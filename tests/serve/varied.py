@@ -11,7 +11,7 @@ from dantinox.config import TokenizerSection
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
 from dantinox.text import ChatTemplate, train_tokenizer
-from tests.report.page_sample import TEXT, logits_of, router_numbers, strategy_of
+from tests.report.page_sample import TEXT, logits_of, router_numbers, select_strategy
 
 from .fakes import FakeEngine, fake_run
 
@@ -51,7 +51,7 @@ class VariedEngine(FakeEngine):
         p = np.exp(logp)
         H = float(-np.sum(p * np.log2(p)))
         V = float(np.sum(p * (np.log2(p) + H) ** 2))
-        name = strategy_of(H, V, router_numbers())
+        name = select_strategy(H, V, router_numbers())
         T = {"greedy": 0.0, "clarify": 1.1, "explore": 1.2, "resample": 2.1, "adaptive": 0.7}[name] if self.routed else 1.0
         keep = max(rank + 1, 1 if T == 0 else int(rng.integers(2, 24)))
         after = logp[:keep] / (T or 1)

@@ -27,7 +27,7 @@ from dantinox.run import (
     weights_digest,
 )
 from dantinox.sampling import SamplingParams
-from dantinox.sampling.entropy_router import Metrics, RouterConfig, strategy_of
+from dantinox.sampling.entropy_router import Metrics, RouterConfig, select_strategy
 from dantinox.studies import continuations, statistics
 from dantinox.studies.continuations import (
     Continuations,
@@ -268,7 +268,7 @@ def test_forced_thresholds_take_their_strategy_whatever_is_measured(name):
     forced = replace(RouterConfig(), **forcing(name))
     H, V = random.exponential(3, 500), random.exponential(4, 500)
     H[:5], V[5:10] = 0, 0
-    taken = jax.vmap(lambda h, v: strategy_of(Metrics(h, v), forced))(H, V)
+    taken = jax.vmap(lambda h, v: select_strategy(Metrics(h, v), forced))(H, V)
     assert {STRATEGIES[i] for i in np.asarray(taken).tolist()} == {name}
 
 
@@ -276,7 +276,7 @@ def test_strategies_are_drawn_as_often_as_the_shares_say():
     shares = dict(zip(STRATEGIES, (0.1, 0.05, 0.25, 0.0, 0.6), strict=True))
     params = SamplingParams.build({"strategy": "entropy", "seed": 1}, batch=100)
     random, counted = np.random.default_rng((1, 2)), Counter()
-    taking = jax.jit(jax.vmap(lambda config: strategy_of(Metrics(2.0, 3.0), config)))
+    taking = jax.jit(jax.vmap(lambda config: select_strategy(Metrics(2.0, 3.0), config)))
     for _ in range(40):
         drawn = draw_strategies(params, shares, random)
         counted.update(STRATEGIES[i] for i in np.asarray(taking(drawn.router)).tolist())
