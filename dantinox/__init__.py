@@ -9,10 +9,10 @@ The names below are the public API; they are imported when first used, so that `
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are imported when first used
+    __version__: str
     from dantinox.config import Config as Config
     from dantinox.config import UserError as UserError
     from dantinox.config import load_config as load_config
@@ -42,13 +42,10 @@ PUBLIC = {
 }
 __all__ = [*PUBLIC, "__version__"]
 
-try:
-    __version__ = version("dantinox")
-except PackageNotFoundError:
-    __version__ = "0+unknown"
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in PUBLIC:
         raise AttributeError(f"module 'dantinox' has no attribute {name!r}")
     return getattr(import_module(PUBLIC[name]), name)
@@ -56,3 +53,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    try:
+        return version("dantinox")
+    except PackageNotFoundError:
+        return "0+unknown"

@@ -1,44 +1,45 @@
-"""The command line: the table of all commands, and `main`, which parses `dantinox COMMAND …` and calls one."""
+"""The command line: the table of all commands, and `main`, which parses `dantinox COMMAND …` and runs it."""
 
+import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
+from typing import Any
 
-from dantinox import __version__
 from dantinox.cli.common import backend_problem, choose_run, plain_warnings
-from dantinox.config import UserError
 from dantinox.config.flags import Parser
+from dantinox.files import UserError, escape_name
 
 USER_ERROR, INTERRUPTED = 2, 130
 
 
 def entry(command: str | None = None) -> None:
-    """The process: runs a command with the arguments of `sys.argv` and exits with its code."""
+    """Runs a command with the arguments of `sys.argv` and exits the process with its code."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started the process
+        if stream is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         else:
-            # Text and JSON are UTF-8 whatever the locale; a file name that is not text is shown escaped.
+            # Text and JSON are UTF-8 in every locale; a file name that is not valid UTF-8 is shown escaped.
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.exit(main(([command] if command else []) + sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a command; a mistake of the user is one sentence on stderr and the exit code 2."""
+    """Runs a command and returns its exit code; an error of the user is one sentence on stderr and the exit code 2."""
     argv = list(argv)
     debug = "--debug" in argv
     if not debug:
         plain_warnings()
     try:
         try:
-            options = _parser(next((word for word in argv if not word.startswith("-")), "")).parse(argv)
+            options = parser_of([next((word for word in argv if not word.startswith("-")), "")]).parse(argv)
             choose_run(options)
             code: int = options.run(options)
         finally:
-            sys.stdout.flush()  # here, where a failure can be reported
+            sys.stdout.flush()  # a failure can be reported here
         return code
     except UserError as error:
         if debug:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()  # the reader of a pipe has gone
+        _discard_output()  # the reader of the pipe has closed it
         return 0
     except (AssertionError, RuntimeError):
         problem = None if debug else backend_problem()
@@ -66,47 +67,74 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Sends what is left of the output nowhere, the interpreter's last flush included: it cannot be written."""
-    with contextlib.suppress(OSError):  # a stream in memory has no descriptor
+    """Discards the rest of the output, which cannot be written, including the interpreter's last flush."""
+    with contextlib.suppress(OSError):  # a stream in memory has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser(chosen: str = "") -> Parser:
-    """The parser of all commands, with the flags of `chosen` alone: those of the others are not looked at."""
+def parser_of(chosen: Collection[str]) -> Parser:
+    """Returns the parser of all commands; only the commands `chosen` have their flags, to save time."""
     parser = Parser(prog="dantinox", description="Train transformers, or import them, fine-tune them and generate text.")
-    parser.add_argument("--version", action="version", version=f"dantinox {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, (module, function, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        if name != chosen:
+        if name not in chosen:
             continue
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         home = import_module(f"dantinox.cli.{module}")
         command.set_defaults(run=getattr(home, function))
-        if name != "doctor":
-            getattr(home, f"{function.rstrip('_')}_flags")(command)
+        getattr(home, f"{function.rstrip('_')}_flags", lambda _: None)(command)
     return parser
 
 
-# Name → the module of `dantinox.cli` and its function, whose flags `…_flags` adds, and what the command does.
+def command_parser(name: str) -> Parser:
+    """Returns the parser of a command with all its flags: `train`, or `eval ppl` for a command of a command.
+
+    Raises:
+      UserError: there is no such command.
+    """
+    first, *rest = name.split() or [""]
+    parser = parser_of([first])
+    for word in (first, *rest):
+        choices = next((action.choices for action in parser.own if isinstance(action.choices, dict)), {})
+        if word not in choices:
+            raise UserError(f"there is no command {escape_name(name)}: the commands are {', '.join(choices)}")
+        parser = choices[word]
+    return parser
+
+
+class _Version(argparse.Action):
+    """`--version`: the version is looked up only if it is printed, which takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        from dantinox import __version__
+
+        print(f"dantinox {__version__}")
+        parser.exit()
+
+
+# Name → module of `dantinox.cli`, function, and description; `FUNCTION_flags` of the module adds the flags.
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "train": ("train", "train", "Train a model, or fine-tune one, from a YAML file into a run directory."),
+    "train": ("train", "train", "Train or fine-tune a model from a YAML file into a run directory."),
     "find-lr": ("train", "find_lr", "Run a learning-rate range test and suggest a value."),
-    "sweep": ("train", "sweep", "Train with several settings, one after the other, into one table and one plot."),
+    "sweep": ("train", "sweep", "Train with several settings in turn and compare the results in a table and a plot."),
     "init": ("train", "init", "Write a commented YAML file to start from."),
-    "merge-lora": ("runs", "merge", "Merge LoRA adapters into their base weights, as an ordinary run."),
+    "merge-lora": ("runs", "merge", "Merge LoRA adapters into their base weights and write an ordinary run."),
     "generate": ("generate", "generate", "Continue a prompt with the model of a run."),
     "chat": ("chat", "chat", "Hold a conversation with a model at the terminal."),
     "serve": ("serve", "serve", "Serve a model over HTTP: the OpenAI and KoboldAI protocols, and a web page."),
-    "import": ("runs", "import_", "Make a run of a pretrained checkpoint: Hugging Face, GGUF."),
-    "export": ("runs", "export", "Write a run as a folder of transformers or a GGUF file."),
+    "import": ("runs", "import_", "Import a pretrained checkpoint (Hugging Face, GGUF) into a run directory."),
+    "export": ("runs", "export", "Export a run as a Hugging Face Transformers folder or a GGUF file."),
     "explain": ("measure", "explain", "Show how each sampling step changes the next-token distribution."),
-    "calibrate": ("measure", "calibrate", "Measure what a model's presets need, and save it in its run."),
-    "eval": ("measure", "evaluate", "Measure perplexity or tasks; compare samplers, or compressed caches."),
+    "calibrate": ("measure", "calibrate", "Measure the numbers that presets of a model need, and save them in its run."),
+    "eval": ("measure", "evaluate", "Measure perplexity or tasks; compare samplers or compressed caches."),
     "info": ("measure", "info", "Describe a run: settings, size, training, and the error of quantized weights."),
-    "verify": ("runs", "verify", "Compare every file of a run with what was written."),
-    "plan": ("measure", "plan", "Compile for a target device you need not own; report memory and FLOPs."),
-    "plot": ("plot", "plot", "Draw the losses of runs over each other, by step, tokens or time."),
-    "profile": ("plot", "profile", "Trace steps of a training, or a generation, and list the most expensive operations."),
+    "verify": ("runs", "verify", "Check every file of a run against its checksum."),
+    "plan": ("measure", "plan", "Compile for a target device you need not own, and report memory and FLOPs."),
+    "plot": ("plot", "plot", "Plot the losses of runs in one figure, by step, tokens or time."),
+    "profile": ("plot", "profile", "Trace training steps or a generation, and list the most expensive operations."),
     "doctor": ("measure", "doctor", "Show versions, devices and speed of this machine."),
+    "settings": ("settings", "settings", "Search all settings by name, help, range or default."),
+    "completion": ("settings", "completion", "Print a completion script for bash, zsh or fish."),
 }

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, print_lines, use_compilation_cache
-from dantinox.config import UserError, overlay, settings_of
-from dantinox.config.flags import Parser, add_config_flags, value_of
-from dantinox.config.overlay import KEYS
-from dantinox.config.sections import FIELDS
-from dantinox.files import escape_name, quote
+from dantinox.config.flags import Parser, add_config_flags
+from dantinox.files import UserError, escape_name, quote
 
 if TYPE_CHECKING:
     from dantinox.generation.chat_session import Chat
@@ -33,12 +30,15 @@ def chat_flags(command: Parser) -> None:
     add_chat_template(command)
     command.add_argument("--system", default="", metavar="TEXT", help="the message that stands before the conversation")
     command.add_argument("--show_entropy", action="store_true", help="begin with /entropy on")
-    add_config_flags(command, ("generation", "router", "kv"))
+    used = ("system", "chat_template", "show_entropy", "max_new_tokens", "seed", "temperature", "top_k", "top_p", "min_p",
+            "repetition_penalty", "weights", "kv_dtype")  # fmt: skip
+    add_config_flags(command, ("generation", "router", "kv"), used)
 
 
 def chat(options: argparse.Namespace) -> int:
     """Runs the command; the exit code: 2 where a line of a pipe was a mistake."""
     settings = given_settings(options)
+    from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
@@ -67,6 +67,10 @@ def _help(talk: "Chat", rest: str) -> str:
 
 
 def _set(talk: "Chat", rest: str) -> str:
+    from dantinox.config import settings_of
+    from dantinox.config.flag_values import value_of
+    from dantinox.config.request_overlay import KEYS
+
     name, *words = _words(rest) or [""]
     if not name:
         raise UserError("/set needs the name of a setting: /set temperature 0.7")
@@ -78,6 +82,10 @@ def _set(talk: "Chat", rest: str) -> str:
 
 
 def _settings(talk: "Chat", rest: str) -> str:
+    from dantinox.config import settings_of
+    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.sections import FIELDS
+
     values = settings_of(talk.config)
     changed = {name: value for name, value in values.items() if value != FIELDS[KEYS[name]].default or name in talk.given}
     if talk.system:
@@ -296,6 +304,7 @@ def _session() -> Any:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
 
+    from dantinox.config.request_overlay import KEYS
     from dantinox.platform import cache_folder
 
     keys = KeyBindings()

@@ -1,4 +1,4 @@
-"""Helpers shared by several commands: the run argument, settings from flags, standard input, the compilation cache."""
+"""Helpers that several commands share: the run argument, settings from flags, standard input, the compilation cache."""
 
 import argparse
 import json
@@ -13,28 +13,32 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dantinox.config import Config, UserError
-from dantinox.config.flags import Parser, overrides
-from dantinox.config.yaml_files import flat_name
-from dantinox.files import check_writable
+from dantinox.config.flags import Parser
+from dantinox.config.help_pages import FlagSection
+from dantinox.config.names import flat_name
+from dantinox.config.packaged import DEFAULT_CONFIG
+from dantinox.files import UserError, check_writable
 
 if TYPE_CHECKING:
+    from dantinox.config import Config
     from dantinox.text import ChatTemplate, Tokenizer
 
-PROMPT_HELP = "- reads stdin but for its last line break (default: the run's training.sample_prompt)"
+CONFIG_HELP = f"YAML file, or name of a packaged config (default: {DEFAULT_CONFIG})"
+PROMPT_HELP = "- reads stdin without its last line break (default: the run's training.sample_prompt)"
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags of `generation`, `router` and `kv` by their names alone, as `overlay` takes them."""
+    """Returns the flags of `generation`, `router` and `kv` by setting name without section, as `overlay` expects them."""
+    from dantinox.config.flag_values import overrides
+
     return {flat_name(key): value for key, value in overrides(options).items()}
 
 
-def given_prompt(options: argparse.Namespace, base: Config) -> str:
-    """The text of --prompt, or of standard input without its last line break where that is -.
+def given_prompt(options: argparse.Namespace, base: "Config") -> str:
+    """Returns the text of --prompt, or standard input without its last line break if --prompt is `-`.
 
     Args:
-      base: the run's settings: without --prompt its samples' prompt, `training.sample_prompt`, or the line break that stands
-        for an empty one.
+      base: the run's settings. Without --prompt the result is `training.sample_prompt`, or a line break if that is empty.
     """
     if options.prompt is None:
         return base.training.sample_prompt or "\n"
@@ -45,34 +49,38 @@ def given_prompt(options: argparse.Namespace, base: Config) -> str:
     try:
         return re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 text: byte {error.start} is wrong") from None
+        raise UserError(f"standard input is not UTF-8 text: byte {error.start} is invalid") from None
 
 
-def add_run(command: Parser, text: str = "the run directory of the model") -> None:
-    """Adds RUN, which may also be given as --run_dir; `choose_run` reads both."""
+def add_run(command: Parser, text: str = "run directory of the model") -> None:
+    """Adds the argument RUN and the flag --run_dir; `choose_run` reads both."""
     command.add_argument("run_path", nargs="?", type=Path, metavar="RUN", help=text)
     command.add_argument("--run_dir", type=Path, metavar="RUN", help="another way to give RUN")
 
 
 def choose_run(options: argparse.Namespace) -> None:
-    """Puts the run of a command that has one into `run_dir`; none, or two, is an error."""
+    """Stores RUN or --run_dir in `run_dir`, for commands that have a run.
+
+    Raises:
+      UserError: neither or both are given.
+    """
     if not hasattr(options, "run_path"):
         return
     if options.run_path is not None and options.run_dir is not None:
-        raise UserError(f"RUN and --run_dir name a run each: {options.run_path} and {options.run_dir}")
+        raise UserError(f"RUN and --run_dir both name a run: {options.run_path} and {options.run_dir}")
     options.run_dir = options.run_path or options.run_dir
     if options.run_dir is None:
         raise UserError("a run directory is missing: give RUN, or --run_dir RUN")
 
 
-def add_chat_template(command: Parser, condition: str = "") -> None:
-    """Adds --chat_template, which `chosen_template` reads; `condition` begins its help."""
-    template = condition + "plain, chatml or a file of Jinja (default: the run's chat_template.jinja, if it has one)"
+def add_chat_template(command: Parser | FlagSection, condition: str = "") -> None:
+    """Adds --chat_template, which `chosen_template` reads; its help begins with `condition`."""
+    template = condition + "plain, chatml or a Jinja file (default: the run's chat_template.jinja, if it has one)"
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 
 def chosen_template(options: argparse.Namespace, own: Path | None, tokenizer: "Tokenizer") -> "ChatTemplate | None":
-    """The template of --chat_template, or the run's `own`."""
+    """Returns the template of --chat_template, or else the template of the run at the path `own`."""
     from dantinox.text import ChatTemplate
 
     if options.chat_template is not None:
@@ -81,7 +89,7 @@ def chosen_template(options: argparse.Namespace, own: Path | None, tokenizer: "T
 
 
 class _OneLine(logging.Filter):
-    """A jax plugin that cannot start, as one without its driver, is a line and not a traceback."""
+    """Shortens a log record with a traceback to one line, for jax plugins that cannot start (for example without a driver)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
@@ -91,7 +99,7 @@ class _OneLine(logging.Filter):
 
 
 def plain_warnings() -> None:
-    """Shows warnings, and what jax logs of a plugin, as one line."""
+    """Shows each warning, and each log record of jax about a plugin, as one line."""
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     log = logging.getLogger("jax._src.xla_bridge")
     if not log.filters:
@@ -99,7 +107,7 @@ def plain_warnings() -> None:
 
 
 def backend_problem() -> str | None:
-    """What is wrong with JAX_PLATFORMS, where jax finds no such device."""
+    """Returns an error about JAX_PLATFORMS if jax finds no such device, else None."""
     wanted = os.environ.get("JAX_PLATFORMS")
     if not wanted or "jax" not in sys.modules:
         return None
@@ -113,34 +121,34 @@ def backend_problem() -> str | None:
 
 
 def use_compilation_cache() -> None:
-    """`dantinox.platform.use_compilation_cache`, imported when it is needed: it imports jax."""
+    """Calls `dantinox.platform.use_compilation_cache`; the import is delayed because it loads jax."""
     from dantinox.platform import use_compilation_cache
 
     use_compilation_cache()
 
 
 def print_lines(lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
-    """Prints what `lines` makes for the width of the terminal, `width` where there is none."""
+    """Prints the lines for the width of the terminal, or for `width` without a terminal; returns the exit code 0."""
     for line in lines(shutil.get_terminal_size((width, 24)).columns):
         print(line, flush=True)
     return 0
 
 
 def print_result(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
-    """With --json a result, a dataclass or a mapping, as one JSON object, else `print_lines`."""
+    """Prints a result (a dataclass or a mapping) as one JSON object if --json is given, else as `lines`."""
     record = asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
     return print_lines(lambda columns: [json.dumps(record, ensure_ascii=False)] if options.json else lines(columns), width)
 
 
 def whole_number(text: str) -> int:
-    """A flag's value that counts something."""
+    """Parses the value of a flag that is a count."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {text!r}")
     return int(text)
 
 
 def check_plot(options: argparse.Namespace) -> None:
-    """Raises a UserError where --plot names what a picture cannot be written to."""
+    """Raises a UserError if --plot is given and is not a .png file that can be written."""
     if options.plot is not None and options.plot.suffix != ".png":
         raise UserError(f"--plot must name a .png file, got {options.plot}")
     if options.plot is not None:

@@ -1,4 +1,4 @@
-"""`dantinox generate`: flags, checks of their combinations, and output as text, JSON, trace or report."""
+"""`dantinox generate`: its flags, checks of their combinations, and output as text, JSON, trace or report."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dantinox.cli.common import (
     PROMPT_HELP,
@@ -19,47 +19,60 @@ from dantinox.cli.common import (
     use_compilation_cache,
     whole_number,
 )
-from dantinox.config import Config, UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.files import atomic_write, check_writable
+from dantinox.files import UserError, atomic_write, check_writable
 
-ALTERNATIVES = 10  # the likeliest tokens, listed with each token of a trace
+if TYPE_CHECKING:
+    from dantinox.config import Config
+
+ALTERNATIVES = 10  # most likely tokens, listed with each token of a trace
+
+
+MOST_USED = (
+    "prompt", "prompt_file", "chat", "max_new_tokens", "n", "seed", "stop", "greedy", "temperature", "top_k", "top_p", "min_p",
+    "repetition_penalty", "json", "report",
+)  # fmt: skip
 
 
 def generate_flags(command: Parser) -> None:
     add_run(command)
-    command.add_argument("--prompt", help=f"text to continue; {PROMPT_HELP}")
-    command.add_argument("--prompt_file", type=Path, help="a prompt per line, as text or as a JSON object with its settings")
-    command.add_argument(
-        "--chat", action="store_true", help="answer the prompt as a message, through the model's chat template"
+    prompt = command.section("prompt", "Prompts and chat templates")
+    prompt.add_argument("--prompt", help=f"text to continue; {PROMPT_HELP}")
+    prompt.add_argument(
+        "--prompt_file", type=Path, metavar="FILE", help="one prompt per line, as text or as a JSON object with its settings"
     )
-    command.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    add_chat_template(command, "with --chat: ")
-    command.add_argument(
-        "--parse_special",
-        action="store_true",
-        help="names of special tokens in a prompt, as <|im_start|>, stand for the tokens",
+    prompt.add_argument("--chat", action="store_true", help="answer the prompt as a chat message, with the chat template")
+    prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    add_chat_template(prompt, "with --chat: ")
+    prompt.add_argument(
+        "--parse_special", action="store_true", help="read names of special tokens in a prompt, as <|im_start|>, as the tokens"
     )
-    command.add_argument("--no_cache", action="store_true", help="the same as --use_cache false")
-    command.add_argument("--stream", action="store_true", default=None, help="print text as it comes (default: at a terminal)")
-    command.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
-    command.add_argument("--json", action="store_true", help="a JSON object per sample: index (of its prompt), seed, text, …")
-    command.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
-    command.add_argument(
-        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: the candidates too"
+    output = command.section("output", "Printed text, JSON, traces and reports")
+    output.add_argument(
+        "--stream", action="store_true", default=None, help="print text as it is generated (default: at a terminal)"
     )
-    command.add_argument("--echo", action="store_true", help="with --logprobs: the prompt's tokens too")
-    command.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line about every token")
-    command.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
-    command.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows every token's choice")
-    command.add_argument("--json_schema", type=Path, metavar="FILE", help="the text has to be JSON of this schema")
-    command.add_argument("--regex", metavar="R", help="the text has to match this regex, from its beginning to its end")
-    command.add_argument("--grammar", type=Path, metavar="FILE", help="the text has to follow this .lark or .gbnf grammar")
-    add_config_flags(command, ("generation", "router", "kv"))
+    output.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
+    output.add_argument(
+        "--json", action="store_true", help="print one JSON object per sample: index of its prompt, seed, text, …"
+    )
+    output.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
+    output.add_argument(
+        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: include the router's candidates"
+    )
+    output.add_argument("--echo", action="store_true", help="with --logprobs: include the prompt's tokens")
+    output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write one line about every token")
+    output.add_argument("--show_entropy", action="store_true", help="shade the text by the entropy of the model")
+    output.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows how each token was chosen")
+    constraints = command.section("constraints", "Constrained generation; give at most one")
+    constraints.add_argument("--json_schema", type=Path, metavar="FILE", help="generate JSON of this schema")
+    constraints.add_argument("--regex", metavar="R", help="generate text that matches this regex as a whole")
+    constraints.add_argument("--grammar", type=Path, metavar="FILE", help="generate text of this .lark or .gbnf grammar")
+    command.add_argument("--no_cache", action="store_true", help="same as --use_cache false")
+    add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command and returns its exit code."""
     settings = given_settings(options)
     if options.no_cache:
         if settings.get("use_cache"):
@@ -120,7 +133,7 @@ def generate(options: argparse.Namespace) -> int:
         documents = [trace_document(result, run.tokenizer) for result in results]
     try:
         if documents:
-            _write(documents, options)  # before the text: who reads that may leave early
+            _write(documents, options)  # before the text, because its reader may close the pipe early
     finally:
         if options.show_entropy:
             _show(documents)
@@ -134,13 +147,13 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _constraint(options: argparse.Namespace) -> Any:
-    """What the flags say that a text has to be, checked; None where they say nothing."""
+    """Returns the checked constraint of the flags, or None without one."""
     flags = {"--json_schema": options.json_schema, "--regex": options.regex, "--grammar": options.grammar}
     given = [flag for flag, value in flags.items() if value is not None]
     if not given:
         return None
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} each say what the text has to be: use one of them")
+        raise UserError(f"{' and '.join(given)} each constrain the text: use one of them")
     from dantinox.generation.constraints import MAX_SOURCE_BYTES, Constraint, check_constraint
 
     if options.regex is not None:
@@ -161,12 +174,12 @@ def _constraint(options: argparse.Namespace) -> Any:
 
 def _json_line(record: dict[str, Any], options: argparse.Namespace) -> str:
     if options.logprobs is None:
-        record.pop("logprobs", None)  # reported for the trace alone
+        record.pop("logprobs", None)  # only the trace uses them
     return json.dumps(record, ensure_ascii=False)
 
 
 def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
-    """Refuses outputs that exclude each other or cannot be written, before anything is generated."""
+    """Raises a UserError for outputs that exclude each other or cannot be written, before anything is generated."""
     if options.logprobs is not None and not as_json:
         raise UserError("--logprobs needs --json to print them")
     if options.echo and options.logprobs is None:
@@ -174,29 +187,29 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
     if options.show_candidates and (options.logprobs, options.trace, options.report) == (None, None, None):
         raise UserError("--show_candidates adds the router's candidates to --trace, --report or --logprobs: give one of them")
     if options.stream and as_json:
-        raise UserError("--stream prints text as it comes and cannot be combined with --json or --prompt_file")
+        raise UserError("--stream prints text as it is generated and excludes --json and --prompt_file")
     if options.show_entropy and (as_json or options.stream):
-        raise UserError("--show_entropy prints the finished text in its own way: leave --json, --prompt_file and --stream out")
+        raise UserError("--show_entropy excludes --json, --prompt_file and --stream: leave them out")
     if options.report is not None and options.report.suffix != ".html":
         raise UserError(f"--report must name a .html file, got {options.report}")
     for flag, path in (("--trace", options.trace), ("--report", options.report)):
         if path is not None:
             check_writable(path, flag)
     if options.trace and options.report and options.trace.resolve() == options.report.resolve():
-        raise UserError(f"--trace and --report both write {options.report}: give each a file of its own")
+        raise UserError(f"--trace and --report both write {options.report}: give two different files")
 
 
 def _check_chat(options: argparse.Namespace) -> None:
-    """Raises a UserError for flags of --chat without it, and for --chat with what it excludes."""
+    """Raises a UserError for flags that need --chat, and for flags that --chat excludes."""
     if options.chat and options.parse_special:
         raise UserError(
-            "--parse_special reads special tokens in a prompt, and --chat has the template write them: use one of them"
+            "--parse_special reads special tokens in a prompt, and with --chat the template writes them: use one of them"
         )
     if options.chat and options.prompt is None and options.prompt_file is None:
         raise UserError("--chat answers a message: give it as --prompt, or several in --prompt_file")
     for flag, value in (("--system", options.system), ("--chat_template", options.chat_template)):
         if value is not None and not options.chat:
-            raise UserError(f"{flag} belongs to a chat: give --chat too")
+            raise UserError(f"{flag} needs --chat")
 
 
 def _show(documents: list[dict[str, Any]]) -> None:
@@ -207,7 +220,7 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 
 def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """The reported samples as lines and as a page, whatever was asked for; both, even if one fails."""
+    """Writes the samples as --trace and --report ask; one that fails does not prevent the other."""
     from dantinox.report.page import page
     from dantinox.report.trace_file import trace_lines
 
@@ -218,8 +231,10 @@ def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None
             outputs.callback(atomic_write, options.report, page(documents))
 
 
-def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: Config) -> list[tuple[str, Config]]:
-    """Every prompt with its settings, which are laid over those of the run, `base`, and validated."""
+def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: "Config") -> "list[tuple[str, Config]]":
+    """Returns every prompt with its validated settings: those of the run, `base`, with the flags and the line applied."""
+    from dantinox.config import overlay
+
     config = overlay(base, settings, "command line")
     if options.prompt_file is None:
         return [(given_prompt(options, base), config)]

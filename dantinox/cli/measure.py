@@ -1,4 +1,4 @@
-"""`dantinox explain`, `calibrate`, `eval`, `info`, `plan` and `doctor`: flags and output."""
+"""`dantinox explain`, `calibrate`, `eval`, `info`, `plan` and `doctor`: their flags and output."""
 
 import argparse
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.cli.common import (
+    CONFIG_HELP,
     PROMPT_HELP,
     add_run,
     check_plot,
@@ -18,75 +19,94 @@ from dantinox.cli.common import (
     use_compilation_cache,
     whole_number,
 )
-from dantinox.config import UserError, overlay
-from dantinox.config.flags import Parser, add_config_flags, overrides
-from dantinox.config.sections import AXES, DistributedSection
-from dantinox.config.starting_config import DEFAULT
-from dantinox.config.yaml_files import load_training
-from dantinox.files import atomic_write, check_writable_folder
-from dantinox.report.console import steady_progress
+from dantinox.config.flags import Parser, add_config_flags
+from dantinox.config.packaged import DEFAULT_CONFIG
+from dantinox.files import UserError, atomic_write, check_writable_folder
 
 COUNT: dict[str, Any] = {"type": whole_number, "metavar": "N"}
-# Flag → what it belongs to, of router and kv or of the kinds of `eval` ("": all), and how it is read.
+# Flag → the kinds that have it (of `calibrate --what` or of `eval`; "": all), and arguments of `add_argument`.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
     "data_path": ("", {"type": Path, "metavar": "FILE", "help":
-        "the text (default: the run's own; router: its validation tokens, kv: its training tokens)"}),
-    "tokens": ("router", COUNT | {"help": "tokens to read at most (default: 32768)"}),
+        "text to read (default: the run's own; router: validation tokens, kv: training tokens)"}),
+    "tokens": ("router", COUNT | {"help": "maximum number of tokens to read (default: 32768)"}),
     "sequences": ("kv", COUNT | {"help": "sequences to read (default: 20)"}),
-    "length": ("kv", COUNT | {"help": "tokens of a sequence (default: the context, at most 512)"}),
+    "length": ("kv", COUNT | {"help": "tokens per sequence (default: the context, at most 512)"}),
     "no_loss": ("kv", {"action": "store_true", "default": None, "help":
-        "leave out what eviction costs each head, the longest part"}),
-    "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "take over what this file holds instead of measuring"}),
-    "output": ("kv", {"type": Path, "metavar": "FILE", "help": "where to write (default: RUN/kv_entropy.json)"}),
+        "skip the longest part, the measurement of the loss that eviction costs each head"}),
+    "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "copy the results of this file instead of measuring"}),
+    "output": ("kv", {"type": Path, "metavar": "FILE", "help": "file to write (default: RUN/kv_entropy.json)"}),
 }  # fmt: skip
 EVALUATE: Flags = {
     "lengths": ("ruler", COUNT | {"nargs": "+", "help": "tokens of a prompt with its answer (default: 2048 4096)"}),
-    "samples": ("ruler", COUNT | {"help": "of each task (default: 10)"}),
+    "samples": ("ruler", COUNT | {"help": "samples per task (default: 10)"}),
     "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
-        "less of everything: prompts, sequences, seeds, trials"}),
+        "use fewer prompts, sequences, seeds and trials"}),
     "out": ("sampling kv ruler", {"type": Path, "metavar": "DIR", "help":
-        "where CSV, Markdown and plot go (default: RUN/evaluation)"}),
-    "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help":
-        "some of them (default: all; kv: fewer above 10 M parameters)"}),
-    "tokens": ("sampling kv ppl", COUNT | {"help":
-        "sampling: of each continuation; kv: of each sequence (default: the context, or 512); ppl: of a text (all)"}),
-    "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "the run that judges (default: the same)"}),
-    "prompts": ("sampling", COUNT | {"help": "to test on, and as many to tune on; fewer by default above 10 M parameters"}),
-    "seeds": ("sampling", COUNT | {"help": "continuations of each prompt"}),
-    "trials": ("sampling", COUNT | {"help": "settings tried for each method"}),
-    "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help":
-        "shares of the slots that are kept (default: .5 .3 .2 .1; .5 .2 of ruler, and above 10 M parameters)"}),
-    "sequences": ("kv", COUNT | {"help": "sequences of text to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
+        "folder for the CSV, Markdown and plot files (default: RUN/evaluation)"}),
+    "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help": {
+        "sampling": "methods to compare (default: all)",
+        "kv": "methods to compare (default: all; fewer above 10 M parameters)",
+        "ruler": "methods to compare (default: all)"}}),
+    "tokens": ("sampling kv ppl", COUNT | {"help": {
+        "sampling": "tokens per continuation",
+        "kv": "tokens per sequence (default: the context, at most 512)",
+        "ppl": "tokens to read (default: all)"}}),
+    "reference": ("sampling", {"type": Path, "metavar": "RUN", "help": "run that judges the texts (default: the same run)"}),
+    "prompts": ("sampling", COUNT | {"help":
+        "prompts to test on, and as many to tune on (default: fewer above 10 M parameters)"}),
+    "seeds": ("sampling", COUNT | {"help": "continuations per prompt"}),
+    "trials": ("sampling", COUNT | {"help": "settings to try per method"}),
+    "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help": {
+        "kv": "fractions of the slots to keep (default: .5 .3 .2 .1; above 10 M parameters: .5 .2)",
+        "ruler": "fractions of the slots to keep (default: .5 .2)"}}),
+    "sequences": ("kv", COUNT | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
-        "the heads' measured signals (default: RUN/kv_entropy.json)"}),
+        "measured signals of the heads (default: RUN/kv_entropy.json)"}),
     "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
-        "of the compressed caches (default: auto)"}),
-    "data_path": ("sampling kv ppl ruler", {"metavar": "FILE", "help":
-        "the text, or what else data.path may name (default of sampling and kv: the run's own validation text; of ruler, which "
-        "makes essays of it: Python's manual)"}),
+        "precision of the compressed caches (default: auto)"}),
+    "data_path": ("sampling kv ppl ruler", {"metavar": "FILE", "help": {
+        "sampling": "text, or anything else that data.path may name (default: the run's own validation text)",
+        "kv": "text, or anything else that data.path may name (default: the run's own validation text)",
+        "ruler": "text to build essays from, or anything else that data.path may name (default: Python's manual)",
+        "ppl": "text to read, or anything else that data.path may name (required)"}}),
     "stride": ("ppl", COUNT | {"help": "tokens from one window to the next (default: half of a window)"}),
-    "context": ("ppl", COUNT | {"help": "tokens of a window (default: the model's context)"}),
-    "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help":
-        "tasks: of lm-evaluation-harness: tasks, groups, or YAML files; ruler: some of its 13 (default: all)"}),
-    "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "a folder of further tasks, whose code is run"}),
-    "limit": ("tasks", COUNT | {"help": "samples of each task (default: all)"}),
-    "shots": ("tasks", COUNT | {"help": "examples before each question (default: as each task has it)"}),
+    "context": ("ppl", COUNT | {"help": "tokens per window (default: the model's context)"}),
+    "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
+        "tasks": "tasks, groups or YAML files of lm-evaluation-harness (required)",
+        "ruler": "some of the 13 tasks (default: all)"}}),
+    "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
+    "limit": ("tasks", COUNT | {"help": "maximum number of samples per task (default: all)"}),
+    "shots": ("tasks", COUNT | {"help": "examples before each question (default: that of the task)"}),
     "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8"], "help":
-        "of the model (default: as the run's generation.weights)"}),
-    "tensor_parallel": ("ppl tasks", COUNT | {"help": "devices that share a layer (default: as the run's)"}),
+        "precision of the weights (default: the run's generation.weights)"}),
+    "tensor_parallel": ("ppl tasks", COUNT | {"help": "devices that share each layer (default: the run's)"}),
     "json": ("ppl tasks", {"action": "store_true", "default": None, "help": "print one JSON object"}),
 }  # fmt: skip
 
 
-def _add(command: Parser, flags: Flags) -> None:
-    for name, (of, reading) in flags.items():
-        one = of and " " not in of
-        command.add_argument(f"--{name}", **reading | {"help": (f"{of}: " if one else "") + reading["help"]})
+def _add(command: Parser, flags: Flags, kind: str = "") -> None:
+    """Adds flags; with a kind, the flags of the other kinds are hidden, so that `given` can refuse them by name."""
+    for name, (kinds, reading) in flags.items():
+        text = reading["help"]
+        if kind and kinds and kind not in kinds.split():
+            text = argparse.SUPPRESS
+        elif isinstance(text, dict):
+            text = text[kind]
+        elif not kind and kinds:
+            text = f"{kinds}: {text}"
+        command.add_argument(f"--{name}", **reading | {"help": text})
 
 
 def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
-    """The flags that were given; one that belongs to another kind is an error. `chosen`: the kind in words, as `--what kv`."""
+    """Returns the flags that were given.
+
+    Args:
+      chosen: the kind as it was written: `--what kv` or `eval kv`.
+
+    Raises:
+      UserError: a flag belongs to another kind.
+    """
     found = {name: getattr(options, name) for name in flags if getattr(options, name) is not None}
     for name in found:
         of = flags[name][0]
@@ -98,16 +118,17 @@ def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, A
 
 def explain_flags(command: Parser) -> None:
     add_run(command)
-    command.add_argument("--prompt", help=f"the text before the token; {PROMPT_HELP}")
-    command.add_argument("--show", type=whole_number, default=20, metavar="K", help="tokens to show (default: 20)")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps as well")
+    command.add_argument("--prompt", help=f"text before the token; {PROMPT_HELP}")
+    command.add_argument("--show", type=whole_number, default=20, metavar="K", help="number of tokens to show (default: 20)")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the steps")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(command, ("generation", "router"))
+    add_config_flags(command, ("generation", "router"), ("prompt", "show", "plot", "json", "temperature", "top_k", "top_p"))
 
 
 def explain(options: argparse.Namespace) -> int:
     check_plot(options)
     settings = given_settings(options)
+    from dantinox.config import overlay
     from dantinox.run import load_run_config, open_run
 
     base = load_run_config(open_run(options.run_dir))
@@ -124,16 +145,20 @@ def explain(options: argparse.Namespace) -> int:
 
 def calibrate_flags(command: Parser) -> None:
     add_run(command)
-    what = "router: the thresholds of --router_preset calibrated; kv: what a head's share of --kv_budget goes by"
+    what = "router: thresholds of --router_preset calibrated; kv: signals that set each head's share of --kv_budget"
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
     _add(command, CALIBRATE)
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    plot = "router: draw where the text and the strategies lie; kv: draw each head's entropy and what eviction costs it"
+    plot = "router: plot the text's tokens and the strategies; kv: plot the entropy and eviction cost of each head"
     command.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
 
 
 def calibration(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags of `calibrate` that were given; one without effect is an error."""
+    """Returns the flags of `calibrate` that were given.
+
+    Raises:
+      UserError: a flag has no effect.
+    """
     flags = given(options, CALIBRATE, f"--what {options.what}")
     for name in ("data_path", "sequences", "length", "no_loss"):
         if "from_results" in flags and name in flags:
@@ -145,6 +170,8 @@ def calibrate(options: argparse.Namespace) -> int:
     check_plot(options)
     flags = calibration(options)
     use_compilation_cache()
+    from dantinox.report.console import steady_progress
+
     if options.what == "router":
         from dantinox.measure.calibrate_router import calibrate_router
         from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
@@ -162,22 +189,29 @@ def calibrate(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], draw: Callable[[], bytes]) -> int:
-    """Prints what was found as JSON or as lines, and draws it where --plot asks for that."""
+    """Prints a result as JSON or as lines, and writes the plot of --plot."""
     print_result(options, found, lines)
     if options.plot is not None:
         atomic_write(options.plot, draw())
     return 0
 
 
+KIND_HELP = {
+    "sampling": "Compare samplers and the entropy router, all tuned with the same effort.",
+    "kv": "Compare compressed KV caches of equal size.",
+    "ruler": "Run the tasks of RULER through compressed KV caches.",
+    "ppl": "Measure the perplexity of a text in sliding windows.",
+    "tasks": "Run tasks of lm-evaluation-harness.",
+}
+
+
 def evaluate_flags(command: Parser) -> None:
-    what = (
-        "sampling: samplers and the entropy router, equally tuned; kv: compressed caches at equal size; "
-        "ruler: the tasks of RULER through compressed caches; ppl: the perplexity of a text, in windows that slide over it; "
-        "tasks: those of lm-evaluation-harness"
-    )
-    command.add_argument("what", choices=list(KINDS), help=what)
-    add_run(command)
-    _add(command, EVALUATE)
+    kinds = command.add_subparsers(metavar="kind", required=True, dest="what")
+    for kind, text in KIND_HELP.items():
+        one = kinds.add_parser(kind, help=text, description=text)
+        add_run(one)
+        _add(one, EVALUATE, kind)
+        one.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -185,12 +219,13 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    """A study of `dantinox.studies`: `evaluate_…` of its module, `…_lines` and `…_files` of its view."""
+    """Runs `evaluate_NAME` of a module of `dantinox.studies`, then `NAME_lines` and `NAME_files` of its view."""
     from dantinox.run import open_run
 
     name, out = options.what, flags.pop("out", open_run(options.run_dir).path / "evaluation")
     check_writable_folder(out, "--out")
     use_compilation_cache()
+    from dantinox.report.console import steady_progress
     from dantinox.report.plots import save_files
 
     study, view = import_module(f"dantinox.studies.{name}"), import_module(f"dantinox.studies.{name}_view")
@@ -206,6 +241,7 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
         raise UserError("eval ppl needs --data_path, the text to read")
     use_compilation_cache()
     from dantinox.measure.perplexity import measure_perplexity, perplexity_lines
+    from dantinox.report.console import steady_progress
 
     flags.pop("json", None)
     with steady_progress() as progress:
@@ -215,8 +251,9 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
 def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     if "tasks" not in flags:
-        raise UserError("eval tasks needs --tasks, names of tasks with commas between them")
+        raise UserError("eval tasks needs --tasks, task names separated by commas")
     use_compilation_cache()
+    from dantinox.report.console import steady_progress
     from dantinox.studies.tasks import evaluate_tasks, task_lines
 
     flags.pop("json", None)
@@ -231,8 +268,8 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 
 
 def info_flags(command: Parser) -> None:
-    add_run(command, "the run directory")
-    text = "the text that narrow weights are compared on (default: the run's own validation text)"
+    add_run(command, "run directory")
+    text = "text to compare quantized and bfloat16 weights on (default: the run's own validation text)"
     command.add_argument("--data_path", metavar="FILE", help=text)
 
 
@@ -244,38 +281,51 @@ def info(options: argparse.Namespace) -> int:
 
 
 def plan_flags(command: Parser) -> None:
-    command.add_argument("--config", type=Path, default=DEFAULT, help=f"a YAML file, or a packaged config (default: {DEFAULT})")
-    names = "cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips as gpu:h100:8 and tpu:v5e:4x4"
-    command.add_argument("--topology", metavar="NAME", help=f"{names} (default: the machine at hand)")
-    axes = "how its chips share a training, as data=4,fsdp=64; again for another one to compare (default: `distributed`)"
+    command.add_argument(
+        "--config",
+        type=Path,
+        default=DEFAULT_CONFIG,
+        metavar="FILE",
+        help=CONFIG_HELP,
+    )
+    names = "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips: gpu:h100:8, tpu:v5e:4x4"
+    command.add_argument("--topology", metavar="NAME", help=f"{names} (default: this machine)")
+    axes = "mesh of its chips, as data=4,fsdp=64; repeat the flag to compare meshes (default: the settings of distributed)"
     command.add_argument("--mesh", action="append", type=mesh_of, metavar="AXIS=N,…", help=axes)
     command.add_argument("--batch", type=whole_number, default=1, metavar="N", help="prompts to generate from (default: 1)")
-    command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens of a prompt (default: what --new leaves)")
+    command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens per prompt (default: context minus --new)")
     new = "tokens to generate (default: max_new_tokens, at most half of the context)"
     command.add_argument("--new", type=whole_number, metavar="N", help=new)
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(command)
+    used = ("config", "topology", "mesh", "batch", "prompt", "new", "json", "dim", "num_blocks", "max_context", "batch_size")
+    add_config_flags(command, most_used=used)
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """The sizes of `data=4,fsdp=64`; an axis that is not named has one device, or for fsdp all that the others leave."""
+    """Parses mesh axis sizes like `data=4,fsdp=64`. The default of an axis is 1, and for fsdp all remaining devices."""
+    from dantinox.config.sections import AXES, DistributedSection
+
     named: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if axis not in AXES or axis in named or not re.fullmatch(r"[1-9]\d{0,8}", size):
-            raise argparse.ArgumentTypeError(f"must be sizes of {', '.join(AXES)}, as data=4,fsdp=64, got {text}")
+            raise argparse.ArgumentTypeError(f"must be sizes of {', '.join(AXES)}, like data=4,fsdp=64, got {text}")
         named[axis] = int(size)
     return {axis: getattr(DistributedSection(), axis) for axis in AXES} | named
 
 
 def plan(options: argparse.Namespace) -> int:
+    from dantinox.config.flag_values import overrides
+    from dantinox.config.yaml_files import load_training
+
     config = load_training(options.config, overrides(options))
     import jax
 
     if options.topology is not None:
-        jax.config.update("jax_platforms", "cpu")  # a machine one does not have is not looked for
+        jax.config.update("jax_platforms", "cpu")  # jax must not look for the target device here
     from dantinox.measure.plan import make_plan, plan_lines
     from dantinox.measure.topology import find_topology
+    from dantinox.report.console import steady_progress
     from dantinox.training.resume import trained_vocab_size
     from dantinox.training.step import TrainStep
 

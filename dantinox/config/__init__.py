@@ -1,12 +1,30 @@
-"""Typed settings, their YAML files and their command-line flags. No module here imports jax."""
+"""Typed settings, their YAML files and their command-line flags. No module here imports jax.
 
-from dantinox.config.generation_settings import GenerationSection
-from dantinox.config.kv_settings import KVSection
-from dantinox.config.model import ExpertsConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
-from dantinox.config.overlay import overlay, settings_of, with_generation
-from dantinox.config.sections import Config, DataSection, TokenizerSection
-from dantinox.config.yaml_files import build_config, differences, dump_config, json_schema, load_config
+The names below are imported when first used: help pages and flags need no pydantic, which takes most of an import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dantinox.files import UserError
+
+if TYPE_CHECKING:
+    from dantinox.config.generation_settings import GenerationSection
+    from dantinox.config.kv_settings import KVSection
+    from dantinox.config.model import ExpertsConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
+    from dantinox.config.request_overlay import overlay, settings_of, with_generation
+    from dantinox.config.sections import Config, DataSection, TokenizerSection
+    from dantinox.config.yaml_files import build_config, differences, dump_config, json_schema, load_config
+
+_MODULES = {
+    "yaml_files": ("build_config", "differences", "dump_config", "json_schema", "load_config"),
+    "generation_settings": ("GenerationSection",),
+    "kv_settings": ("KVSection",),
+    "model": ("ExpertsConfig", "LatentConfig", "LoraConfig", "ModelConfig", "RopeScaling"),
+    "request_overlay": ("overlay", "settings_of", "with_generation"),
+    "sections": ("Config", "DataSection", "TokenizerSection"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Config",
@@ -29,3 +47,11 @@ __all__ = [
     "settings_of",
     "with_generation",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dantinox.config' has no attribute {name!r}")
+    found = getattr(import_module(f"dantinox.config.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found

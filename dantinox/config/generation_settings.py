@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, Seed, Strings, field
-from dantinox.config.prerequisites import Needs
+from dantinox.config.prerequisites import Condition, Needs, nonempty, one_of
 from dantinox.config.sampling_steps import CHAIN, EDITS, PENALTIES, STEERED, STEPS, StepSettings, Tokens, is_digits
 
 GREEDY_BELOW = 1e-5  # a temperature
@@ -32,7 +32,7 @@ class _Request(Section):
     n: Annotated[int, Field(ge=1, le=4096)] = field(1, "samples per prompt")
     seed: Seed | None = field(None, "seed of the draws (null: a fresh one per call, reported)")
     stop: Strings = field((), "strings that end the text")
-    keep_stop: Annotated[bool, Needs(("generation.stop", bool), ("generation.stop_token_ids", bool))] = field(
+    keep_stop: Annotated[bool, Needs(("generation.stop", nonempty), ("generation.stop_token_ids", nonempty))] = field(
         False, "keep the stop string or token in the text"
     )
     stop_token_ids: Tokens = field((), "tokens that end the text as the end token does: ids, or texts of one token")
@@ -41,15 +41,20 @@ class _Request(Section):
     weights: Literal["auto", "float32", "bfloat16", "int8"] = field(
         "auto", "precision of the weights while decoding (auto: the compute dtype of the run)"
     )
-    products: Annotated[
-        Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", ("bfloat16", "int8").__contains__))
-    ] = field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")
+    products: Annotated[Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("bfloat16", "int8")))] = (
+        field("auto", "what narrow weights are multiplied in (auto: bfloat16 where it is the faster one, measured once)")
+    )
     tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
     greedy: bool = field(False, "always the most likely token")
     strategy: Annotated[
         Literal["chain", "entropy"],
         Needs(("generation.greedy", False)),
-        Needs(("generation.temperature", lambda temperature: temperature >= GREEDY_BELOW)),
+        Needs(
+            (
+                "generation.temperature",
+                Condition(f"is at least {GREEDY_BELOW:g}", lambda temperature: temperature >= GREEDY_BELOW),
+            )
+        ),
     ] = field("chain", "who sets temperature, top_k, top_p and min_p: this section, or the entropy router token by token")
     preset: Annotated[Preset, *CHAIN] = field("default", "whose order the steps run in; it sets no values")
     sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *CHAIN] = field(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, field
-from dantinox.config.prerequisites import Needs, given
+from dantinox.config.prerequisites import Needs, differs, given
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
 AVERAGES = ("snapkv+ema", "expected_attention", "kvzip")  # policies with a moving average of attention while decoding
@@ -55,9 +55,9 @@ class KVSection(Section):
     grouping: Annotated[Literal["max", "mean", "min"], BUDGET, Needs(*BY_HEAD, ("kv.decay", "entropy"))] = field(
         "max", "how a key head's entropy, coverage or distance comes from those of its query heads"
     )
-    calibration: Annotated[
-        str | None, BUDGET, Needs(("kv.signal", lambda signal: signal != "uniform"), ("kv.decay", "entropy"))
-    ] = field(None, "the file of the measured signals (null: the run's kv_entropy.json)")
+    calibration: Annotated[str | None, BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))] = field(
+        None, "the file of the measured signals (null: the run's kv_entropy.json)"
+    )
 
     @property
     def has_budget(self) -> bool:

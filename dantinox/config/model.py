@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dantinox.config.base import Conflict, Count, CountOrZero, NonNegative, Positive, Section, as_tuple, field
-from dantinox.config.prerequisites import Needs, given
+from dantinox.config.prerequisites import Needs, differs, given, nonempty
 from dantinox.files import UserError
 
 Position = Literal["rope", "learned", "sinusoidal", "none"]
@@ -77,7 +77,7 @@ class ModelSection(Section):
     v_norm: bool = field(False, "RMS-normalise the values of each head, without a learned scale")
     layer_scalar: bool = field(False, "the output of each layer is multiplied by a learned number")
     per_layer_dim: CountOrZero = field(0, "size of the embedding of a token that each layer reads besides its input (0: none)")
-    double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", lambda count: count != 0))] = field(
+    double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", differs(0)))] = field(
         False, "the dense or shared feed-forward layers of attention.kv_shared_layers have twice the width"
     )
     scan_layers: bool = field(
@@ -89,8 +89,8 @@ class ModelSection(Section):
 
 
 EXPERTS = Needs(("moe.use_moe", True))
-SHARED = Needs(("moe.shared_experts", lambda count: count != 0))
-GROUPS = Needs(("moe.n_groups", lambda count: count != 1))
+SHARED = Needs(("moe.shared_experts", differs(0)))
+GROUPS = Needs(("moe.n_groups", differs(1)))
 
 
 class MoESection(Section):
@@ -114,7 +114,7 @@ class MoESection(Section):
     dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), EXPERTS] = field(
         (), "layers, from 0, with a dense feed-forward layer in place of experts"
     )
-    dense_hidden_dim: Annotated[Count | None, EXPERTS, Needs(("moe.dense_layers", lambda layers: layers != ()))] = field(
+    dense_hidden_dim: Annotated[Count | None, EXPERTS, Needs(("moe.dense_layers", nonempty))] = field(
         None, "feed-forward width of dense_layers (null: the width of an expert)"
     )
     expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
@@ -141,7 +141,7 @@ class MoESection(Section):
 
 SLIDING = Needs(("attention.sliding_window", True))
 LATENT = Needs(("attention.kv_lora_rank", given))
-SCALED = Needs(("attention.rope_scaling", lambda kind: kind != "none"))
+SCALED = Needs(("attention.rope_scaling", differs("none")))
 LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
 LONGROPE = Needs(("attention.rope_scaling", "longrope"))
 PROPORTIONAL = Needs(("attention.rope_scaling", "proportional"))

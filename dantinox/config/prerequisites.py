@@ -1,32 +1,68 @@
 """Prerequisites of settings, and the settings that are inactive because a prerequisite is missing.
 
-The marks stand on the types of the settings. An inactive flag or argument is refused, one in a file is reported in a line.
+The marks are part of the types of the settings. An inactive setting is refused in a flag or an argument, and reported in one
+line in a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dantinox.files import quote
 
-Wanted = object  # a value, or a test of one
+
+class Condition:
+    """A test of a setting's value, with the words for it: `is set`."""
+
+    def __init__(self, words: str, holds: Callable[[Any], bool]):
+        self.words, self.holds = words, holds
+
+    def __call__(self, value: Any) -> bool:
+        return self.holds(value)
+
+
+given = Condition("is set", lambda value: value is not None)
+nonzero = Condition("is not 0", bool)
+nonempty = Condition("is not empty", bool)
+
+
+def equals(value: object) -> Condition:
+    """A condition: the setting has this value."""
+    return Condition(f"is {worded(value)}", lambda found: found == value)
+
+
+def differs(value: object) -> Condition:
+    """A condition: the setting has another value."""
+    return Condition(f"is not {worded(value)}", lambda found: found != value)
+
+
+def one_of(*values: object) -> Condition:
+    """A condition: the setting has one of these values."""
+    return Condition(f"is {' or '.join(map(worded, values))}", lambda found: found in values)
 
 
 class Needs:
-    """Without what a setting has no effect, as a mark on its type: one of these others must have such a value.
+    """Marks the type of a setting that has no effect unless one of `others` has the value it must have.
 
-    Of several marks on one setting each must hold.
+    If a setting has several marks, each must hold.
     """
 
-    def __init__(self, *others: tuple[str, Wanted]):
-        """`others`: dotted path and the value that it must have, or a test of its value."""
-        self.others = others
+    def __init__(self, *others: tuple[str, object]):
+        """`others`: the dotted path of a setting, and the value that it must have or a `Condition`."""
+        self.others = tuple((key, want if isinstance(want, Condition) else equals(want)) for key, want in others)
 
     def met(self, value_of: Callable[[str], object]) -> bool:
-        return any(want(value_of(key)) if callable(want) else value_of(key) == want for key, want in self.others)
+        return any(want(value_of(key)) for key, want in self.others)
 
-
-def given(value: object) -> bool:
-    """A test for `Needs`: the setting is not null."""
-    return value is not None
+    def __str__(self) -> str:
+        """`training.optimizer is adamw or muon`; settings with the same condition share its words."""
+        keys: dict[str, list[str]] = {}
+        words: dict[str, list[str]] = {}
+        for key, want in self.others:
+            words.setdefault(key, []).append(want.words)
+        for key, wanted in words.items():
+            same = wanted[0] + "".join(f" or {text.removeprefix('is ')}" for text in wanted[1:])
+            keys.setdefault(same, []).append(key)
+        return " or ".join(f"{' or '.join(names)} {same}" for same, names in keys.items())
 
 
 def inactive_settings(

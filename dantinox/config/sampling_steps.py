@@ -7,7 +7,7 @@ section there.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as factory
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, Section, as_tuple, field
-from dantinox.config.prerequisites import Needs
+from dantinox.config.prerequisites import Condition, Needs, differs, equals, nonempty, nonzero
 
 TINY = 1.1754943508222875e-38  # the smallest normal float32
 
@@ -98,7 +98,7 @@ class Step:
       function: where its name is not that of the step.
     """
 
-    on: dict[str, Callable[[Any], bool]]
+    on: dict[str, Condition]
     arguments: dict[str, str] = factory(default_factory=dict)
     reads: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
@@ -113,20 +113,13 @@ class Step:
         return (*self.arguments.values(), *self.beside)
 
 
-def positive(value: float | None) -> bool:
-    return value is not None and value > 0
-
-
-def below_one(value: float | None) -> bool:
-    return value is not None and value < 1
-
-
-def not_one(value: object) -> bool:
-    return bool(value != 1)
+positive = Condition("is above 0", lambda value: value is not None and value > 0)
+below_one = Condition("is below 1", lambda value: value is not None and value < 1)
+not_one = differs(1)
 
 
 CHAIN = (Needs(("generation.strategy", "chain")),)
-RANGED = (Needs(("generation.repetition_range", lambda tokens: tokens > 1)),)
+RANGED = (Needs(("generation.repetition_range", Condition("is above 1", lambda tokens: tokens > 1))),)
 
 
 class StepSettings(Section):
@@ -201,11 +194,13 @@ STEERING = ("mirostat", "mirostat_tau", "mirostat_eta")
 # In the order of the edits and of the preset `default`.
 STEPS: dict[str, Step] = {
     "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*TEXT, "run_S"), group="edit"),
-    "logit_bias": Step({"logit_bias": bool}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
-    "sequence_bias": Step({"sequence_bias": bool}, {}, (*TEXT, *WORDS, "bias_W"), ("sequence_bias",), SPOKEN | BIASES, "edit"),
-    "allowed_tokens": Step({"allowed_tokens": bool}, {}, ("ids_S",), ("allowed_tokens",), IDS, "edit"),
-    "banned_tokens": Step({"banned_tokens": bool}, {}, ("ids_S",), ("banned_tokens",), IDS, "edit", function="ban"),
-    "bad_words": Step({"bad_words": bool}, {}, (*TEXT, *WORDS), ("bad_words",), SPOKEN, "edit"),
+    "logit_bias": Step({"logit_bias": nonempty}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
+    "sequence_bias": Step(
+        {"sequence_bias": nonempty}, {}, (*TEXT, *WORDS, "bias_W"), ("sequence_bias",), SPOKEN | BIASES, "edit"
+    ),
+    "allowed_tokens": Step({"allowed_tokens": nonempty}, {}, ("ids_S",), ("allowed_tokens",), IDS, "edit"),
+    "banned_tokens": Step({"banned_tokens": nonempty}, {}, ("ids_S",), ("banned_tokens",), IDS, "edit", function="ban"),
+    "bad_words": Step({"bad_words": nonempty}, {}, (*TEXT, *WORDS), ("bad_words",), SPOKEN, "edit"),
     "min_tokens": Step(
         {"min_tokens": positive},
         {"n": "min_tokens"},
@@ -221,7 +216,7 @@ STEPS: dict[str, Step] = {
         group="penalty",
     ),
     "presence_frequency_penalty": Step(
-        {"presence_penalty": bool, "frequency_penalty": bool},
+        {"presence_penalty": nonzero, "frequency_penalty": nonzero},
         {"presence": "presence_penalty", "frequency": "frequency_penalty"},
         ("count_V",),
         ("presence_scope",),
@@ -257,15 +252,13 @@ STEPS: dict[str, Step] = {
         given={"u": (Fraction, None), "protected_ids": (Tokens, ())},
     ),
     "mirostat_v1": Step(
-        {"mirostat": lambda version: version == 1},
+        {"mirostat": equals(1)},
         reads=("mu", "size"),
         beside=STEERING,
         given={"mu": (Finite, None), "m": (Count, 100)},
         cuts="likeliest",
     ),
-    "mirostat_v2": Step(
-        {"mirostat": lambda version: version == 2}, {}, ("mu", "rest"), STEERING, {"mu": (Finite, None)}, cuts="likeliest"
-    ),
+    "mirostat_v2": Step({"mirostat": equals(2)}, {}, ("mu", "rest"), STEERING, {"mu": (Finite, None)}, cuts="likeliest"),
 }
 EDITS = tuple(name for name, step in STEPS.items() if step.group == "edit")
 PENALTIES = tuple(name for name, step in STEPS.items() if step.group == "penalty")

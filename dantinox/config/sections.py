@@ -37,7 +37,7 @@ from dantinox.config.model import (
     model_conflicts,
     uneven_keys,
 )
-from dantinox.config.prerequisites import Needs, given, inactive_settings
+from dantinox.config.prerequisites import Condition, Needs, differs, given, inactive_settings, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import needs_of
 from dantinox.files import UserError
@@ -72,12 +72,10 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     return any(".jsonl" in part or not PLAIN_FILE.search(part) for part in parts)
 
 
-def is_list(paths: object) -> bool:
-    return isinstance(paths, tuple)
-
-
+is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
+has_records = Condition("may contain JSON Lines", may_hold_records)
 HUB = Needs(("data.dataset_source", "huggingface"))
-CHAT = Needs(("training.objective", lambda objective: objective != "next_token"))  # conversations, not text
+CHAT = Needs(("training.objective", differs("next_token")))  # conversations, not text
 
 
 class DataSection(Section):
@@ -102,7 +100,7 @@ class DataSection(Section):
     )
     text_field: Annotated[
         str,
-        Needs(*((f"data.{key}", may_hold_records) for key in ("path", "val_path"))),
+        Needs(*((f"data.{key}", has_records) for key in ("path", "val_path"))),
         Needs(("training.objective", "next_token")),
     ] = field("text", "the field of a JSON Lines record that holds the text")
     dataset_source: Literal["local", "huggingface"] = field(
@@ -113,9 +111,7 @@ class DataSection(Section):
     streaming: Annotated[bool, HUB] = field(False, "huggingface: read it as it comes, without a copy in the library's cache")
 
 
-def is_address(coordinator: object) -> bool:
-    """Whether processes are to be told who they are."""
-    return coordinator not in (None, "auto")
+is_address = Condition("is an address", lambda coordinator: coordinator not in (None, "auto"))
 
 
 class TrainingSection(Section):
@@ -137,7 +133,7 @@ class TrainingSection(Section):
     )
     lr: Positive = field(3e-4, "peak learning rate (muon: of all that is no hidden matrix)")
     muon_lr: Annotated[Positive, Needs(("training.optimizer", "muon"))] = field(0.02, "peak learning rate of Muon's matrices")
-    min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", lambda schedule: schedule != "constant"))] = field(
+    min_lr_ratio: Annotated[Fraction, Needs(("training.schedule", differs("constant")))] = field(
         0.1, "last learning rate as a share of the peak"
     )
     warmup_steps: CountOrZero | None = field(
@@ -148,17 +144,17 @@ class TrainingSection(Section):
         0.2, "wsd: share of the steps spent in the final decay"
     )
     weight_decay: NonNegative = field(0.1, "decoupled decay, on matrices only")
-    beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", lambda kind: kind != "adafactor"))] = field(
+    beta1: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", differs("adafactor")))] = field(
         0.9, "AdamW, Lion: decay of the first moment; sgd: Nesterov momentum"
     )
-    beta2: Annotated[
-        float, Field(ge=0, lt=1), Needs(("training.optimizer", lambda kind: kind in ("adamw", "muon", "lion")))
-    ] = field(0.95, "AdamW: decay of the second moment; Lion: of its momentum")
+    beta2: Annotated[float, Field(ge=0, lt=1), Needs(("training.optimizer", one_of("adamw", "muon", "lion")))] = field(
+        0.95, "AdamW: decay of the second moment; Lion: of its momentum"
+    )
     ema: Annotated[float, Field(ge=0, lt=1)] = field(
         0.0, "decay of a moving average of the weights, which is what is evaluated, sampled and exported; 0: none"
     )
     grad_clip: NonNegative = field(1.0, "largest global gradient norm; 0 switches clipping off")
-    z_loss: Annotated[NonNegative, Needs(("training.objective", lambda objective: objective != "dpo"))] = field(
+    z_loss: Annotated[NonNegative, Needs(("training.objective", differs("dpo")))] = field(
         0.0, "weight of the squared log-normaliser penalty"
     )
     eval_every: Count = field(250, "steps between evaluations")

@@ -7,7 +7,6 @@ from dantinox.config.sections import FIELDS
 from dantinox.config.yaml_files import build_config
 from dantinox.files import quote
 
-DEFAULT = "quickstart"
 ESSENTIAL = {
     "model": ("dim", "n_heads", "kv_heads", "num_blocks", "max_context"),
     "tokenizer": ("tokenizer_type", "vocab_size"),

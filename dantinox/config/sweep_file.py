@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.config.sections import FIELDS, Config
-from dantinox.config.starting_config import DEFAULT
 from dantinox.config.yaml_files import REQUEST, allowed, build_training, did_you_mean, find_config, nearest_key, read_yaml
 from dantinox.files import UserError, escape_name, quote
 
@@ -56,7 +56,7 @@ def load_sweep(path: str | Path) -> Sweep:
     choices = list(_grid(tree, where) if kind == "grid" else _random(tree, where))
     runs_dir = tree.get("runs_dir")
     _must(runs_dir is None or (isinstance(runs_dir, str) and runs_dir), "runs_dir must be a path", where, "runs_dir")
-    build = _base(tree.get("base", DEFAULT), path, where)
+    build = _base(tree.get("base", DEFAULT_CONFIG), path, where)
     trials = []
     for number, chosen in enumerate(choices, 1):
         name = f"trial_{number:03d}"

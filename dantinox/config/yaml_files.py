@@ -14,42 +14,16 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model import OF_WEIGHTS
-from dantinox.config.sections import FIELDS, SECTIONS, UNCHECKED, Config, flat, idle, without
+from dantinox.config.names import ALIASES, OTHER_NAMES, flat_name
+from dantinox.config.packaged import CONFIGS
+from dantinox.config.reference import PREREQUISITES, type_in_words
+from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, flat, idle, without
 from dantinox.files import UserError, escape_name, quote, read_text
 
 INHERITED = ("model", "moe", "attention", "tokenizer")  # from the run that a training starts from
 REQUEST = ("generation", "router", "kv")  # the sections that a request may change: no weight depends on them
 
 MAX_FILE_BYTES = 1 << 20
-CONFIGS = Path(__file__).parents[1] / "configs"
-ALIASES = {
-    "generation.max_generations": "generation.max_new_tokens",
-    "logging.eval_iters": "training.eval_every",
-    "data.dataset_name": "data.path",
-}
-
-
-def flat_name(key: str) -> str:
-    """What a setting is called without its section, as a flag and as an argument: `lr`, but `kv_budget`."""
-    section, _, name = key.partition(".")
-    return f"kv_{name}" if section == "kv" else name
-
-
-# What other programs call our settings, where the spelling gives no hint.
-OTHER_NAMES = {
-    "learning_rate": "training.lr",
-    "max_steps": "training.steps",
-    "max_iters": "training.steps",
-    "gradient_accumulation_steps": "training.grad_accum",
-    "n_layers": "model.num_blocks",
-    "n_embd": "model.dim",
-    "hidden_size": "model.dim",
-    "block_size": "model.max_context",
-    "max_tokens": "generation.max_new_tokens",
-}
-
-
-WORDS = {"null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number"}
 
 
 class _Refused(yaml.MarkedYAMLError):
@@ -319,7 +293,12 @@ def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
 
 def json_schema() -> str:
     """The JSON Schema of the YAML files, for editors."""
-    return json.dumps(Config.model_json_schema(), indent=1) + "\n"
+    schema = Config.model_json_schema()
+    for section, kind in SECTIONS.items():
+        for name, content in schema["$defs"][kind.__name__]["properties"].items():
+            if needs := NEEDS[f"{section}.{name}"]:
+                content[PREREQUISITES] = [str(need) for need in needs]
+    return json.dumps(schema, indent=1) + "\n"
 
 
 @cache  # every command with settings describes them all
@@ -327,38 +306,7 @@ def allowed(key: str) -> str:
     """What a setting may be, in words, from its declaration: `a number in [0, 1], or null`."""
     field = FIELDS[key]
     annotation: Any = field.rebuild_annotation()
-    return _in_words(TypeAdapter(annotation).json_schema())
-
-
-def _in_words(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return ", or ".join(_in_words(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return "one of " + ", ".join(str(v) for v in schema["enum"])
-    if "const" in schema:
-        return str(schema["const"])
-    kind = schema.get("type")
-    if "pattern" in schema:
-        return "a file name of letters, digits, - and _ and ."
-    if kind == "array":
-        pair = schema.get("prefixItems")
-        return " and ".join(map(_in_words, pair)) if pair else f"a list (each {_in_words(schema['items'])})"
-    if kind == "object":
-        return f"a mapping (each {_in_words(schema['additionalProperties'])})"
-    words = WORDS[kind or ""]
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    if high is not None and high >= 2**31 - 1:
-        return f"{words} in [{low}, 2^{(high + 1).bit_length() - 1})"
-    if (low is not None or above is not None) and (high is not None or below is not None):
-        left = f"[{low:g}" if low is not None else f"({above:g}"
-        right = f"{high:g}]" if high is not None else f"{below:g})"
-        return f"{words} in {left}, {right}"
-    if low is not None:
-        return f"{words} ≥ {low:g}"
-    if above is not None:
-        return f"{words} > {above:g}"
-    return words
+    return type_in_words(TypeAdapter(annotation).json_schema())
 
 
 def nearest_key(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from dantinox.config import UserError
-from dantinox.config.yaml_files import flat_name
+from dantinox.config.names import flat_name
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 

@@ -12,7 +12,8 @@ import yaml
 from dantinox import cli
 from dantinox.cli.common import given_prompt
 from dantinox.config import UserError, build_config, dump_config, load_config
-from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.flag_values import overrides
+from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.sections import FIELDS
 from dantinox.config.starting_config import starting_config
 from dantinox.config.yaml_files import load_training
@@ -82,7 +83,7 @@ def test_without_a_prompt_it_is_that_of_the_runs_samples():
     assert given_prompt(SimpleNamespace(prompt=None), build_config({})) == "\n"
 
 
-@pytest.mark.parametrize(("dest", "format", "words"), [("o.gguf", "hf", "makes a folder"), ("o", "gguf", "makes a .gguf file")])
+@pytest.mark.parametrize(("dest", "format", "words"), [("o.gguf", "hf", "a folder"), ("o", "gguf", "a .gguf file")])
 def test_a_format_that_the_name_contradicts_is_refused(dest, format, words, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path), str(tmp_path / dest), "--format", format]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / dest).exists()
@@ -101,7 +102,7 @@ def test_a_run_is_given_by_place_or_by_flag(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"), [([], "a run directory is missing"), (["A", "--run_dir", "B"], "name a run each: A and B")]
+    ("argv", "words"), [([], "a run directory is missing"), (["A", "--run_dir", "B"], "both name a run: A and B")]
 )
 def test_a_run_that_is_missing_or_given_twice(argv, words, capsys):
     for command in ("generate", "chat", "serve", "info", "verify", "explain"):
@@ -109,11 +110,11 @@ def test_a_run_that_is_missing_or_given_twice(argv, words, capsys):
 
 
 def test_only_the_flags_of_the_chosen_command_are_built(monkeypatch, capsys):
-    monkeypatch.setattr("dantinox.config.flags.allowed", lambda key: pytest.fail("no command has settings here"))
+    monkeypatch.setattr("dantinox.config.flags.setting_records", lambda: pytest.fail("no command has settings here"))
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"    {name}" in out for name in cli.COMMANDS)
+    assert all(f"  {name} " in out for name in cli.COMMANDS)
     with pytest.raises(SystemExit):
         cli.main(["verify", "--help"])
     assert "--accept" in capsys.readouterr().out

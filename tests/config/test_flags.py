@@ -5,7 +5,8 @@ import argparse
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.flag_values import overrides
+from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.yaml_files import FIELDS
 
 
@@ -136,7 +137,7 @@ def test_every_setting_has_a_flag_with_help(capsys):
     for key, field in FIELDS.items():
         assert field.description in str(flags[f"--{key}"].help).replace("%%", "%")
     with pytest.raises(SystemExit) as done:
-        parser.parse(["--help"])
+        parser.parse(["--help-all"])
     assert done.value.code == 0
     assert "--lr V" in capsys.readouterr().out
 

@@ -14,7 +14,8 @@ from dantinox.config import (
     load_config,
     overlay,
 )
-from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.flag_values import overrides
+from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.generation_settings import PRESETS, ROUTED, kobold_order, step_order, steps_on
 from dantinox.config.router_settings import RouterSection, bases_of
 from dantinox.config.sampling_steps import SETTINGS, STEPS
@@ -353,7 +354,7 @@ def test_what_is_set_in_layers():
 
 def test_request_settings_has_every_setting_of_a_request():
     """The typed keyword arguments are the settings that `overlay` takes; `n` decides on the type of what is returned."""
-    from dantinox.config.overlay import KEYS
+    from dantinox.config.request_overlay import KEYS
     from dantinox.config.request_settings import RequestSettings
 
     assert RequestSettings.__annotations__.keys() == {name for name in KEYS if name != "n"}

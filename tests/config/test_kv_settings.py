@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from dantinox.cli import generate, measure
 from dantinox.cli.common import given_settings
 from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
-from dantinox.config.flags import Parser, add_config_flags, overrides
+from dantinox.config.flag_values import overrides
+from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.sections import RUN_FILES, idle
 
 OFF = "has no effect while kv.budget is null and kv.budget_tokens is null"

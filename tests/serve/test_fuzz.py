@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from dantinox.config.overlay import KEYS
+from dantinox.config.request_overlay import KEYS
 from dantinox.serve.app import make_app
 from dantinox.serve.options import Options
 from dantinox.serve.protocols.native import GenerateBody

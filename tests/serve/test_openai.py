@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, overlay
-from dantinox.config.overlay import KEYS
+from dantinox.config.request_overlay import KEYS
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable

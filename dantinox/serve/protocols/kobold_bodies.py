@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from dantinox.config import GenerationSection
-from dantinox.config.overlay import KEYS
+from dantinox.config.request_overlay import KEYS
 from dantinox.config.sampling_steps import is_digits
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.limits import SAMPLES

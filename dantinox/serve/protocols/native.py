@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from dantinox.config import UserError
 from dantinox.config.generation_settings import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
-from dantinox.config.overlay import settings_of
+from dantinox.config.request_overlay import settings_of
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import STEPS
 from dantinox.config.sections import Config

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from dantinox.config.overlay import KEYS
+from dantinox.config.request_overlay import KEYS
 from dantinox.files import escape_name, quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError

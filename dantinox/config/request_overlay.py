@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from dantinox.config.generation_settings import ROUTED
+from dantinox.config.names import ALIASES, flat_name
 from dantinox.config.sections import FIELDS, Config, flat, idle, without
-from dantinox.config.yaml_files import ALIASES, REQUEST, check_text, did_you_mean, flat_name, merge, nearest_key, report
+from dantinox.config.yaml_files import REQUEST, check_text, did_you_mean, merge, nearest_key, report
 from dantinox.files import UserError, escape_name
 
 # Name alone → dotted path.

@@ -16,7 +16,7 @@ from dantinox import cli, files
 from dantinox.cli import generate as generating
 from dantinox.config import UserError, build_config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 AROUND = "è€😀b\nca"  # what the model of `run_dir` says after "a", again and again
 SUMMARY = (
     r"\d+ prompt \+ \d+ new tokens, first token [\d.]+ s, [\d.]+ tok/s, compile [\d.]+ s, seed (\d+|\[.*\])(, cache .*)?\n"
@@ -377,7 +377,7 @@ def test_a_context_too_short_is_one_warning(generate):
     [
         (["--topp", "0.9"], ["unknown flag --topp", "top_p"]),
         (["--temprature=1"], ["unknown flag --temprature", "temperature"]),
-        (["more"], ["name a run each: more and"]),
+        (["more"], ["both name a run: more and"]),
         (["--top_p", "1.7"], ["generation.top_p", "[0, 1]", "1.7"]),
         (["--top_p", "x"], ["generation.top_p", "'x'"]),
         (["--top_k", "1.5"], ["generation.top_k", "integer"]),

@@ -1,0 +1,79 @@
+"""The values of command-line flags, as settings."""
+
+import argparse
+import contextlib
+import json
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from dantinox.config.names import ALIASES, flat_name
+from dantinox.config.sections import FIELDS
+from dantinox.config.yaml_files import parse_value
+from dantinox.files import UserError
+
+
+def overrides(namespace: argparse.Namespace) -> dict[str, object]:
+    """Returns the settings given as flags: dotted path → value.
+
+    Raises:
+      UserError: a flag without a section names a setting of two sections.
+    """
+    found: dict[str, object] = {}
+    for dest, given in vars(namespace).items():
+        kind, colon, name = dest.partition(":")
+        if given is None or not colon or kind not in ("config", "ambiguous"):
+            continue
+        if kind == "ambiguous":
+            paths = [key for key in FIELDS if flat_name(key) == name]
+            raise UserError(f"--{name} is a key of two sections: write {' or '.join('--' + path for path in paths)}")
+        found[name] = _value(ALIASES.get(name, name), given)
+    return found
+
+
+def value_of(key: str, words: list[str]) -> object:
+    """Returns the value of a setting (dotted path) from the words after its flag.
+
+    Raises:
+      UserError: there are several words, and the setting has one value.
+    """
+    kinds = _members(FIELDS[key].annotation)
+    if any(get_origin(kind) in (tuple, dict) for kind in kinds):
+        return _value(key, words)
+    if len(words) > 1:
+        raise UserError(f"{flat_name(key)} takes one value, got {len(words)}: quote a value that contains spaces")
+    return _value(key, words[0])
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Returns the alternatives of a type, without Annotated and None."""
+    while hasattr(annotation, "__metadata__"):
+        annotation = annotation.__origin__
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(m for option in get_args(annotation) for m in _members(option))
+    return () if annotation is type(None) else (annotation,)
+
+
+def _value(key: str, given: str | list[str]) -> Any:
+    kinds = _members(FIELDS[key].annotation)
+    if isinstance(given, list):
+        if len(given) == 1 and given[0].lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError, RecursionError):  # JSON, as in the body of a request
+                found = json.loads(given[0])
+                strings = isinstance(found, list) and found and all(isinstance(item, str) for item in found)
+                if strings or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
+                    return found  # a list of strings may contain the string `[1]` or `[]`
+        texts = [_unescape(text) for text in given] if key.startswith("generation.") else given
+        if len(texts) > 1 or str not in kinds:
+            return texts
+        given = texts[0]
+    optional = type(None) in get_args(FIELDS[key].annotation)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if str in kinds or (float not in kinds and any(isinstance(word, str) for word in words)):
+        return None if optional and given == "null" else given
+    return parse_value(given)
+
+
+def _unescape(text: str) -> str:
+    """Replaces backslash-n with a line break, and likewise \\t, \\r and \\\\."""
+    pieces = [piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r") for piece in text.split("\\\\")]
+    return "\\".join(pieces)

@@ -1,0 +1,289 @@
+"""Help in layers: the first page of a command, the page of one section of its flags, and all pages together."""
+
+import argparse
+import difflib
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dantinox.config.names import flat_name
+from dantinox.config.reference import SettingRecord, section_titles
+from dantinox.config.setting_groups import GROUPS
+from dantinox.files import UserError, escape_name
+
+COMMAND = "command"  # the section of the flags that belong to no other one
+COLUMN = 24  # where descriptions begin
+WIDEST = 110
+
+
+class FlagSection:
+    """Flags of a command that help shows together under a name."""
+
+    def __init__(self, parser: "LayeredParser", name: str, title: str):
+        self.title = title
+        self.actions: list[argparse.Action] = []
+        self._parser, self._group = parser, parser.add_argument_group(name, title)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Adds a flag, as `argparse.ArgumentParser.add_argument`."""
+        self._parser.flags += names
+        self.actions.append(self._group.add_argument(*names, **options))
+        return self.actions[-1]
+
+
+class LayeredParser(argparse.ArgumentParser):
+    """An ArgumentParser with help in layers that abbreviates nothing.
+
+    Attributes:
+      flags: all flags that were added, with their dashes.
+      sections: the command's own flags by section.
+      own: the command's own flags that are in no section.
+      settings: dotted path (of a setting or an alias) → its record and flag.
+      most_used: the flags of the first layer of help, without dashes; empty: every flag that is not a setting.
+    """
+
+    def __init__(self, **options: Any):
+        self.flags: list[str] = []
+        self.sections: dict[str, FlagSection] = {}
+        self.own: list[argparse.Action] = []
+        self.settings: dict[str, tuple[SettingRecord, argparse.Action]] = {}
+        self.most_used: tuple[str, ...] = ()
+        super().__init__(allow_abbrev=False, add_help=False, **options)
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="show this help, or one section")
+        self.add_argument("--help-all", action=_Help, nargs=0, help=argparse.SUPPRESS)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        self.flags += names
+        self.own.append(super().add_argument(*names, **options))
+        return self.own[-1]
+
+    def add_subparsers(self, **options: Any) -> Any:
+        found = super().add_subparsers(**options)
+        self.own.append(found)
+        return found
+
+    def section(self, name: str, title: str) -> FlagSection:
+        """Returns a new section of the command's own flags."""
+        self.sections[name] = FlagSection(self, name, title)
+        return self.sections[name]
+
+    def section_names(self) -> list[str]:
+        """Returns the names that `--help` accepts: sections, and groups of settings."""
+        titles = _titles(self)
+        return [*titles, *(key for key, group in GROUPS.items() if group.section in titles)]
+
+    def format_help(self) -> str:
+        return first_page(self)
+
+
+class _Help(argparse.Action):
+    """`--help`, `--help SECTION` and `--help-all`: prints a page and exits."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        assert isinstance(parser, LayeredParser)
+        if option_string == "--help-all":
+            text = all_pages(parser)
+        else:
+            text = section_page(parser, values) if values else first_page(parser)
+        print(text, end="")
+        parser.exit()
+
+
+def first_page(parser: LayeredParser) -> str:
+    """Returns usage, the most used flags with their defaults, and the list of sections."""
+    lines = [*textwrap.wrap(_usage(parser), _width(), subsequent_indent=" " * 9), ""]
+    lines += [*textwrap.wrap(parser.description or "", _width()), ""]
+    commands = _subcommands(parser)
+    positional = [action for action in parser.own if not action.option_strings and not _is_commands(action)]
+    lines += [line for action in positional for line in _own_entry(action)]
+    lines += [""] * bool(positional)
+    if commands:
+        lines += ["commands:", *(line for name, text in commands.items() for line in _entry(f"  {name}", text)), ""]
+    titles = _titles(parser)
+    layered = bool(parser.settings or parser.sections)
+    lines += ["most used flags:" if layered else "flags:"]
+    lines += [line for entry in _most_used(parser) for line in entry]
+    if layered:
+        lines += ["", f"sections ({parser.prog} --help SECTION shows one, --help-all shows every flag):"]
+        lines += [line for name, title in titles.items() for line in _entry(f"  {name} ({_count(parser, name)})", title)]
+    elif commands:
+        lines += ["", f"{parser.prog} {next(iter(commands))} --help describes a command, here {next(iter(commands))}."]
+    return _joined(lines)
+
+
+def section_page(parser: LayeredParser, name: str) -> str:
+    """Returns the flags of a section or of a group of settings, with type or choices, range, default and prerequisites.
+
+    On a parser of several commands `name` is a command, and its first page is returned.
+
+    Raises:
+      UserError: the command has no such section; the error lists those that it has.
+    """
+    choices = next((action.choices for action in parser.own if isinstance(action, argparse._SubParsersAction)), {})
+    if isinstance(choices.get(name), LayeredParser):
+        return first_page(choices[name])
+    titles = _titles(parser)
+    group = GROUPS.get(name)
+    if name in titles or (group is not None and group.section in titles):
+        return _joined(_section_lines(parser, name))
+    if not titles:
+        raise UserError(f"{parser.prog} has no sections of help: leave {escape_name(name)} out")
+    near = difflib.get_close_matches(name, parser.section_names(), 1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    raise UserError(f"no section {escape_name(name)} of {parser.prog}{hint} (the sections are {', '.join(titles)})")
+
+
+def all_pages(parser: LayeredParser) -> str:
+    """Returns the first page and the pages of all sections."""
+    pages = [_section_lines(parser, name) for name in _titles(parser)]
+    return first_page(parser) + "".join("\n" + _joined(page) for page in pages)
+
+
+def setting_entry(record: SettingRecord, flag: str = "") -> list[str]:
+    """Returns the lines about a setting: flag (or name) and help, then type, range, default and prerequisites."""
+    needs = "; needs " + " and ".join(record.prerequisites) if record.prerequisites else ""
+    detail = f"{record.type}; default: {record.default_text}{needs}"
+    return [*_entry(f"  {flag or record.name}", record.help), *_wrapped(detail, COLUMN + 2)]
+
+
+def _section_lines(parser: LayeredParser, name: str) -> list[str]:
+    group = GROUPS.get(name)
+    titles = _titles(parser)
+    if name not in titles and group is not None:
+        of = f"; a group of {group.section}; each also as --{group.section}.NAME:"
+        return [f"{name}: {group.title}{of}", *_setting_lines(parser, group.section, name)]
+    lines = [f"{name}: {titles[name]}"]
+    if name in parser.sections or name == COMMAND:
+        actions = parser.sections[name].actions if name in parser.sections else _unsectioned(parser)
+        return lines + [line for action in actions for line in _own_entry(action)]
+    lines[0] += f"; each also as --{name}.NAME:"
+    groups = list(dict.fromkeys(record.group for record, _ in parser.settings.values() if record.section == name))
+    for key in groups:
+        lines += ["", f" {key}: {GROUPS[key].title}"] if key else []
+        lines += _setting_lines(parser, name, key)
+    aliases = [(path, pair) for path, pair in parser.settings.items() if path != pair[0].key and path.startswith(f"{name}.")]
+    lines += ["", " other names:"] if aliases else []
+    for path, (record, _) in aliases:
+        lines += _entry(f"  --{flat_name(path)}", f"alias of --{flat_name(record.key)}")
+    return lines
+
+
+def _setting_lines(parser: LayeredParser, section: str, group: str) -> Iterator[str]:
+    for path, (record, action) in parser.settings.items():
+        if path == record.key and (record.section, record.group) == (section, group):
+            yield from setting_entry(record, _names(action))
+
+
+def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
+    own = {action.option_strings[-1].lstrip("-"): action for action in _own(parser) if action.option_strings}
+    settings = {flag.lstrip("-"): record for record, action in parser.settings.values() for flag in action.option_strings}
+    titled = bool(parser.settings or parser.sections)
+    for name in parser.most_used or [name for name, action in own.items() if action.help != argparse.SUPPRESS]:
+        if name in own:
+            yield _own_entry(own[name]) if name != "help" or titled else _entry("  --help", "show this help")
+        else:
+            record = settings[name]
+            default = "" if "(null:" in record.help and record.default is None else f" (default: {record.default_text})"
+            yield _entry(f"  --{name} {_metavar(record)}", record.help + default)
+
+
+def _titles(parser: LayeredParser) -> dict[str, str]:
+    """Returns the sections that `--help` accepts, each with its title and the groups in it."""
+    if not parser.settings and not parser.sections:
+        return {}
+    found = {name: section.title for name, section in parser.sections.items()}
+    found |= {COMMAND: "Other flags of this command" if found else "Flags of this command"} if _unsectioned(parser) else {}
+    for name, title in section_titles().items():
+        if any(record.section == name for record, _ in parser.settings.values()):
+            groups = [key for key, group in GROUPS.items() if group.section == name]
+            found[name] = title.rstrip(".") + (f" (groups: {', '.join(groups)})" if groups else "")
+    return found
+
+
+def _count(parser: LayeredParser, name: str) -> int:
+    if name in parser.sections:
+        return len(parser.sections[name].actions)
+    if name == COMMAND:
+        return len(_unsectioned(parser))
+    return sum(path == record.key and record.section == name for path, (record, _) in parser.settings.items())
+
+
+def _own(parser: LayeredParser) -> list[argparse.Action]:
+    """Returns all flags that are not settings, and the positional arguments."""
+    return [*parser.own, *(action for section in parser.sections.values() for action in section.actions)]
+
+
+def _unsectioned(parser: LayeredParser) -> list[argparse.Action]:
+    return [action for action in parser.own if action.option_strings and action.help != argparse.SUPPRESS]
+
+
+def _subcommands(parser: LayeredParser) -> dict[str, str]:
+    for action in parser.own:
+        if isinstance(action, argparse._SubParsersAction):
+            return {choice.dest: choice.help or "" for choice in action._choices_actions}
+    return {}
+
+
+def _usage(parser: LayeredParser) -> str:
+    words = ["usage:", parser.prog]
+    for action in parser.own:
+        if _is_commands(action):
+            words.append(str(action.metavar or "command").upper())
+        elif not action.option_strings:
+            many = action.nargs in ("+", "*")
+            name = f"{action.metavar or action.dest.upper()}{' …' if many else ''}"
+            words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
+        elif action.required:
+            words.append(_names(action))
+    return " ".join([*words, "[flags]"])
+
+
+def _is_commands(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
+
+
+def _names(action: argparse.Action) -> str:
+    """Returns the flag as help shows it, without the path of a setting that has a short flag."""
+    long = [name for name in action.option_strings if name.startswith("--")]
+    flag = next((name for name in long if "." not in name), long[0])
+    if action.nargs == 0:
+        return flag
+    metavar = action.metavar if isinstance(action.metavar, str) else None
+    value = metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper())
+    value += " …" if action.nargs in ("+", "*") else ""
+    return f"{flag} [{value}]" if action.nargs == "?" else f"{flag} {value}"
+
+
+def _metavar(record: SettingRecord) -> str:
+    return {"one": "V", "many": "V …", "switch": "[V]"}[record.arity]
+
+
+def _own_entry(action: argparse.Action) -> list[str]:
+    name = _names(action) if action.option_strings else str(action.metavar or action.dest)
+    return _entry(f"  {name}", action.help or "")
+
+
+def _entry(name: str, text: str) -> list[str]:
+    lines = list(_wrapped(text, COLUMN))
+    if len(name) <= COLUMN - 2 and lines:
+        return [name.ljust(COLUMN) + lines[0].lstrip(), *lines[1:]]
+    return [name, *lines]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    space = " " * indent
+    return textwrap.wrap(text, _width(), initial_indent=space, subsequent_indent=space, break_long_words=False)
+
+
+def _width() -> int:
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), WIDEST)
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "\n".join(line.rstrip() for line in lines) + "\n"

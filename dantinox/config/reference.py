@@ -1,0 +1,145 @@
+"""Every setting as a record, read from `configs/schema.json`: help pages, searches and documentation need no pydantic."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from dantinox.config.names import ALIASES, flat_name
+from dantinox.config.setting_groups import GROUP_OF
+
+SCHEMA = Path(__file__).parents[1] / "configs" / "schema.json"
+PREREQUISITES = "x-prerequisites"  # the key of the schema that holds them
+TYPE_NAMES = {
+    "null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number",
+}  # fmt: skip
+
+
+class SettingRecord(NamedTuple):
+    """A setting.
+
+    Attributes:
+      section: the YAML section, as `training`.
+      group: the group inside the section, as `optimizer`; empty in a section without groups.
+      name: the key in the YAML file, as `lr`.
+      type: the type with its range or choices, as `number > 0` or `integer in [1, 2^31), or null`.
+      range: the range of a number alone, as `> 0`; empty for other types.
+      choices: the values of an enumeration.
+      default: the default as JSON has it (a tuple is a list).
+      prerequisites: conditions on other settings; the setting has no effect unless all of them hold.
+      help: one line that describes the setting.
+      aliases: other dotted paths that set it.
+      arity: how many words its flag takes: `one`, `many`, or `switch` for a flag that may stand alone.
+    """
+
+    section: str
+    group: str
+    name: str
+    type: str
+    range: str
+    choices: tuple[str, ...]
+    default: Any
+    prerequisites: tuple[str, ...]
+    help: str
+    aliases: tuple[str, ...]
+    arity: Literal["one", "many", "switch"]
+
+    @property
+    def key(self) -> str:
+        """The dotted path, as `training.lr`."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """The short flag, as `--lr`. A name that two sections have needs the dotted path instead."""
+        return f"--{flat_name(self.key)}"
+
+    @property
+    def default_text(self) -> str:
+        """The default as one writes it in YAML."""
+        is_plain = isinstance(self.default, str) and self.default.isprintable() and self.default
+        return self.default if is_plain else json.dumps(self.default, ensure_ascii=False)
+
+
+@cache
+def setting_records() -> tuple[SettingRecord, ...]:
+    """Returns every setting in the order of the YAML sections."""
+    schema = _schema()
+    aliases: dict[str, list[str]] = {}
+    for old, new in ALIASES.items():
+        aliases.setdefault(new, []).append(old)
+    return tuple(
+        _record(section, name, content, tuple(aliases.get(f"{section}.{name}", ())))
+        for section, definition in _sections(schema).items()
+        for name, content in definition["properties"].items()
+    )
+
+
+@cache
+def section_titles() -> dict[str, str]:
+    """Returns section → what it holds, in one sentence."""
+    return {section: definition["description"].split("\n")[0] for section, definition in _sections(_schema()).items()}
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    return found
+
+
+def _sections(schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: schema["$defs"][part["$ref"].rpartition("/")[2]] for name, part in schema["properties"].items()}
+
+
+def _record(section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]) -> SettingRecord:
+    options = [option for option in content.get("anyOf", [content]) if option.get("type") != "null"]
+    number = len(options) == 1 and options[0].get("type") in ("integer", "number") and "enum" not in options[0]
+    words = type_in_words(content)
+    only_boolean = [option.get("type") for option in content.get("anyOf", [content])] == ["boolean"]
+    is_list = any(option.get("type") in ("array", "object") for option in options)
+    return SettingRecord(
+        section,
+        GROUP_OF.get(f"{section}.{name}", ""),
+        name,
+        re.sub(r"\b(?:an?|one of) ", "", words),
+        type_in_words(options[0]).partition(" ")[2].removeprefix("integer").removeprefix("number").strip() if number else "",
+        tuple(str(value) for option in options for value in option.get("enum", ())),
+        content.get("default"),
+        tuple(content.get(PREREQUISITES, ())),
+        content["description"],
+        aliases,
+        "many" if is_list else "switch" if only_boolean else "one",
+    )
+
+
+def type_in_words(schema: dict[str, Any]) -> str:
+    """Returns the values that a JSON schema allows, in words: `a number in [0, 1], or null`."""
+    if "anyOf" in schema:
+        return ", or ".join(type_in_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(v) for v in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type")
+    if "pattern" in schema:
+        return "a file name of letters, digits, - and _ and ."
+    if kind == "array":
+        pair = schema.get("prefixItems")
+        return " and ".join(map(type_in_words, pair)) if pair else f"a list (each {type_in_words(schema['items'])})"
+    if kind == "object":
+        return f"a mapping (each {type_in_words(schema['additionalProperties'])})"
+    words = TYPE_NAMES[kind or ""]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if high is not None and high >= 2**31 - 1:
+        return f"{words} in [{low}, 2^{(high + 1).bit_length() - 1})"
+    if (low is not None or above is not None) and (high is not None or below is not None):
+        left = f"[{low:g}" if low is not None else f"({above:g}"
+        right = f"{high:g}]" if high is not None else f"{below:g})"
+        return f"{words} in {left}, {right}"
+    if low is not None:
+        return f"{words} ≥ {low:g}"
+    if above is not None:
+        return f"{words} > {above:g}"
+    return words
