@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import dantinox
-from dantinox.cli import COMMANDS, _parser
+from dantinox.cli import COMMANDS, command_parser
+from dantinox.config.names import ALIASES, flat_name
 from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS, Config
-from dantinox.config.yaml_files import ALIASES, allowed, flat_name, parse_value
+from dantinox.config.yaml_files import allowed, parse_value
 
 Rows = Iterable[tuple[str, ...]]
 
@@ -264,6 +265,8 @@ EXAMPLES = {
     "plot": "dantinox plot runs/first runs/second --by tokens --out losses.png",
     "profile": "dantinox profile runs/quickstart --generate",
     "doctor": "dantinox doctor",
+    "settings": "dantinox settings temperature",
+    "completion": "dantinox completion bash > ~/.local/share/bash-completion/completions/dantinox",
 }
 
 
@@ -275,17 +278,33 @@ def commands_index() -> str:
 @cache
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The complete parser of one command."""
-    whole = _parser(name)
-    subparsers = next(action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
-    return subparsers.choices[name]
+    return command_parser(name)
+
+
+def subcommands(name: str) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands of a command, as those of `eval`."""
+    found = [action.choices for action in parser_of(name)._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
+def own_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The arguments of a command that are not settings."""
+    return [
+        action
+        for action in parser._actions
+        if not action.dest.startswith(("config:", "ambiguous:")) and action.help is not argparse.SUPPRESS
+    ]
 
 
 def command_page(name: str) -> str:
     """The page of a command: usage, an example, its own arguments, and the settings that are flags of it."""
-    own = [action for action in parser_of(name)._actions if not action.dest.startswith(("config:", "ambiguous:"))]
+    own = own_arguments(parser_of(name))
     text = f"# dantinox {name}\n\n{COMMANDS[name][2]}\n\n## Usage\n\n{block('text', usage(name, own))}"
     text += f"\n## Example\n\n{block('sh', EXAMPLES[name])}\n## Arguments\n\n"
     text += table(("argument", "meaning"), [(spelling(action), meaning(action)) for action in own])
+    for kind, parser in subcommands(name).items():
+        text += f"\n## {name} {kind}\n\n{parser.description}\n\n"
+        text += table(("argument", "meaning"), [(spelling(action), meaning(action)) for action in own_arguments(parser)])
     settings = [action for action in parser_of(name)._actions if action.dest.startswith("config:")]
     if settings:
         text += "\n## Settings\n\nThese settings are flags too. Their pages list types, ranges and defaults.\n\n"

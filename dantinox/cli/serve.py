@@ -91,7 +91,7 @@ def serve(options: argparse.Namespace) -> int:
         print(f"{name} is loaded; compiling its programs", file=sys.stderr, flush=True)
 
         def ready() -> None:
-            print(f"{name} is served at {where} (web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
+            print(f"{name} is served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
         return run_server(make_app(engine, server_options), engine, listener, server_options.limits, ready)
 

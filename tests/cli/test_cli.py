@@ -401,8 +401,8 @@ def test_a_context_too_short_is_one_warning(generate):
         (["--chat"], ["--chat answers a message", "--prompt"]),
         (["--chat", "--prompt", "a"], ["has no chat template", "--chat_template"]),
         (["--chat", "--prompt", "a", "--parse_special"], ["--parse_special", "--chat", "use one of them"]),
-        (["--prompt", "a", "--system", "b"], ["--system belongs to a chat", "--chat"]),
-        (["--prompt", "a", "--chat_template", "plain"], ["--chat_template belongs to a chat", "--chat"]),
+        (["--prompt", "a", "--system", "b"], ["--system needs --chat"]),
+        (["--prompt", "a", "--chat_template", "plain"], ["--chat_template needs --chat"]),
         (["--logprobs", "3"], ["--logprobs needs --json"]),
         (["--json", "--logprobs", "-3"], ["--logprobs", "-3"]),
         (["--json", "--logprobs", "260"], ["logprobs", "260"]),
@@ -679,7 +679,7 @@ def test_a_config_to_start_from(dantinox, tmp_path, monkeypatch):
     assert all(" # " in line for line in lines if line.startswith("  "))
     code, out, _ = dantinox("train", "--config", "new.yaml", "--dry_run", *TINY)
     assert code == 0 and "4 steps of 2 × 16 tokens" in out
-    assert_one_sentence(dantinox("init", "new.yaml"), "new.yaml is there already")
+    assert_one_sentence(dantinox("init", "new.yaml"), "new.yaml already exists")
     assert_one_sentence(dantinox("init", "gone/new.yaml"), "cannot write gone/new.yaml")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dantinox
-from dantinox.cli import COMMANDS, _parser
+from dantinox.cli import COMMANDS, command_parser
 from dantinox.config import Config
 from dantinox.report.metric_files import COLUMNS
 from dantinox.run import RunDirectory
@@ -36,10 +36,11 @@ def settings():
 
 def flags():
     for name in COMMANDS:
-        subparsers = next(one for one in _parser(name)._actions if isinstance(one, argparse._SubParsersAction))
+        parser = command_parser(name)
+        kinds = [one.choices.values() for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
         yield "commands/index.md", f"[`{name}`]"
         yield f"commands/{name}.md", f"# dantinox {name}\n"
-        for action in subparsers.choices[name]._actions:
+        for action in (action for one in (parser, *(kinds[0] if kinds else ())) for action in one._actions):
             for flag in action.option_strings if action.help is not argparse.SUPPRESS else ():
                 yield f"commands/{name}.md", re.compile(rf"`{flag}\b")
 

@@ -218,8 +218,6 @@ def test_a_run_that_is_not_there(serve, tmp_path):
 
 
 def test_help_needs_no_server():
-    code = (
-        "import sys; from dantinox import cli; cli._parser('serve'); print({'jax', 'uvicorn', 'starlette'} & set(sys.modules))"
-    )
+    code = "import sys; from dantinox.cli import command_parser; command_parser('serve'); print({'jax', 'uvicorn', 'starlette'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n"

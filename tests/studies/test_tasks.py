@@ -105,7 +105,7 @@ def test_without_the_library(run_dir, monkeypatch, capsys):
     assert first.startswith("error: eval tasks needs lm-evaluation-harness") and first.endswith(
         "pip install 'dantinox[lm-eval]'"
     )
-    assert second == "error: eval tasks needs --tasks, names of tasks with commas between them"
+    assert second == "error: eval tasks needs --tasks, task names separated by commas"
 
 
 @pytest.fixture(scope="module")
