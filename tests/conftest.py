@@ -1,4 +1,4 @@
-"""What tests of several rooms use: a run directory to generate from."""
+"""Fixtures for tests of several packages: a run directory to generate from."""
 
 import ctypes
 import gc

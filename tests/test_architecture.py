@@ -1,4 +1,4 @@
-"""The house rules that a program can check: imports run one way and never in a circle, nothing unsafe reads a file."""
+"""Checks the package layout: imports go one way and never in a cycle, and no file is read unsafely."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dantinox"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# A room may import what stands in an earlier tier. `cli` and the public API import all.
+# A package may import packages of earlier tiers. `cli` and the public API import all.
 TIERS = (
     {"files"},
     {"config"},
@@ -24,19 +24,19 @@ TIERS = (
     {"studies", "serve"},
     {"cli", "__init__", "__main__"},
 )
-TIER_OF = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
+TIER_OF = {package: number for number, packages in enumerate(TIERS) for package in packages}
 ALSO_ALLOWED = {("interop", "run"), ("__main__", "cli")}
-FORBIDDEN = {("generation", "interop"), ("training", "interop")}  # formats of other programs
+FORBIDDEN = {("generation", "interop"), ("training", "interop")}  # they must not depend on foreign formats
 
 
-def room_of(path: Path) -> str:
-    """`model` for dantinox/model/attention.py, `config` for a file dantinox/config.py."""
+def package_of(path: Path) -> str:
+    """Returns `model` for dantinox/model/attention.py, `files` for dantinox/files.py."""
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
 
 def imported_modules(path: Path, source: str) -> set[str]:
-    """The dotted name of every module a file imports, anywhere in it; `from a import b` gives a.b too."""
+    """Returns the dotted name of every module that a file imports, at any level; `from a import b` adds a and a.b."""
     package = ["dantinox", *path.relative_to(PACKAGE).parts[:-1]]
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -49,19 +49,20 @@ def imported_modules(path: Path, source: str) -> set[str]:
     return found
 
 
-def rooms_imported(path: Path, source: str) -> set[str]:
+def imported_packages(path: Path, source: str) -> set[str]:
     parts = [module.split(".") for module in imported_modules(path, source)]
-    return {name[1] for name in parts if name[0] == "dantinox" and len(name) > 1 and name[1] in TIER_OF} - {room_of(path)}
+    return {name[1] for name in parts if name[0] == "dantinox" and len(name) > 1 and name[1] in TIER_OF} - {package_of(path)}
 
 
-def wrong_arrows(path: Path, source: str) -> set[tuple[str, str]]:
-    room = room_of(path)
+def forbidden_imports(path: Path, source: str) -> set[tuple[str, str]]:
+    """Returns the pairs (importing package, imported package) that the layout forbids."""
+    package = package_of(path)
     return {
-        (room, other)
-        for other in rooms_imported(path, source)
-        if (TIER_OF[other] >= TIER_OF[room] or (room, other) in FORBIDDEN)
-        and (room, other) not in ALSO_ALLOWED
-        and room != "__init__"
+        (package, other)
+        for other in imported_packages(path, source)
+        if (TIER_OF[other] >= TIER_OF[package] or (package, other) in FORBIDDEN)
+        and (package, other) not in ALSO_ALLOWED
+        and package != "__init__"
     }
 
 
@@ -70,13 +71,13 @@ def relative(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_imports_run_one_way(path):
-    assert room_of(path) in TIER_OF, f"{relative(path)} stands in no room of the house"
-    assert wrong_arrows(path, path.read_text(encoding="utf-8")) == set()
+def test_imports_go_one_way(path):
+    assert package_of(path) in TIER_OF, f"{relative(path)}: its package is not in TIERS"
+    assert forbidden_imports(path, path.read_text(encoding="utf-8")) == set()
 
 
 @pytest.mark.parametrize(
-    ("file", "source", "arrows"),
+    ("file", "source", "forbidden"),
     [
         ("model/a.py", "from dantinox.config import Config\nfrom dantinox.model.b import c", set()),
         ("model/a.py", "import dantinox.sampling.draw", {("model", "sampling")}),
@@ -92,12 +93,12 @@ def test_imports_run_one_way(path):
         ("cli.py", "from dantinox.training import train", set()),
     ],
 )
-def test_the_walker_sees_every_form_of_import(file, source, arrows):
-    assert wrong_arrows(PACKAGE / file, source) == arrows
+def test_every_form_of_import_is_found(file, source, forbidden):
+    assert forbidden_imports(PACKAGE / file, source) == forbidden
 
 
-def test_no_files_import_each_other():
-    """Also inside a room: whoever reads a file needs none that needs it."""
+def test_no_modules_import_each_other():
+    """Imports have no cycles, also within a package."""
     names = {}
     for path in FILES:
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -107,11 +108,11 @@ def test_no_files_import_each_other():
         for name, path in names.items()
         if name != "dantinox"
     }
-    tuple(TopologicalSorter(graph).static_order())  # a CycleError names the circle
+    tuple(TopologicalSorter(graph).static_order())  # a CycleError names the cycle
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_nothing_in_a_file_is_ever_run(path):
+def test_no_code_is_read_from_files(path):
     source = path.read_text(encoding="utf-8")
     modules = {name.split(".")[0] for name in imported_modules(path, source)}
     assert not modules & {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
@@ -125,7 +126,7 @@ def test_nothing_in_a_file_is_ever_run(path):
             assert keywords.get("Loader") in ("_Loader", "yaml.SafeLoader")
 
 
-def test_the_yaml_loader_is_a_safe_one():
+def test_the_yaml_loader_is_safe():
     import yaml
 
     from dantinox.config import yaml_files
@@ -134,10 +135,10 @@ def test_the_yaml_loader_is_a_safe_one():
     assert not issubclass(yaml_files._Loader, yaml.FullLoader)
 
 
-def test_only_one_room_spells_mesh_axes():
+def test_mesh_axes_are_named_only_in_config_and_distributed():
     quoted = re.compile(r"""["'](fsdp|tensor)["']""")
-    spelling = {room_of(path) for path in FILES if quoted.search(path.read_text(encoding="utf-8"))}
-    assert spelling == {"config", "distributed"}  # where they are settings, and what they mean
+    naming = {package_of(path) for path in FILES if quoted.search(path.read_text(encoding="utf-8"))}
+    assert naming == {"config", "distributed"}
 
 
 @pytest.mark.parametrize("module", ["dantinox", "dantinox.config", "dantinox.run", "dantinox.report", "dantinox.text"])

@@ -220,8 +220,8 @@ def sampled(config):
     return str(kind), [np.asarray(leaf).tolist() for leaf in leaves], order_of(config.generation)
 
 
-def read_by(key, *rooms):
-    """Whether code of these rooms reads a setting."""
+def read_by(key, *packages):
+    """Returns whether code of these packages reads a setting."""
     section, _, name = key.partition(".")
     holder = {
         "training": r"(training|t|self\._training)",
@@ -229,7 +229,7 @@ def read_by(key, *rooms):
         "generation": r"(generation|section|sections\[0\])",
     }
     holder |= {"kv": r"kv", "data": "data", "distributed": "d"}
-    source = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
+    source = "\n".join(path.read_text() for package in packages for path in (ROOT / package).rglob("*.py"))
     return re.search(rf"\b{holder[section]}\.{name}\b", source) is not None
 
 
