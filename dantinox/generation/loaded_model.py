@@ -27,6 +27,7 @@ from dantinox.platform import use_compilation_cache
 from dantinox.run import (
     KVCalibration,
     RunDirectory,
+    find_chat_template,
     has_calibration,
     load_kv_calibration,
     load_router_calibration,
@@ -37,7 +38,7 @@ from dantinox.run import (
 from dantinox.run.adapters import load_run_weights
 from dantinox.sampling import params as sampling
 from dantinox.sampling.params import ScoreFn
-from dantinox.text import Tokenizer
+from dantinox.text import ChatTemplate, Tokenizer
 
 # The same for all rows of a batch, with router.use_attention, all of kv, and what the request reports.
 PER_BATCH_SETTINGS = ("use_cache", "weights", "products", "tensor_parallel", "n", *sampling.BATCH_SETTINGS)
@@ -128,6 +129,45 @@ class LoadedModel(ModelBundle):
             raise UserError(f"a stream is one sample: give n=1, got {n}, or use generate")
         (run,) = self.start([request], stream=True)
         return (part.text for _, part in run.parts())
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, object]],
+        *,
+        template: ChatTemplate | None = None,
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
+        **settings: Unpack[RequestSettings],
+    ) -> Result:
+        """Answers a conversation, formatted by the model's chat template.
+
+        Args:
+          messages: one message of the user, or a list of `{"role": "system" | "user" | "assistant", "content": text}`.
+          template: formats the conversation; None: the template of the run.
+          logprobs: report log-probabilities and this many alternatives per token.
+          constraint: what the answer has to match.
+          settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the run's own.
+
+        Returns:
+          The answer. Its text ends before the token that ends a message.
+
+        Raises:
+          UserError: the model has no chat template, the template rejects the messages, or a setting is wrong.
+
+        Example:
+          >>> model = dantinox.load("runs/smol")
+          >>> answer = model.chat("What is the capital of France?", temperature=0.2, seed=1)
+          >>> messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer.text}]
+        """
+        template = template or self.chat_template()
+        if template is None:
+            raise UserError("this model has no chat template: use generate, or pass a ChatTemplate as template")
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        config = self.with_stop_ids(self.settings(settings), template.end_ids)
+        if config.generation.n != 1:
+            raise UserError(f"a chat gets one answer: give n=1, got {config.generation.n}, or use request and complete")
+        ids = template.encode(conversation, generation_prompt=True)
+        return self.complete([self.request(ids, config, logprobs=logprobs, constraint=constraint)])[0]
 
     def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length) -> list[Result]:
         """The results of requests in their order, the samples of each together; `pad` is that of `start`."""
@@ -221,7 +261,11 @@ def load(run_dir: str | Path, tensor: int | None = None) -> LoadedModel:
             run.kv if path is None else Path(path), model.config, weights_digest(run), tokenizer.fingerprint
         )
 
-    return LoadedModel(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration)
+    def chat_template() -> ChatTemplate | None:
+        path = find_chat_template(run)
+        return None if path is None else ChatTemplate.load(path, tokenizer)
+
+    return LoadedModel(config, model, tokenizer, partial(load_router_calibration, run), kv_calibration, chat_template)
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:

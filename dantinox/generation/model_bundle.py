@@ -17,7 +17,7 @@ from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.run import KVCalibration
 from dantinox.sampling import ProgramOptions, SamplingParams
-from dantinox.text import Tokenizer
+from dantinox.text import ChatTemplate, Tokenizer
 
 PREPARED = 4  # models in memory besides the run's own, one for every order of heads: budgets by loss have orders of their own
 
@@ -29,6 +29,7 @@ class ModelBundle:
       model: the transformer as its file holds it, float32 or bfloat16.
       calibration: gives the router's thresholds measured on this model, or None where none were.
       kv_calibration: gives what was measured of the attention heads, from a file or, with None, of this run.
+      chat_template: returns the chat template of the run, or None if it has none.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class ModelBundle:
         tokenizer: Tokenizer,
         calibration: Callable[[], Mapping[str, float] | None] = lambda: None,
         kv_calibration: Callable[[str | None], KVCalibration | None] = lambda path: None,
+        chat_template: Callable[[], ChatTemplate | None] = lambda: None,
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.calibration, self.kv_calibration = calibration, kv_calibration
+        self.calibration, self.kv_calibration, self.chat_template = calibration, kv_calibration, chat_template
         self._prepared: dict[tuple[str, str, int, HeadOrder | None], Transformer] = {}
 
     @property

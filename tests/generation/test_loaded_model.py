@@ -1,6 +1,7 @@
 """Text in, text out: stopping, streaming, samples, log-probabilities, seeds, the context."""
 
 import json
+import shutil
 import warnings
 
 import numpy as np
@@ -339,3 +340,20 @@ def test_a_space_before_the_first_new_word_stays(run):
     assert result.text == " w195 w168 w226"
     assert "".join(own.stream("w97", greedy=True, max_new_tokens=3)) == result.text
     assert own.generate("", greedy=True, max_new_tokens=1).text.startswith("w"), "here the text begins"
+
+
+def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_path):
+    copied = tmp_path / "run"
+    shutil.copytree(run_dir, copied)
+    with pytest.raises(UserError, match="this model has no chat template"):
+        dantinox.load(copied).chat("a")
+    (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}", "utf-8")
+    model = dantinox.load(copied)
+    settings = {"greedy": True, "max_new_tokens": 13}
+    assert model.chat("a", **settings).text == model.generate("ua", **settings).text
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    answer = model.chat(messages, logprobs=0, **settings)
+    assert answer.text == model.generate("uaabuc", **settings).text
+    assert len(answer.info["logprobs"]) == 13
+    with pytest.raises(UserError, match="a chat gets one answer: give n=1, got 2"):
+        model.chat("a", n=2)
