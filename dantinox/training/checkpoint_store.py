@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written in the background by Orbax: the latest few and the best."""
+"""Checkpoints of a run: the latest few and the best, written by Orbax in the background."""
 
 import errno
 import itertools
@@ -21,15 +21,16 @@ from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_st
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import State
 
-TRASH = ".removed"  # where a step is renamed to before it is deleted: it goes as a whole, whenever the process is killed
+TRASH = ".removed"  # a step is moved here before it is deleted, so that a killed process never leaves half of it in place
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What the loop knows besides the state of the step.
+    """The state of the loop besides the training state.
 
-    `evaluation_due`: the run was interrupted between a step and its evaluation; the part of the row that is known already.
-    `skipped_batches`: by how many batches the data are ahead of the step, since a rewind went past some.
+    Attributes:
+      evaluation_due: the metrics already known for the row of an evaluation that an interruption prevented; else None.
+      skipped_batches: how many batches rewinds have skipped, that is, how far the data are ahead of the step.
     """
 
     best_loss: float | None = None
@@ -39,14 +40,14 @@ class TrainingProgress:
     skipped_batches: int = 0
 
     def after(self, val_loss: float, step: int) -> "TrainingProgress":
-        """The progress after an evaluation; equal losses are not better."""
+        """Returns the progress after an evaluation. A loss equal to the best one is not better."""
         if self.best_loss is None or val_loss < self.best_loss:
             return TrainingProgress(val_loss, step, skipped_batches=self.skipped_batches)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
 
 
 class RestoredCheckpoint(NamedTuple):
-    """A checkpoint in memory. `notes` says what is damaged and why that step was taken."""
+    """A checkpoint in memory. `notes` lists damaged steps and why this step was chosen."""
 
     step: int
     state: State
@@ -56,32 +57,34 @@ class RestoredCheckpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The directory `checkpoints/` of a run, as an Orbax manager that keeps the latest `keep_last` steps, at
-    least two, and the best one.
+    """The directory `checkpoints/` of a run, with an Orbax manager that keeps the best step and the latest `keep_last` steps.
 
-    Orbax does not notice a changed byte, so every step has a manifest, written when Orbax is done with it. Until then a file
-    `12.saving` says that step 12 is unfinished, and the step before it stays.
+    At least two of the latest steps are kept. Orbax does not detect a changed byte, so every step has a manifest of checksums,
+    which is written when Orbax has finished the step. Until then, a file `12.saving` marks step 12 as unfinished, and the
+    previous step is kept.
 
     Args:
-      logs: files that grow beside the checkpoints; a manifest answers for what they held when its step was saved.
+      path: the directory.
+      keep_last: number of latest steps to keep.
+      logs: log files that grow during training. Each manifest covers their contents at the time its step was saved.
 
     Raises:
-      UserError: from every method, where the disk is full, read-only or gone. Older steps are intact then.
+      UserError: every method raises it if the disk is full, read-only or missing. Older steps are intact then.
     """
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step it takes as a warning
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every step as a warning
         self.path, self._keep_last, self._logs = path.absolute(), keep_last, tuple(logs)
         self._writer = ThreadPoolExecutor(1, "manifest")
         self._manifest: Future[None] | None = None  # of the last step that was saved
 
     @cached_property
     def _manager(self) -> Any:
-        """Made when it is first needed, after `restore` has put aside what Orbax would stumble over."""
+        """The Orbax manager, created on first use: `restore` first moves damaged steps away that would make Orbax fail."""
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
 
-        latest = policies.LatestN(max(self._keep_last, 2))  # the manifest of the newest is written after old ones are removed
+        latest = policies.LatestN(max(self._keep_last, 2))  # old steps are removed before the newest has its manifest
         best = policies.BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = orbax.CheckpointManagerOptions(
             # max_to_keep together with best_fn would delete the latest step.
@@ -95,7 +98,7 @@ class Checkpoints:
         return self._guard_disk(lambda: orbax.CheckpointManager(self.path, options=options, item_names=("state", "facts")))
 
     def save(self, step: int, state: State, progress: TrainingProgress, facts: dict[str, Any], val_loss: float | None) -> None:
-        """Copies the state and returns; the writing goes on in the background. `val_loss` is that of this very step."""
+        """Copies the state and returns; writing continues in the background. `val_loss` is the loss of this step, if known."""
         import orbax.checkpoint as orbax
 
         self.wait()
@@ -120,13 +123,13 @@ class Checkpoints:
             self._unfinished(step).unlink()
 
     def restore(self, abstract: State) -> RestoredCheckpoint | None:
-        """The newest step that is what was written, placed as `abstract` is, or None where none was completed.
+        """Restores the newest intact step with the shardings of `abstract`; returns None if no step was completed.
 
-        Newer steps that are damaged are put aside, as `damaged-12`; nothing is removed but what a killed save left unfinished.
-        Only what differs from its manifest is damage: whatever else goes wrong, no memory or other devices, is raised as it is.
+        Damaged newer steps are renamed, to `damaged-12` for example. Only the remains of an interrupted save are deleted. Only
+        a difference from the manifest counts as damage: other errors, such as lack of memory, are raised unchanged.
 
         Raises:
-          UserError: there are steps, but all are damaged; or a log is.
+          UserError: all steps are damaged, or a log file is.
         """
         chosen = broadcast_from_rank0(self._choose_step)
         if chosen is None:
@@ -134,7 +137,7 @@ class Checkpoints:
         step, damaged, notes = chosen
         state, facts = self._load(step, abstract)
         progress = facts.pop("progress")
-        if "passed_over" in progress:  # its name in checkpoints of version 1.0 and before
+        if "passed_over" in progress:  # the name in checkpoints of version 1.0 and earlier
             progress["skipped_batches"] = progress.pop("passed_over")
         notes += broadcast_from_rank0(lambda: self._set_aside_damaged(step, dict(damaged)))
         if damaged and "_manager" in self.__dict__:
@@ -142,48 +145,48 @@ class Checkpoints:
         return RestoredCheckpoint(step, state, TrainingProgress(**progress), facts, tuple(notes))
 
     def _choose_step(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
-        """The newest whole step, what is wrong with newer ones, and what is to be said of that; None: there is none."""
+        """Returns the newest intact step, the damage of newer ones by step, and notes; None if there is no step."""
         damaged: dict[int, str] = {}
         for step in self._finished_steps():
             problem = next(find_step_damage(self.path / str(step)), None)
             if problem is None:
-                notes = [f"{found}: stepping back to step {step}" for found in damaged.values()]
+                notes = [f"{found}: going back to step {step}" for found in damaged.values()]
                 for found in find_log_damage(self.path.parent, self.path / str(step)):
                     if "is missing" not in found:
-                        raise UserError(f"{found}: put the right file there, or move it away to go on without its rows")
-                    notes.append(f"{found}: it begins anew")
+                        raise UserError(f"{found}: restore the original file, or move it away to continue without its rows")
+                    notes.append(f"{found}: starting a new one")
                 return step, list(damaged.items()), notes
             damaged[step] = problem
         if damaged:
-            raise UserError(f"no checkpoint in {self.path} is whole: {'; '.join(damaged.values())}")
+            raise UserError(f"all checkpoints in {self.path} are damaged: {'; '.join(damaged.values())}")
         self._remove_unfinished()
         return None
 
     def _set_aside_damaged(self, step: int, damaged: dict[int, str]) -> list[str]:
-        """Puts damaged steps aside, older ones than that which was restored too, and says so."""
+        """Renames damaged steps, including those older than the restored step, and returns notes about them."""
         notes = []
         for older in (number for number in self._finished_steps() if number < step):
-            # Orbax reads their small files when it starts.
+            # Orbax reads the small files of all steps when it starts.
             if problem := next(find_step_damage(self.path / str(older), quick=True), ""):
                 damaged[older] = problem
                 notes.append(problem)
-        notes += [f"what is damaged stays in {self._set_aside(number)}" for number in damaged]
+        notes += [f"the damaged step is kept in {self._set_aside(number)}" for number in damaged]
         self._remove_unfinished()
         return notes
 
     def read(self, step: int | None, abstract: State) -> State | None:
-        """The state of a step, or None where that step is not there or damaged."""
-        whole = broadcast_from_rank0(
+        """Returns the state of a step, or None if that step is missing or damaged."""
+        intact = broadcast_from_rank0(
             lambda: step in self._finished_steps() and not any(find_step_damage(self.path / str(step)))
         )
-        return self._load(step, abstract)[0] if whole and step is not None else None
+        return self._load(step, abstract)[0] if intact and step is not None else None
 
     def newest(self) -> int | None:
-        """The newest step that was written completely."""
+        """Returns the newest step that was written completely, or None."""
         return next(iter(self._finished_steps()), None)
 
     def wait(self) -> None:
-        """Returns when everything is on the disk."""
+        """Waits until everything is on disk."""
         manifest, self._manifest = self._manifest, None
         if manifest is None:
             return
@@ -202,7 +205,7 @@ class Checkpoints:
         return self.path / f"{step}{SAVING_SUFFIX}"
 
     def _finished_steps(self) -> list[int]:
-        """The steps that were written to the end, newest first."""
+        """Returns the steps that were written completely, newest first."""
         return [
             step
             for step in saved_steps(self.path)
@@ -210,13 +213,13 @@ class Checkpoints:
         ]
 
     def _remove_unfinished(self) -> None:
-        """Removes what a save left that was killed; there is nothing in it that its run does not make again."""
+        """Removes the remains of an interrupted save. The resumed run recomputes them."""
         self._delete_removed()
         finished = self._finished_steps()
         for mark in self.path.glob(f"*{SAVING_SUFFIX}"):
             step = mark.name.removesuffix(SAVING_SUFFIX)
             if not step.isdecimal() or not mark.is_file():
-                continue  # none of ours
+                continue  # not created by this class
             if int(step) not in finished:
                 shutil.rmtree(self.path / step, ignore_errors=True)
             mark.unlink()
@@ -226,7 +229,7 @@ class Checkpoints:
             shutil.rmtree(self.path / TRASH, ignore_errors=True)
 
     def _set_aside(self, step: int) -> Path:
-        """Renames a step: its number will come again."""
+        """Renames a step and returns its new path. The run will save a step with the same number again."""
         names = (f"{DAMAGED_PREFIX}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
         return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
@@ -242,7 +245,7 @@ class Checkpoints:
         return State(*(restored.state[name] for name in wanted)), dict(restored.facts)
 
     def _check_shapes(self, step: int, wanted: dict[str, Any]) -> None:
-        """Raises where a step has other arrays than these, in the entries of these."""
+        """Raises UserError if a step differs from `wanted` in the names or shapes of its arrays."""
         import orbax.checkpoint as orbax
 
         metadata = orbax.StandardCheckpointHandler().metadata(self.path / str(step) / "state")
@@ -264,27 +267,27 @@ class Checkpoints:
             raise UserError(f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}") from error
 
     def _disk_problem(self, error: Exception) -> str:
-        """What is wrong with the disk, which Orbax may say deep in a long text, or in other words."""
+        """Returns the disk error in one phrase; Orbax may report it inside a long message."""
         if not self.path.is_dir():
-            return "there is no such directory any more"
-        said = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
-        return next((sentence for sentence in said if sentence in str(error)), first_line(error))
+            return "the directory no longer exists"
+        messages = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
+        return next((message for message in messages if message in str(error)), first_line(error))
 
 
 def _state_dict(state: State) -> dict[str, Any]:
-    """The state under the names of its fields on disk, which are older than those of `State`."""
+    """Returns the state as a dictionary with the field names on disk, which are older than those of `State`."""
     saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
     return {saved_as.get(name, name): value for name, value in state._asdict().items()}
 
 
 def _with_sharding(tree: Any) -> Any:
-    """Shapes, on the first device at hand where they have no place."""
+    """Returns shapes with shardings; those without one get the first device."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), tree)
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of arrays, or of what is known of them, by their paths: `optimizer/1/momentum/blocks/0/…`."""
+    """Returns the shapes of arrays, or of their metadata, by path: `optimizer/1/momentum/blocks/0/…`."""
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference model in preference training, computed once and stored in the run."""
+"""Log-probabilities under the reference model of preference training (DPO), computed once and stored in the run."""
 
 import json
 from collections.abc import Callable
@@ -14,13 +14,17 @@ from dantinox.run import RunDirectory, write_file
 from dantinox.text import ConversationStore
 from dantinox.training.step import make_reference_step, select_rows
 
-REFERENCE_FILE = "reference.json"  # beside the tokens
+REFERENCE_FILE = "reference.json"  # in the directory of the tokens
 
 
 def compute_reference_logprobs(
     store: ConversationStore, model: ModelConfig, layout: Layout, rows: int, parameters: Parameters, frozen: Parameters
 ) -> np.ndarray:
-    """The log-probabilities of both answers of all pairs, float32 [pairs, 2], `rows` at a time; 0 where one is too long."""
+    """Computes the log-probabilities of both answers of all pairs, `rows` pairs per batch.
+
+    Returns:
+      float32 `[pairs, 2]`; 0 for pairs that are too long.
+    """
     found, program = np.zeros_like(store.reference), make_reference_step(model, layout)
     for numbers, pairs in store.all_pairs(rows):
         placed = layout.put_batch(partial(select_rows, pairs), rows)
@@ -35,14 +39,14 @@ def load_or_compute_logprobs(
     compute: Callable[[], np.ndarray],
     note: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:
-    """The log-probabilities that the run keeps for these tokens, float32 [pairs, 2]; else computed, and kept from then on.
+    """Loads the log-probabilities of the run's tokens, float32 `[pairs, 2]`, or computes and saves them.
 
     Args:
-      weights: the SHA-256 of the weights that they must be of; None: of any, and they must be there, because a training that
-        goes on has other weights now.
+      weights: the SHA-256 of the reference weights. None when a training resumes: the file must exist then, since the weights
+        of the run are no longer those of the reference.
 
     Raises:
-      UserError: the file is damaged, or missing where it is needed.
+      UserError: the file is damaged, or missing when a training resumes.
     """
     path = run.data / REFERENCE_FILE
     if path.is_file():
@@ -52,7 +56,7 @@ def load_or_compute_logprobs(
             found = np.array(record["log_probabilities"], np.float32)
             same = record["tokens"] == store.name and weights in (None, record["weights"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not a file of log-probabilities: {error}") from None
+            raise UserError(f"{path} is not a valid file of log-probabilities: {error}") from None
         if same and found.shape == store.reference.shape:
             return found
     if weights is None:

@@ -1,4 +1,4 @@
-"""`dantinox train --dry_run`: memory and time of a training that is not run; and a bare step for profiles."""
+"""`dantinox train --dry_run`: memory and time of a training without running it. Also a single step for profiling."""
 
 import tempfile
 import time
@@ -21,16 +21,16 @@ from dantinox.training.step import Metrics, Programs, TrainStep
 from dantinox.training.text_samples import make_sampler
 from dantinox.training.training_log import duration_line
 
-DEFAULT_STEPS = 1000  # of the schedule, where the settings count in passes over a corpus that is not read
+DEFAULT_STEPS = 1000  # of the schedule, if the settings give epochs and the corpus is not read
 
 
 def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
-    """Reports what `launch` would do, without a run directory: the plan, the first batch as text, memory, time.
+    """Reports what `launch` would do without creating a run directory: the plan, the first batch as text, memory, time.
 
-    The time is that of a training step on random tokens.
+    The time is measured on a training step with random tokens.
 
     Raises:
-      UserError: bad settings or data, or not enough memory.
+      UserError: the settings or the data are invalid, or memory is insufficient.
     """
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
         tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
@@ -48,10 +48,10 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
 
 
 def benchmark_step(config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None) -> Callable[[], Metrics]:
-    """The step of these settings from fresh weights, on one batch of random tokens: each call is a step.
+    """Builds a training step with random weights and one batch of random tokens. Each call of the result runs a step.
 
     Raises:
-      UserError: not enough memory.
+      UserError: memory is insufficient.
     """
     if get_platform().name == "cpu":
         keep_freed_memory()

@@ -19,23 +19,23 @@ from dantinox.training.launch import base_template
 from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
 
-SMOOTHING = 0.9  # of the losses, in steps; the mean is corrected for its start
-DIVERGED = 1.5  # times the lowest smoothed loss
-MAX_FACTOR, MIN_FACTOR = 1e2, 1e-3  # of the settings' own rates
+SMOOTHING = 0.9  # decay of the running mean of the losses, which is bias-corrected
+DIVERGED = 1.5  # multiple of the lowest smoothed loss
+MAX_FACTOR, MIN_FACTOR = 1e2, 1e-3  # multiples of the configured rates
 
 
 @dataclass(frozen=True)
 class RateTest:
-    """Losses of steps whose learning rate climbs by equal factors, up to where they diverged.
+    """Losses of steps whose learning rate rises by a constant factor, up to the step where the loss diverged.
 
     Attributes:
-      key: the setting that the rates are of; with Muon `training.lr` climbed beside it, in proportion.
-      rates: of each step.
-      losses: nats per token, before the step's update.
-      smoothed: their running mean.
-      lowest: the rate at the lowest smoothed loss; a little above it training diverges.
-      steepest: the rate at which the smoothed loss fell fastest.
-      suggested: the peak rate to train with, `steepest`, and at most a third of `lowest`.
+      key: the setting of the rates. With Muon, `training.lr` rises in proportion.
+      rates: the rate of each step.
+      losses: nats per token before the update of each step.
+      smoothed: the running mean of `losses`.
+      lowest: the rate at the lowest smoothed loss; training diverges at slightly higher rates.
+      steepest: the rate at which the smoothed loss falls fastest.
+      suggested: the peak rate to train with: `steepest`, but at most a third of `lowest`.
     """
 
     key: str
@@ -89,7 +89,11 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
 
 
 def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTest:
-    """What the losses say, cut where they diverged."""
+    """Analyzes the losses up to the step where they diverged.
+
+    Raises:
+      UserError: the loss did not fall.
+    """
     smoothed, mean = [], 0.0
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -100,13 +104,14 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     rates, losses, smoothed = rates[:kept], losses[:kept], smoothed[:kept]
     low = int(np.argmin(smoothed)) if smoothed else 0
     if low < 2:
-        raise UserError(f"the loss never fell from {key} {rates[0]:.1g}: lower it" if rates else f"no loss at all: lower {key}")
+        problem = f"the loss never fell from {key} {rates[0]:.1g}: lower it" if rates else f"the loss is NaN: lower {key}"
+        raise UserError(problem)
     steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
     return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
 
 
 def rate_test_lines(found: RateTest) -> list[str]:
-    """The suggested rate, how it was chosen, and what it was read off."""
+    """Returns lines with the suggested rate, how it was chosen, and the losses that it is based on."""
     steepest = found.suggested == found.steepest
     why = "the loss fell fastest there" if steepest else f"a third of {found.lowest:.2g}, where the loss was lowest"
     fell = f"{found.smoothed[0]:.3f} → {min(found.smoothed):.3f} in {len(found.losses)} steps"

@@ -1,4 +1,4 @@
-"""`launch`: from a config to a trained run directory; what `dantinox train` calls."""
+"""`launch` turns a config into a trained run directory. `dantinox train` calls it."""
 
 import contextlib
 import shutil
@@ -33,7 +33,7 @@ from dantinox.training.resume import resume_config, starting_tokenizer, total_st
 from dantinox.training.text_samples import Sampler, make_sampler
 
 PreparedRun = tuple[Config, Tokenizer, TokenStore, Sampler | None]
-MIN_STEPS = 20  # of a training that counts in passes: fewer are warned of
+MIN_STEPS = 20  # a training of fewer steps gets a warning if its length is given in epochs
 LAUNCH_SETTINGS = ("distributed.coordinator", "distributed.processes", "distributed.process")
 
 
@@ -51,18 +51,20 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
       SystemExit: after SIGTERM, with code 143 and everything saved.
     """
     if resume and run_dir is None:
-        raise UserError("resuming needs the run directory to go on with")
-    trackers(config, Path())  # a library that is missing is said before the corpus is read
+        raise UserError("resume=True needs run_dir")
+    trackers(config, Path())  # report a missing tracker library before the corpus is read
     initialize_processes(config)
     use_compilation_cache()
-    config = without(config, [*LAUNCH_SETTINGS, *idle(config)])  # what is of this launch, and what has no effect, is not kept
+    config = without(
+        config, [*LAUNCH_SETTINGS, *idle(config)]
+    )  # not saved: settings of this launch and settings without effect
     with contextlib.ExitStack() as stack:
         console: Any = stack.enter_context(open_console() if is_rank0() else NullOutput())
         prepared: PreparedRun | None = None
 
         def prepare() -> str:
             nonlocal prepared
-            make_layout(config, config.trained_architecture(vocab_size=1))  # first the error of a mesh that does not fit
+            make_layout(config, config.trained_architecture(vocab_size=1))  # report an invalid mesh first
             run = RunDirectory(run_dir or "") if resume else create_run(run_dir)
             if resume and not run.config.is_file():
                 raise UserError(f"nothing to resume at {run_dir}: it has no {run.config.name}")
@@ -80,20 +82,22 @@ def launch(config: Config, *, run_dir: str | Path | None = None, resume: bool = 
 
 
 def _load_prepared(run: RunDirectory) -> PreparedRun:
-    """What the first process has prepared, for another."""
+    """Loads what the first process has prepared, in any other process."""
     config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:
-        raise UserError(f"process {jax.process_index()} does not see the tokens in {run.data}: all need the same files")
+        raise UserError(
+            f"process {jax.process_index()} cannot find the tokens in {run.data}: all processes need the same files"
+        )
     return config, tokenizer, store, make_sampler(config, tokenizer)
 
 
 def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
-    """A fresh run; on an error the directory is left as it was found, so that the corrected command can be given again."""
+    """Prepares a new run. On an error, restores the directory to its previous state, so that the command can be repeated."""
     try:
         template = base_template(config)
         tokenizer, store = prepare_data(config, run.data, starting_tokenizer(config), console.stage, template)
-        total_steps(config, store.windows_per_epoch)  # what is wrong with them is said here
+        total_steps(config, store.windows_per_epoch)  # report invalid steps here
         chat = None
         if config.training.objective != "next_token":
             chat = ChatTemplate.from_name(config.data.chat_template or template, tokenizer)
@@ -105,7 +109,7 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
             copy_inherited_files(RunDirectory(config.training.init_from), run)
         if chat is not None:
             write_file(run.path, run.chat_template.name, chat.source)
-        save_config(run, config)  # last: where it stands, the run can be resumed
+        save_config(run, config)  # last: a run with a config can be resumed
     except BaseException:
         shutil.rmtree(run.data, ignore_errors=True)
         for path in (run.tokenizer, run.tokenizer_config, run.manifest, *(run.path / name for name in INHERITED_FILES)):
@@ -118,13 +122,13 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
 
 
 def base_template(config: Config) -> str:
-    """The chat template for a null `data.chat_template`: that of the run that training starts from, else `plain`."""
+    """Returns the chat template for a null `data.chat_template`: the one of `training.init_from`, else `plain`."""
     base = RunDirectory(config.training.init_from).chat_template if config.training.init_from else None
     return str(base) if base is not None and base.is_file() else "plain"
 
 
 def _add_stop_tokens(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
-    """The same tokenizer, of which all that ends an answer ends a text."""
+    """Returns the tokenizer with the tokens that end a response in the chat template added to its stop tokens."""
     more = sorted(chat.end_ids - set(tokenizer.stop_ids))
     if not more:
         return tokenizer
@@ -133,7 +137,7 @@ def _add_stop_tokens(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
 
 
 def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
-    """A run with its own tokenizer and tokens."""
+    """Prepares the continuation of a run with its saved tokenizer and tokens."""
     run.check(run.tokenizer, *(path for path in (run.weights, run.adapter) if path.exists()))
     if run.data.exists():
         run.check(*(run.path / name for name in run.tokens(named=True)))
@@ -143,14 +147,14 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     store = open_store(config, run.data, tokenizer)
     if store is None:
         if run.data.exists():
-            raise UserError(f"the tokens in {run.data} are damaged: remove that directory to make them from the corpus again")
+            raise UserError(f"the tokens in {run.data} are damaged: remove that directory to rebuild them from the corpus")
         own = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
         _, store = prepare_data(own, run.data, tokenizer, console.stage, str(run.chat_template))
         _check_rebuilt(run)
     elif corpus_changed(config, run.data):
-        console.note("the corpus has changed since this run began: it goes on with the tokens it has")
+        console.note("the corpus has changed since this run began: the run continues with its saved tokens")
     for problem in find_file_damage(run, hash_file_cached):
-        console.note(problem)  # nothing that the training reads
+        console.note(problem)  # training does not read these files
     sample = make_sampler(config, tokenizer)
     if config != saved:
         save_config(run, config)
@@ -158,16 +162,16 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
 
 
 def _check_rebuilt(run: RunDirectory) -> None:
-    """Tokens made again must be those that the run was begun with."""
+    """Raises UserError if rebuilt tokens differ from those that the run began with."""
     try:
         run.check(*(run.path / name for name in run.tokens(named=True)))
     except UserError:
         shutil.rmtree(run.data)
-        raise UserError(f"the tokens of {run.path} are gone, and its corpus has changed since: restore one of them") from None
+        raise UserError(f"the tokens of {run.path} are missing and its corpus has changed: restore one of them") from None
 
 
 def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Iterator[str]:
-    """What will be trained on what, and for how long; then a warning where that is next to nothing."""
+    """Yields a table of the model, the data, the length and the optimizer, and a warning if there are very few steps."""
     t, m = config.training, config.architecture(tokenizer.vocab_size)
     wide = f"{m.activation} {m.hidden_dim}"
     if m.experts is not None:
@@ -183,7 +187,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         rows = f"{t.batch_size} pairs of {m.max_context} tokens" if store.pairs else rows
     adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
-        on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} stay, in {lora.held}"
+        on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
         adapters = [("adapters", f"rank {lora.rank}, times {lora.scale:g}, {on}")]
     yield table([
         ("model", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {wide}"),
@@ -196,6 +200,6 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     if t.steps is None and steps < MIN_STEPS:
         rows = f"{store.windows_per_epoch} rows, {t.batch_size} of them a step"
         yield (
-            f"warning: training.epochs {t.epochs:g} of this corpus ({rows}) is a training of {steps} step{'s' * (steps > 1)}: "
+            f"warning: training.epochs {t.epochs:g} of this corpus ({rows}) gives only {steps} step{'s' * (steps > 1)}: "
             "raise training.epochs or lower training.batch_size"
         )

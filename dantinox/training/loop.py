@@ -50,19 +50,19 @@ from dantinox.training.text_samples import Sampler, build_sampling_model
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog, reward_metrics
 
 PREFETCH = 4  # batches
-MAX_REWINDS = 3  # to one checkpoint
-PEER_LOST = 3  # exit code of a process after another one of its training has ended
+MAX_REWINDS = 3  # to the same checkpoint
+PEER_LOST = 3  # exit code of a process after another process of its training has ended
 
 
 def prefetch_batches(batch: Callable[[int], Batch], first: int, end: int) -> Generator[Batch]:
-    """The batches of steps `first` to `end`, exclusive, made and sent to the devices by a thread before they are asked for."""
+    """Yields the batches of steps `first` to `end` (exclusive). A thread builds and transfers them ahead of time."""
     pool = ThreadPoolExecutor(1, "batches")
     try:
-        made: deque[Future[Batch]] = deque()
+        pending: deque[Future[Batch]] = deque()
         for step in range(first, end):
-            while len(made) < PREFETCH and step + len(made) < end:
-                made.append(pool.submit(batch, step + len(made)))
-            yield made.popleft().result()  # what went wrong while it was made is raised here
+            while len(pending) < PREFETCH and step + len(pending) < end:
+                pending.append(pool.submit(batch, step + len(pending)))
+            yield pending.popleft().result()  # raises errors of the thread
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -77,24 +77,24 @@ def train(
     resume: bool = False,
     sample: Sampler | None = None,
 ) -> TrainingProgress:
-    """Trains until `training.steps`, patience, or a signal.
+    """Trains until `training.steps`, until `training.patience` is exhausted, or until a signal.
 
     Args:
-      run: holds config.yaml and tokenizer.json already, and is locked by this process.
-      store: the tokens, with the batch size and window length of the settings.
-      resume: go on from the newest checkpoint, if there is one.
-      sample: writes a text with the model as it is; called every `training.sample_every` steps.
+      run: contains config.yaml and tokenizer.json, and is locked by this process.
+      store: the tokens, with the configured batch size and window length.
+      resume: continue from the newest checkpoint, if there is one.
+      sample: generates a text sample with the current model; called every `training.sample_every` steps.
 
     Raises:
-      UserError: not enough memory or disk, a damaged checkpoint, a loss that is no number.
-      KeyboardInterrupt: after SIGINT, when the checkpoint is on the disk.
-      SystemExit: after SIGTERM, with code 143, when the checkpoint is on the disk.
+      UserError: memory or disk space is insufficient, a checkpoint is damaged, or the loss is NaN or infinite.
+      KeyboardInterrupt: after SIGINT, when the checkpoint is on disk.
+      SystemExit: after SIGTERM, with code 143, when the checkpoint is on disk.
     """
     if get_platform().name == "cpu":
         keep_freed_memory()
     with stop_request() as stop:
         trainer = Trainer(config, run, tokenizer, store, console, sample, stop)
-        with trainer.log.files, contextlib.closing(trainer.checkpoints):  # waits for what is on its way to the disk
+        with trainer.log.files, contextlib.closing(trainer.checkpoints):  # waits for pending writes
             try:
                 return trainer.train(resume)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -106,8 +106,8 @@ def train(
 
 
 def abort_on_peer_loss(error: Exception, console: Console) -> None:
-    """Ends this process when another one of its training has ended: nothing that waits for all can return any more."""
-    console.note(f"another process of this training is gone ({first_line(error)}): --resume goes on without it")
+    """Ends this process after another process of its training has ended: collectives and barriers would never return."""
+    console.note(f"another process of this training has ended ({first_line(error)}): continue with --resume")
     console.close()
     exit_now(PEER_LOST)
 
@@ -190,12 +190,12 @@ class Trainer:
         return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
 
     def _rewind(self, bad: NonFiniteLoss) -> None:
-        """Takes the newest checkpoint, or the start, and goes on with the batch after the one of the bad step."""
+        """Restores the newest checkpoint or the initial state, and continues with the batch after that of the bad step."""
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
-            raise UserError(f"{bad}; going back {MAX_REWINDS} times did not help")
+            raise UserError(f"{bad}; {MAX_REWINDS} rewinds to the same checkpoint did not help")
         ahead, self.val_loss = self.progress, None
-        del self.state  # two do not fit
+        del self.state  # memory may not hold two states
         self.checkpoints.wait()
         if restored := self.checkpoints.restore(self.train_step.shapes):
             self.step, self.state, self.progress = restored.step, restored.state, restored.progress
@@ -205,8 +205,8 @@ class Trainer:
         self.log.files.cut(self.step)
         self.saved_step = self.step
         if ahead.best_step not in (None, self.progress.best_step):
-            self._export(self._best_state())  # those on the disk are of a step that is no more
-        passed = f"the batches of steps {self.step + 1} to {bad.step} are passed over"
+            self._export(self._best_state())  # the rewind discarded the step of the exported weights
+        passed = f"the batches of steps {self.step + 1} to {bad.step} are skipped"
         self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {passed}")
         row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.skipped_batches}
         self.log.files.event("rewind", row)
@@ -217,10 +217,10 @@ class Trainer:
         self.state = self.train_step.initial_state(given)
 
     def _restore(self) -> bool:
-        """Takes the newest checkpoint that can be read; False where there is none."""
+        """Restores the newest intact checkpoint; returns False if there is none."""
         restored = self.checkpoints.restore(self.train_step.shapes)
         if restored is None:
-            self.console.note("there is no complete checkpoint: starting at step 0")
+            self.console.note("no complete checkpoint found: starting at step 0")
             return False
         notes = check_facts(restored.facts, self.facts, self.config.training.deterministic)
         for note in [*restored.notes, *notes, f"resumed from step {restored.step}"]:
@@ -242,7 +242,7 @@ class Trainer:
             self._stop_if_requested()
 
     def _after_step(self) -> None:
-        """Whatever is due after this step: a line, an evaluation, a sample, a checkpoint."""
+        """Runs what is due after this step: a log row, an evaluation, a sample, a checkpoint."""
         t, last = self.config.training, self.step == self.steps
         evaluates = self.step % t.eval_every == 0 or last
         if self.step % self.config.logging.log_every == 0 or last:
@@ -255,7 +255,7 @@ class Trainer:
             with self.log.paused():
                 self._write_sample(self.sample)
         if last or self._is_finished():
-            return  # the last checkpoint comes after everything else
+            return  # `_finish` writes the last checkpoint after everything else
         if (self.step % t.checkpoint_every == 0) if t.checkpoint_every else evaluates:
             self._save()
 
@@ -265,7 +265,7 @@ class Trainer:
         return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _evaluate(self) -> None:
-        """Measures, writes the row, exports the weights if they are the best; when asked to stop, leaves all that for later."""
+        """Evaluates, writes the row and exports the weights if they are the best. After a stop signal, postpones all of it."""
         row_metrics = self.progress.evaluation_due or self.log.row_metrics(self.step)
         with self.log.paused():
             loss, rewards = self._validation_loss()
@@ -275,7 +275,7 @@ class Trainer:
             mean = _mean(self.state.loss_since_eval)
             self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
-            bits = None if rewards else loss / math.log(2) / self.store.val_bytes_per_token  # preferences have no bytes
+            bits = None if rewards else loss / math.log(2) / self.store.val_bytes_per_token  # undefined for preference pairs
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             self.log.evaluation(row, rewards)
             self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
@@ -283,7 +283,12 @@ class Trainer:
                 self._export(self.state)
 
     def _validation_loss(self) -> tuple[float | None, dict[str, float]]:
-        """Nats per token, or the loss and rewards of preferences, summed in float64 over batches; None once a signal came."""
+        """Computes the validation loss, accumulated in float64 over batches.
+
+        Returns:
+          The loss in nats per token, or per pair in preference training, and the rewards of preference training. The loss is
+          None if a stop signal arrived.
+        """
         nats, count, rewards = 0.0, 0.0, None
         for batch in self.store.validation(self.programs.eval_rows, self.config.training.eval_tokens):
             rows = self.layout.put_batch(partial(select_rows, batch), self.programs.eval_rows)
@@ -297,7 +302,7 @@ class Trainer:
         return nats / count, reward_metrics(None if rewards is None else rewards / count, "val_")
 
     def _write_sample(self, sample: Sampler) -> None:
-        """A sample that fails, for whatever reason, is a line on the console: nothing of the training depends on it."""
+        """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""
         weights: Mapping[str, Any] = self.state.weights | self.frozen
         weights = weights if self.layout.mesh is None else fetch_to_host(weights)
         if is_rank0():
@@ -313,7 +318,7 @@ class Trainer:
         barrier()
 
     def _save(self) -> None:
-        """Sends this step to the disk, if it is not there; never one whose weights are NaN."""
+        """Saves this step unless it is already saved. Raises `NonFiniteLoss` rather than save NaN weights."""
         if self.saved_step == self.step:
             return
         with self.log.paused():
@@ -327,11 +332,11 @@ class Trainer:
             return
         self._save()
         self.checkpoints.wait()
-        self.console.note(f"stopped by a signal; step {self.step} is saved, --resume goes on from it")
+        self.console.note(f"stopped by a signal; step {self.step} is saved, continue with --resume")
         self.stop.end()
 
     def _finish(self) -> None:
-        """Leaves the files of a finished run. The last checkpoint says that it is finished, so it is written last."""
+        """Writes the files of a finished run. The final checkpoint marks the run as finished, so it comes last."""
         self._export_missing()
         if is_rank0():
             write_summary(self.config, self.run, self.model, self.state, self.step, self.progress, self.facts, self.console)
@@ -341,7 +346,7 @@ class Trainer:
         self.console.note(f"finished at step {self.step}: {best}")
 
     def _export_missing(self) -> None:
-        """The best weights again, or the last, where their file was moved away."""
+        """Exports the best weights, or else the last ones, if the exported file is missing."""
         if not broadcast_from_rank0(self.run.weights_or_adapter.exists):
             self._export(self._best_state())
 
@@ -349,11 +354,11 @@ class Trainer:
         export_weights(self.run, self.model, state, self.facts)
 
     def _best_state(self) -> State:
-        """The state of the best evaluation, or the last one where no checkpoint has it."""
+        """Returns the state of the best evaluation, or the current state if no checkpoint has it."""
         best = self.progress.best_step
         kept = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)
         if kept is None and best != self.step:
-            self.console.note(f"no whole checkpoint of the best step, {best}: exporting the weights of step {self.step}")
+            self.console.note(f"no intact checkpoint of the best step, {best}: exporting the weights of step {self.step}")
         return kept or self.state
 
     def _zeros(self) -> jax.Array:

@@ -19,10 +19,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a training step, from the compiled program; `available` is None where the system does not say.
+    """Bytes of a training step, from the compiled program.
 
-    `parameters` are trained; `frozen` are the weights beside them that are not, `frozen_count` of them. `resident`: what the
-    process holds already, on a CPU: libraries and compiled programs.
+    Attributes:
+      parameters: trained parameters.
+      optimizer: optimizer state.
+      peak: estimated peak of the step.
+      available: free memory; None if the system does not report it.
+      frozen: frozen weights, in addition to `parameters`.
+      frozen_count: number of frozen weights.
+      resident: memory that the process already uses for libraries and compiled programs (CPU only).
     """
 
     parameters: int
@@ -34,7 +40,7 @@ class MemoryPlan:
     resident: int = 0
 
     def line(self) -> str:
-        """Parameters, optimizer state, estimated peak and what is free, in one line."""
+        """Returns parameters, optimizer state, estimated peak and free memory in one line."""
         free = "" if self.available is None else f" of {human_bytes(self.available + self.resident)} free"
         count, weights = self.parameters // 4, f"weights {human_bytes(self.parameters)}"
         parameters = f"{human_count(count)} parameters"
@@ -46,11 +52,11 @@ class MemoryPlan:
 
 
 def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0) -> MemoryPlan:
-    """Reads the plan of a compiled step; `state` and `frozen` are its arguments, of arrays or shapes."""
+    """Returns the memory plan of a compiled step; `state` and `frozen` are its arguments, as arrays or shapes."""
     device = jax.local_devices()[0]
     peak, available = memory_usage(compiled).peak, available_bytes(device)
     if available is not None and device.platform == "cpu":
-        available //= jax.local_device_count()  # they are simulated and share it
+        available //= jax.local_device_count()  # simulated devices share the memory
     resident = 0
     if device.platform == "cpu":
         release_free_memory()
@@ -61,21 +67,21 @@ def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int =
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:
-    """Raises a UserError that names the settings to lower where the plan does not fit."""
+    """Raises a UserError that names the settings to lower if the plan does not fit."""
     if plan.available is not None and plan.peak > plan.available:
-        needs = f"this run needs about {plan.peak / 1e9:.2f} GB of memory and {plan.available / 1e9:.2f} GB are free"
+        needs = f"this run needs about {plan.peak / 1e9:.2f} GB of memory, but only {plan.available / 1e9:.2f} GB are free"
         raise UserError(f"{needs}: {remedies(config)}")
 
 
 def out_of_memory(error: BaseException, config: Config) -> UserError | None:
-    """The sentence for an error that says that memory ran out while the run was on; None for any other."""
+    """Returns a UserError for an out-of-memory error during the run; None for any other error."""
     if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
         return None
     return UserError(f"memory ran out ({first_line(error)}): {remedies(config)}")
 
 
 def remedies(config: Config) -> str:
-    """The settings that a run can be made smaller by, with their values."""
+    """Returns the settings that reduce the memory of a run, with their current values."""
     t, m = config.training, config.model
     found = [
         f"raise training.grad_accum ({t.grad_accum})" if t.grad_accum < t.batch_size else "",
@@ -88,19 +94,19 @@ def remedies(config: Config) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what XLA frees after a step for the next one.
+    """Makes the C library keep the memory that XLA frees after a step for the next one.
 
-    By default glibc gives large blocks back to the system at once, and the page faults of getting them again double the
-    time of a step on a CPU (60 MB of temporaries: 92 ms, and 40 ms when they are kept).
+    By default glibc returns large blocks to the system immediately. The page faults of allocating them again double the time
+    of a step on a CPU (60 MB of temporaries: 92 ms, and 40 ms if they are kept).
     """
-    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has mallopt
         malloc_option = ctypes.CDLL(None).mallopt
         malloc_option(M_MMAP_THRESHOLD, 1 << 30)
         malloc_option(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def used_gb() -> float | None:
-    """Peak memory in use on the device, or the resident memory of this process on a CPU; 10⁹ bytes."""
+    """Returns the peak memory in use on the device, or the resident memory of this process on a CPU, in 10⁹ bytes."""
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:

@@ -12,19 +12,21 @@ from dantinox.model.moe import Routing
 from dantinox.platform import get_platform
 from dantinox.text import Preferences
 
-# Logits held at a time: 64 MiB in float32. More than that goes in chunks.
+# Logits in memory at one time: 64 MiB in float32. Larger batches are scored in chunks.
 CHUNK_LOGITS = 1 << 24
 
 
 class LossSums(NamedTuple):
-    """Float32 sums over the counted targets of a batch, or of a device's part of it; sums of parts add up to that of the whole.
+    """Float32 sums over the counted targets of a batch, or of a device's part of it. The sums of parts add up to the total.
 
-    `nats`: −log p(target). `penalty`: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
-    `targets`: how many targets count. `routing`: where there are experts, the balance and z, the mean of the layers with
-    experts, times the targets, and the rows of each expert of each layer `[L, E]`.
-
-    Of preferences `nats` are the losses of pairs and `targets` the pairs; `rewards` [2]: beta times by how much the preferred
-    answer gained more than the other, and in how many pairs that is more than nothing.
+    Attributes:
+      nats: −log p(target); for preference pairs, the losses of the pairs.
+      penalty: squared log-normalisers (the z-loss of Chowdhery et al. 2022, section 5).
+      targets: number of counted targets; for preference pairs, the number of pairs.
+      routing: for models with experts: balance loss and z-loss, each the mean over layers with experts times `targets`, and the
+        tokens of each expert of each layer, `[L, E]`.
+      rewards: for preference pairs, `[2]`: the sum of the reward margins, and the number of pairs with a positive margin. The
+        margin is beta times the difference of the log-probability gains of the chosen and the rejected answer.
     """
 
     nats: jax.Array
@@ -35,12 +37,12 @@ class LossSums(NamedTuple):
 
 
 def count_targets(batch: Any) -> jax.Array:
-    """What a mean loss is divided by: the targets of a batch that count, or the pairs that have some."""
+    """Returns the divisor of a mean loss: the counted targets of a batch, or its pairs with a counted target."""
     return jnp.sum(_pair_mask(batch)) if isinstance(batch, Preferences) else jnp.sum(batch.mask_BT)
 
 
 def batch_losses(model: Transformer, batch: Any, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
-    """`dpo_losses` of pairs, else `next_token_losses`."""
+    """Returns `dpo_losses` for preference pairs, `next_token_losses` for other batches."""
     return (
         dpo_losses(model, batch, beta, rngs=rngs)
         if isinstance(batch, Preferences)
@@ -54,10 +56,10 @@ def next_token_losses(
     """Runs the model over a batch and sums its losses.
 
     Args:
-      batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 where a target counts).
-      rngs: with a `dropout` stream, dropout is on.
-      chunk_logits: a batch with more logits than this is scored in chunks of tokens, whose logits are computed again in
-        the backward pass, so that `[B, T, V]` never exists. A chunk has at least the platform's `min_loss_chunk_tokens`.
+      batch: has `tokens_BT`, `targets_BT`, `segments_BT` (int32) and `mask_BT` (float32, 1 for counted targets).
+      rngs: enables dropout if it has a `dropout` stream.
+      chunk_logits: a batch with more logits than this is scored in chunks of tokens. The backward pass recomputes the logits
+        of each chunk, so that `[B, T, V]` never exists. A chunk has at least the platform's `min_loss_chunk_tokens`.
     """
     nats_N, squares_N, mask_N, aux = _per_token_losses(model, batch, rngs, chunk_logits)
     targets = jnp.sum(mask_N)
@@ -65,10 +67,10 @@ def next_token_losses(
 
 
 def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx.Rngs | None = None) -> LossSums:
-    """−log σ(β (Δ_chosen − Δ_rejected)) summed over pairs, where Δ is by how much the log-probability of an answer is larger
-    than under the model that training started from (Rafailov et al. 2023, "Direct Preference Optimization", equation 7).
+    """Returns −log σ(β (Δ_chosen − Δ_rejected)) summed over pairs (Rafailov et al. 2023, DPO, equation 7).
 
-    A pair without a counted target is none.
+    Δ is the log-probability of an answer minus its log-probability under the model that training started from. Pairs without a
+    counted target are ignored.
     """
     logp_P2, aux = _pair_logprobs_and_aux(model, pairs, rngs)
     pair_P = _pair_mask(pairs)
@@ -81,12 +83,12 @@ def dpo_losses(model: Transformer, pairs: Preferences, beta: float, *, rngs: nnx
 
 
 def _pair_mask(pairs: Preferences) -> jax.Array:
-    """1 where there is a pair."""
+    """Returns 1 for pairs with a counted target, else 0."""
     return jnp.any(pairs.mask_P2T > 0, axis=(1, 2)).astype(jnp.float32)
 
 
 def pair_logprobs(model: Transformer, pairs: Preferences) -> jax.Array:
-    """ln p of the counted targets of both answers of P pairs, summed: float32 [P, 2]; see `dpo_losses`."""
+    """Returns the summed ln p of the counted targets of both answers of P pairs: float32 `[P, 2]`; see `dpo_losses`."""
     return _pair_logprobs_and_aux(model, pairs, None)[0]
 
 
@@ -98,13 +100,16 @@ def _pair_logprobs_and_aux(model: Transformer, pairs: Preferences, rngs: nnx.Rng
 def _per_token_losses(
     model: Transformer, batch: Any, rngs: nnx.Rngs | None, chunk_logits: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
-    """Of each token, or a device's own: −ln p of its target, the squared log-normaliser, both 0 where it does not count; the
-    mask; and what the model says besides."""
+    """Returns per-token losses of the batch, or of this device's tokens if devices share them.
+
+    Returns:
+      −ln p of the targets and squared log-normalisers, both 0 for uncounted targets; the mask; the model's auxiliary outputs.
+    """
     B, T = batch.tokens_BT.shape
-    # All rows stand at the same positions: one row of them is enough, and rotary angles are computed once.
+    # All rows have the same positions, so a single row of positions suffices and rotary angles are computed once.
     positions_1T = jnp.arange(T)[None]
     x_BTD, _, aux = model.hidden(batch.tokens_BT, positions_1T, segments_BT=batch.segments_BT, rngs=rngs)
-    own = model.parallelism.local_shard  # of the tokens that several devices have
+    own = model.parallelism.local_shard  # of the tokens that several devices share
     x_ND, targets_N, mask_N = own(x_BTD.reshape(B * T, -1)), own(batch.targets_BT.reshape(-1)), own(batch.mask_BT.reshape(-1))
     size = max(get_platform(model.config.platform).min_loss_chunk_tokens, chunk_logits // model.config.vocab_size)
     in_parts = _token_losses if size >= len(x_ND) else partial(_chunked_token_losses, size=size)
@@ -117,7 +122,7 @@ def _routing(model: Transformer, aux: dict, targets: jax.Array) -> Routing | Non
     if routing is None:
         return None
     L, experts = model.config.num_blocks, model.config.experts
-    routed = L - (len(experts.dense_layers) if experts else 0)  # of the others balance and z are zero
+    routed = L - (len(experts.dense_layers) if experts else 0)  # balance loss and z-loss of dense layers are zero
     balance, z = (targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
     return Routing(balance, z, routing.counts_E)
 
@@ -129,7 +134,7 @@ def _token_losses(
     normaliser_N = jax.nn.logsumexp(logits_NV, axis=-1)
     if get_platform(model.config.platform).name == "cpu":
         target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
-    else:  # the derivative of that is a scatter, for which the derivatives of all logits would be written once more, in float32
+    else:  # the gradient of a gather is a scatter, which would write the gradients of all logits again in float32
         target_N = jnp.sum(jnp.where(jnp.arange(logits_NV.shape[-1]) == targets_N[:, None], logits_NV, 0), axis=-1)
     return mask_N * (normaliser_N - target_N), mask_N * jnp.square(normaliser_N)
 
@@ -137,15 +142,15 @@ def _token_losses(
 def _chunked_token_losses(
     model: Transformer, _: None, x_ND: jax.Array, targets_N: jax.Array, mask_N: jax.Array, *, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`_token_losses` over chunks of `size` tokens; the last chunk is filled up with tokens that do not count."""
+    """Computes `_token_losses` in chunks of `size` tokens; the last chunk is padded with uncounted tokens."""
     missing = -x_ND.shape[0] % size
     parts = tuple(
         jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:]) for a in (x_ND, targets_N, mask_N)
     )
 
     rounded_DV = None
-    if get_platform(model.config.platform).name != "cpu":  # which multiplies in float32 what it then need not round
-        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once, not chunk by chunk
+    if get_platform(model.config.platform).name != "cpu":  # a CPU multiplies in float32 and needs no rounded weights
+        rounded_DV = jax.lax.stop_gradient(model.output_weights().astype(model.dtype))  # once instead of in every chunk
 
     @jax.checkpoint
     def of_part(_, part):

@@ -17,18 +17,21 @@ from dantinox.model.parameters import Parameters
 
 Schedule = Callable[[Any], jax.Array]
 MUON_MOMENTUM = 0.95
-# Odd polynomials a x + b x³ + c x⁵ that in a row take singular values from [0.01, 1] to [0.73, 1.27], each the minimax
-# approximation of 1 on the interval that the one before leaves (Amsel et al. 2025, "The Polar Express", algorithm 1).
+# Coefficients of odd polynomials a x + b x³ + c x⁵. Applied in sequence they map singular values from [0.01, 1] to
+# [0.73, 1.27]. Each is the minimax approximation of 1 on the image of the previous one (Amsel et al. 2025, "The Polar
+# Express", algorithm 1).
 POLAR_STEPS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
-# Of products of float32: TF32 on a GPU, three products of bfloat16 on a TPU, where full precision takes seven times and twice
-# as long. Directions differ by about 1 % from it, by 1 to 10 % if bfloat16 is all. A CPU has one precision.
+# Of float32 matrix multiplications: TF32 on a GPU and three bfloat16 passes on a TPU. Full precision takes seven times as long
+# on a GPU and twice as long on a TPU. The update directions differ from full precision by about 1 %, and by 1 to 10 % with
+# plain bfloat16. A CPU has one precision.
 PRECISION = "high"
 
 
 def schedule(training: TrainingSection, steps: int) -> Schedule:
-    """The factor in [0, 1] on the peak learning rates at an optimizer step (0 is the first).
+    """Returns the schedule: optimizer step (0 is the first) → factor in [0, 1] on the peak learning rates.
 
-    It climbs linearly over `warmup_steps` (the first step is not zero), and is at `min_lr_ratio` in the last of `steps`.
+    The factor rises linearly over `warmup_steps` (it is not zero in the first step) and reaches `min_lr_ratio` in the last of
+    `steps`.
     """
     warmup, low = training.warmup_steps, training.min_lr_ratio
     if warmup is None or warmup > steps:
@@ -54,10 +57,11 @@ DECAY_CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """A hidden matrix as Muon sees it, (fan in, fan out), or None for what AdamW trains; a stack: (matrices, fan in, fan out).
+    """Returns the shape in which Muon trains a hidden matrix, or None for parameters that AdamW trains.
 
-    Queries, keys and values are one matrix, as are gate and up. Embeddings, position tables and the output layer have no Muon
-    form: a row of them belongs to one token.
+    The shape is (fan in, fan out), or (matrices, fan in, fan out) for a stack. Queries, keys and values are one matrix, and so
+    are gate and up. Muon does not apply to embeddings, position tables and the output layer, whose rows belong to single
+    tokens.
     """
     cut = _fan_axes(name, len(shape))
     if cut is None:
@@ -67,7 +71,7 @@ def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _fan_axes(name: str, ndim: int) -> tuple[int, int] | None:
-    """Where, among the axes of a hidden matrix, those that are fed begin, and where those that come out."""
+    """Returns the index of the first input axis and of the first output axis of a hidden matrix; None for other parameters."""
     if not name.startswith(("blocks/", "rolled/")) or not name.endswith(("kernel", *ADAPTER_SUFFIXES)):
         return None
     stacked = name.startswith("rolled/") + ("/experts/" in name)
@@ -75,7 +79,7 @@ def _fan_axes(name: str, ndim: int) -> tuple[int, int] | None:
 
 
 def _row_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what is no hidden matrix: two axes of per-layer embeddings, whose rows belong to tokens or inputs."""
+    """Returns the shape for parameters that are not hidden matrices: two axes for per-layer embeddings, else unchanged."""
     return (shape[0], math.prod(shape[1:])) if name.startswith("per_layer/") and len(shape) > 1 else shape
 
 
@@ -83,9 +87,9 @@ class Optimizer(NamedTuple):
     """An optax transformation and its learning rates.
 
     Attributes:
-      init, update: as of `optax.GradientTransformation`; with `training.ema` the state is an `EMAState`.
-      rates: step (0 is the first) → the learning rates of its update, by the names of their settings: `lr`, with Muon also
-        `muon_lr`, that of its matrices. The update itself applies these.
+      init, update: as in `optax.GradientTransformation`. With `training.ema` the state is an `EMAState`.
+      rates: step (0 is the first) → the learning rates that `update` applies, by setting: `lr`, and with Muon `muon_lr` for its
+        matrices.
     """
 
     init: Callable[[Parameters], Any]
@@ -94,11 +98,11 @@ class Optimizer(NamedTuple):
 
 
 def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = None, layout: Layout | None = None) -> Optimizer:
-    """Clipping, then the rule of `training.optimizer`, then `training.ema`.
+    """Builds the optimizer: gradient clipping, the update rule of `training.optimizer`, the moving average of `training.ema`.
 
     Args:
-      factor: on the peak learning rates, in place of that of `training.schedule`.
-      layout: of the devices that share the step.
+      factor: the schedule of the peak learning rates; None: that of `training.schedule`.
+      layout: the layout of the devices that share the step.
     """
     scheduled = factor or schedule(training, steps)
 
@@ -117,7 +121,7 @@ def optimizer(training: TrainingSection, steps: int, factor: Schedule | None = N
 
 
 def _decay_mask(parameters: Parameters) -> dict[str, bool]:
-    """Weight decay is for matrices and tables: not for scales, biases and sinks."""
+    """Returns which parameters get weight decay: matrices and tables, but not scales, biases and attention sinks."""
     return {name: name.endswith(("kernel", "embed", *ADAPTER_SUFFIXES)) for name in parameters}
 
 
@@ -127,12 +131,12 @@ def _adamw(training: TrainingSection, rate: Schedule) -> optax.GradientTransform
 
 
 def _lion(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
-    """The sign of an interpolated momentum (Chen et al. 2023, algorithm 2): rates a third to a tenth of AdamW's."""
+    """The sign of an interpolated momentum (Chen et al. 2023, algorithm 2). Use a third to a tenth of AdamW's rates."""
     return optax.lion(rate, training.beta1, training.beta2, weight_decay=training.weight_decay, mask=_decay_mask)
 
 
 def _sgd(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
-    """Nesterov momentum (Sutskever et al. 2013, equation 3) with decoupled decay."""
+    """Nesterov momentum (Sutskever et al. 2013, equation 3) with decoupled weight decay."""
     momentum = optax.trace(training.beta1, nesterov=True)
     return optax.chain(
         momentum, optax.add_decayed_weights(training.weight_decay, _decay_mask), optax.scale_by_learning_rate(rate)
@@ -140,9 +144,9 @@ def _sgd(training: TrainingSection, rate: Schedule) -> optax.GradientTransformat
 
 
 def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTransformation:
-    """Second moments as the product of row and column means (Shazeer & Stern 2018, algorithm 4), which take next to no memory.
+    """Second moments factored into row and column means, which need little memory (Shazeer & Stern 2018, algorithm 4).
 
-    Without momentum, updates clipped to a root mean square of 1, rates absolute as those of AdamW.
+    It has no momentum, clips updates to a root mean square of 1, and uses absolute rates like AdamW.
     """
     factored = _apply_to_matrices(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
     return optax.chain(
@@ -152,7 +156,7 @@ def _adafactor(training: TrainingSection, rate: Schedule) -> optax.GradientTrans
 
 RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformation]] = {
     "adamw": _adamw,
-    "muon": _adamw,  # for what is no hidden matrix
+    "muon": _adamw,  # for parameters that are not hidden matrices
     "lion": _lion,
     "adafactor": _adafactor,
     "sgd": _sgd,
@@ -160,7 +164,7 @@ RULES: dict[str, Callable[[TrainingSection, Schedule], optax.GradientTransformat
 
 
 def _apply_to_matrices(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule that sees hidden matrices with two axes, fan in and fan out, and all that is stacked one by one."""
+    """Wraps a rule so that it gets hidden matrices with two axes (fan in, fan out), with stacks split into matrices."""
 
     def flat(tree: Parameters) -> Parameters:
         matrices = {name: p.reshape(matrix_shape(name, p.shape) or _row_shape(name, p.shape)) for name, p in tree.items()}
@@ -182,7 +186,7 @@ def _apply_to_matrices(rule: optax.GradientTransformation) -> optax.GradientTran
 
 
 class EMAState(NamedTuple):
-    """The state of a rule, and beside it the moving average of the weights and how many steps are in that."""
+    """The state of a rule, the moving average of the weights, and the number of steps in the average."""
 
     rule: Any
     average: Parameters
@@ -190,10 +194,10 @@ class EMAState(NamedTuple):
 
 
 def with_ema(rule: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """The same updates, and a moving average of the weights that they lead to (Polyak & Juditsky 1992).
+    """Adds a moving average of the updated weights to a rule (Polyak & Juditsky 1992). The updates do not change.
 
-    After step t, counted from 0, the average moves by 1 − min(decay, (1 + t) / (10 + t)) of the way to the weights: its memory
-    grows with the run up to 1 / (1 − decay) steps, so that it leaves the first weights behind.
+    After step t, counted from 0, the average moves by the fraction 1 − min(decay, (1 + t) / (10 + t)) toward the weights. So
+    its horizon grows up to 1 / (1 − decay) steps, and the initial weights soon lose their influence.
     """
 
     def init(parameters: Parameters) -> EMAState:
@@ -210,7 +214,7 @@ def with_ema(rule: optax.GradientTransformation, decay: float) -> optax.Gradient
 
 
 def _partition(matrices: optax.GradientTransformation, others: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`matrices` for the parameters that Muon trains, `others` for the rest."""
+    """Applies `matrices` to the parameters that Muon trains, and `others` to the rest."""
 
     def parts(tree: Parameters) -> tuple[Parameters, Parameters]:
         inside = {name: p for name, p in tree.items() if matrix_shape(name, p.shape)}
@@ -230,14 +234,14 @@ def _partition(matrices: optax.GradientTransformation, others: optax.GradientTra
 
 
 class MuonState(NamedTuple):
-    """Steps done, and the momentum of every matrix."""
+    """The number of steps, and the momentum of every matrix."""
 
     steps: jax.Array
     momentum: Parameters
 
 
 def muon(learning_rate: Schedule, weight_decay: float, layout: Layout | None = None) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalised, times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled decay."""
+    """Orthogonalised Nesterov momentum times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled weight decay."""
 
     def init(parameters: Parameters) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters))
@@ -253,12 +257,13 @@ def muon(learning_rate: Schedule, weight_decay: float, layout: Layout | None = N
 
 
 class MatrixSides(NamedTuple):
-    """A hidden matrix, or a stack of them, with its shorter side first: X of `height` rows.
+    """The form X of a hidden matrix, or of a stack of them, whose rows are its shorter side.
 
     Attributes:
-      turned: whether that is the transpose.
+      height: number of rows of X.
+      transposed: whether X is the transpose of the matrix.
       scale: √max(1, fan out / fan in).
-      rows, columns, stack: the axes of the mesh over which rows, columns and the matrices of the stack are split.
+      rows, columns, stack: mesh axes that shard the rows, the columns and the matrices of the stack.
     """
 
     height: int
@@ -283,13 +288,15 @@ def _matrix_sides(name: str, shape: tuple[int, ...], layout: Layout | None) -> M
 
 
 def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parameters:
-    """About the nearest semi-orthogonal matrix to each hidden matrix, times √max(1, fan out / fan in).
+    """Approximates the nearest semi-orthogonal matrix to each hidden matrix, times √max(1, fan out / fan in).
 
-    With X = U S Vᵀ the result is near U Vᵀ = (X Xᵀ)^(−1/2) X. The polynomials are evaluated on the small square X Xᵀ, for
-    all matrices of one height together, and the result is applied to X once: half the work of iterating on X itself.
+    With X = U S Vᵀ, the result approximates U Vᵀ = (X Xᵀ)^(−1/2) X. The polynomials are evaluated on the small square matrix
+    X Xᵀ, for all matrices of the same height together, and the result multiplies X once. This takes half the work of iterating
+    on X itself.
 
-    On a mesh, devices multiply their own columns, the squares are summed to where each device has some of them whole, and
-    their roots go back to all: no matrix is passed on, but rows that are split over devices.
+    On a mesh, each device multiplies its own columns. A reduce-scatter sums the square matrices so that each device has some
+    of them complete. An all-gather returns their inverse roots to all devices. Full matrices are not communicated, except
+    those whose rows are sharded.
     """
     sides = {name: _matrix_sides(name, g.shape, layout) for name, g in gradients.items()}
     if layout is None or layout.mesh is None:
@@ -299,8 +306,8 @@ def orthogonalise(gradients: Parameters, layout: Layout | None = None) -> Parame
 
 
 def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], sizes: Mapping[str, int]) -> Parameters:
-    """`orthogonalise` of what one device has, which is all where there is one."""
-    product = partial(jnp.matmul, precision=PRECISION)
+    """Runs `orthogonalise` on the shards of one device, or on whole matrices without a mesh."""
+    matmul = partial(jnp.matmul, precision=PRECISION)
     matrices: Parameters = {}
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, g in gradients.items():
@@ -311,7 +318,7 @@ def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], s
         groups.setdefault((sides[name].height, sides[name].columns, sides[name].stack), []).append(name)
     roots: Parameters = {}
     for (height, columns, stack), names in sorted(groups.items()):
-        grams = [product(matrices[name], matrices[name].mT).reshape(-1, height, height) for name in names]
+        grams = [matmul(matrices[name], matrices[name].mT).reshape(-1, height, height) for name in names]
         ends = np.cumsum([len(gram) for gram in grams])
         others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*columns, *stack))
         found = jnp.split(_sharded_inverse_roots(jnp.concatenate(grams), columns, others, sizes)[: ends[-1]], ends[:-1])
@@ -322,7 +329,7 @@ def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], s
         if side.rows:
             own = side.height // math.prod(sizes[axis] for axis in side.rows)
             root = jax.lax.dynamic_slice_in_dim(root, jax.lax.axis_index(side.rows) * own, own, axis=root.ndim - 2)
-        x = product(root, matrices[name])
+        x = matmul(root, matrices[name])
         result[name] = (side.scale * (x.mT if side.transposed else x)).reshape(g.shape)
     return result
 
@@ -330,9 +337,10 @@ def _orthogonalise_local(gradients: Parameters, sides: dict[str, MatrixSides], s
 def _sharded_inverse_roots(
     grams_MNN: jax.Array, summed: tuple[str, ...], others: tuple[str, ...], sizes: Mapping[str, int]
 ) -> jax.Array:
-    """The inverse roots of the sums over devices that differ in `summed`; those that differ in `others` have the same to do.
+    """Returns the inverse roots of the Gram matrices, summed over the mesh axes `summed`.
 
-    Each device takes a part of the matrices. There are as many more, at the end, as it takes for all parts to be equal.
+    Devices along the axes `others` have the same Gram matrices. Each device computes the roots of an equal part of the
+    matrices, which are padded for that.
     """
     sharing, groups = (math.prod(sizes[axis] for axis in axes) for axes in (summed, others))
     grams_MNN = jnp.pad(grams_MNN, ((0, -len(grams_MNN) % (sharing * groups)), (0, 0), (0, 0)))
@@ -348,18 +356,18 @@ def _sharded_inverse_roots(
 
 
 def _inverse_root(grams_MNN: jax.Array) -> jax.Array:
-    """About A^(−1/2) of symmetric positive semi-definite matrices; where A has no inverse, the root stays bounded.
+    """Approximates A^(−1/2) of symmetric positive semi-definite matrices. The root stays bounded for a singular A.
 
-    All matrices here are polynomials of A and commute. If p takes X to p(A) X, then A becomes p(A) A p(A).
-    The norm that A is divided by first is its Frobenius norm, no less than its largest eigenvalue.
+    All matrices here are polynomials of A and commute. If p maps X to p(A) X, then A becomes p(A) A p(A).
+    A is first divided by its Frobenius norm, which is at least its largest eigenvalue.
     """
-    product = partial(jnp.matmul, precision=PRECISION)
+    matmul = partial(jnp.matmul, precision=PRECISION)
     norm_M11 = jnp.linalg.norm(grams_MNN, axis=(1, 2), keepdims=True) + 1e-20
     a_MNN = grams_MNN / norm_M11
     identity = root_MNN = jnp.eye(a_MNN.shape[-1])
     for index, (a, b, c) in enumerate(POLAR_STEPS):
-        p_MNN = a * identity + b * a_MNN + c * product(a_MNN, a_MNN)
-        root_MNN = product(p_MNN, root_MNN) if index else p_MNN
+        p_MNN = a * identity + b * a_MNN + c * matmul(a_MNN, a_MNN)
+        root_MNN = matmul(p_MNN, root_MNN) if index else p_MNN
         if index + 1 < len(POLAR_STEPS):
-            a_MNN = product(product(p_MNN, a_MNN), p_MNN)
+            a_MNN = matmul(matmul(p_MNN, a_MNN), p_MNN)
     return root_MNN * jax.lax.rsqrt(norm_M11)

@@ -18,7 +18,7 @@ from dantinox.training.training_log import tokens_per_step
 
 
 def export_weights(run: RunDirectory, model: ModelConfig, state: State, facts: dict[str, Any]) -> None:
-    """Writes the weights of a state, or its adapters, as generation reads them."""
+    """Writes the weights or adapters of a state in the format that generation reads."""
     weights = fetch_to_host(state.weights)
     if is_rank0():
         if model.lora is None:
@@ -38,7 +38,7 @@ def write_summary(
     facts: dict[str, Any],
     console: Console,
 ) -> None:
-    """Writes the summary of a finished training, and with `logging.plot` the plot of its loss."""
+    """Writes the summary of a finished training and, with `logging.plot`, a plot of its loss."""
     sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {

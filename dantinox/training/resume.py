@@ -1,4 +1,4 @@
-"""Resuming: which settings may change, and how many steps a run has."""
+"""Resuming a run: settings that may change, number of steps, recorded facts, and starting weights."""
 
 import hashlib
 import math
@@ -20,17 +20,19 @@ from dantinox.run import RunDirectory, load_run_config, open_base, weights_diges
 from dantinox.run.adapters import load_run_weights
 from dantinox.text import Tokenizer, vocabulary_size
 
-# None of these has a part in what a step of finite numbers computes, but `steps` and `epochs`, which stretch the schedule.
+# These do not affect the result of a step with a finite loss, except `steps` and `epochs`, which stretch the schedule.
 MUTABLE_SETTINGS = {
     "steps", "epochs", "eval_every", "checkpoint_every", "sample_every", "sample_prompt", "keep_last", "patience", "nan_policy",
 }  # fmt: skip
 
 
 def resume_config(saved: Config, given: Config) -> Config:
-    """The settings to go on with: those of the run, but for steps, intervals, sample prompt, nan_policy, devices and logging.
+    """Checks the settings for a resumed run and returns them.
+
+    Steps, intervals, the sample prompt, nan_policy, devices and logging may differ from the saved settings.
 
     Raises:
-      UserError: another setting differs; the sentence names it with both values.
+      UserError: another setting differs. The message names it with both values.
     """
     for key, (old, new) in differences(saved, given).items():
         if not key.startswith(("logging.", "distributed.")) and key.removeprefix("training.") not in MUTABLE_SETTINGS:
@@ -42,20 +44,20 @@ def resume_config(saved: Config, given: Config) -> Config:
 
 
 def total_steps(config: Config, windows_per_epoch: int) -> int:
-    """`training.steps`, or as many as `training.epochs` passes over the training windows need."""
+    """Returns `training.steps`, or the steps of `training.epochs` passes over the training windows."""
     t = config.training
     if t.steps is not None:
         return t.steps
     steps = max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
     if (t.warmup_steps or 0) > steps:
         longer = f"training.warmup_steps {t.warmup_steps} is more than the {steps} steps of training.epochs {t.epochs:g}"
-        # From here, and not from the callers, so that a training with several of them prints it once.
+        # stacklevel=1 makes the location the same for all callers, so that Python prints the warning once.
         warnings.warn(f"{longer} with this corpus: the learning rate warms up for a tenth of the steps", stacklevel=1)
     return steps
 
 
 def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirectory | None = None) -> dict[str, Any]:
-    """What a checkpoint records about its origin; of adapters also which weights they are for."""
+    """Returns the facts that a checkpoint records about its origin, for adapters including the digest of their base weights."""
     base = {} if config.lora.rank is None else {"base_sha256": weights_digest(open_base(config.training.init_from, run))}
     return base | {
         "devices": layout.describe(),
@@ -66,36 +68,38 @@ def run_facts(config: Config, fingerprint: str, layout: Layout, run: RunDirector
 
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool) -> list[str]:
-    """Compares a checkpoint's facts with those of this process; returns what deserves a note.
+    """Compares a checkpoint's facts with those of this process and returns notes about differences.
 
     Raises:
-      UserError: the tokenizer is another one, or the weights that adapters are for.
+      UserError: the tokenizer differs, or the base weights of adapters do.
     """
     if (old := saved.get("base_sha256")) != (new := now.get("base_sha256")):
         raise UserError(
-            f"the checkpoint was trained on weights {str(old)[:12]} (training.init_from), and those are {str(new)[:12]} now: "
-            "put the run that it was begun with back"
+            f"the checkpoint was trained on weights {str(old)[:12]} (training.init_from), but those are {str(new)[:12]} now: "
+            "restore the run that it started from"
         )
     old, new = saved.get("tokenizer_sha256"), now["tokenizer_sha256"]
     if old != new:
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
     versions = saved.get("versions", {})
     before, here = saved.get("devices", ONE_DEVICE), now["devices"]
-    others = f"was trained on {before} and goes on with {here}, which add up in another order: not bit for bit as it would have"
-    chance = "this GPU does not add up in a fixed order: the run may not go on bit for bit (training.deterministic: true does)"
-    notes = [f"the run {others}"] * (before != here) + [chance] * (get_platform().name == "gpu" and not deterministic)
+    moved = (
+        f"the run was trained on {before} and continues on {here}, which sum in another order: results will not be bit-exact"
+    )
+    unordered = "this GPU does not sum in a fixed order: results may not be bit-exact (set training.deterministic: true)"
+    notes = [moved] * (before != here) + [unordered] * (get_platform().name == "gpu" and not deterministic)
     return notes + [
-        f"{name} was {versions.get(name)} when the checkpoint was written and is {version}: the run may not go on bit for bit"
+        f"{name} was {versions.get(name)} when the checkpoint was written and is {version} now: results may not be bit-exact"
         for name, version in now["versions"].items()
         if versions.get(name) != version
     ]
 
 
 def starting_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run `training.init_from`, or None where it is not set or a file is given.
+    """Returns the tokenizer of the run `training.init_from`; None if that is not set or the settings name a tokenizer file.
 
     Raises:
-      UserError: there is no such run.
+      UserError: the run does not exist.
     """
     if config.training.init_from is None:
         return None
@@ -105,16 +109,18 @@ def starting_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def trained_vocab_size(config: Config) -> int:
-    """The size of the vocabulary that a training with these settings has; the corpus is read only if it decides."""
+    """Returns the vocabulary size of a training with these settings; reads the corpus only if the size depends on it."""
     known = starting_tokenizer(config)
     return vocabulary_size(config) if known is None else known.vocab_size
 
 
 def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:
-    """The weights of the run `training.init_from`, in the host's memory, or None where fresh ones are trained, as adapters are.
+    """Returns the weights of the run `training.init_from` in host memory.
+
+    Returns None if the trained parameters are freshly initialized: without `training.init_from`, and for adapters.
 
     Raises:
-      UserError: that run has another tokenizer or another architecture.
+      UserError: that run has another tokenizer or architecture.
     """
     if config.training.init_from is None or model.lora is not None:
         return None
@@ -125,26 +131,26 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> di
 def frozen_weights(
     config: Config, model: ModelConfig, fingerprint: str, layout: Layout, run: RunDirectory | None = None
 ) -> Parameters:
-    """The weights of the run `training.init_from` on their devices, as they are held beside adapters; none without adapters.
+    """Returns the frozen weights of the run `training.init_from` on their devices; an empty dictionary without adapters.
 
     Args:
-      run: of the training, beside which its base may lie.
+      run: the run of the training. The base run is also searched relative to it.
 
     Raises:
-      UserError: that run is gone, or has another tokenizer or another architecture.
+      UserError: the base run is missing, or has another tokenizer or architecture.
     """
     if model.lora is None:
         return {}
     shapes = abstract_model(replace(model, scan_layers=False))[1]
-    there = model.scan_layers or layout.mesh is not None  # else one by one, and the host never has them all
+    on_host = model.scan_layers or layout.mesh is not None  # else arrays go to the device one by one, to save host memory
 
     def place(name: str, array: np.ndarray) -> dict[str, Any]:
         parts = to_frozen_dtype(name, array, shapes)
-        return parts if there else layout.put_parameters(parts)
+        return parts if on_host else layout.put_parameters(parts)
 
     read = _load_source_weights(config, replace(model, lora=None), fingerprint, run, place)
     weights = {name: array for parts in read.values() for name, array in parts.items()}
-    if not there:
+    if not on_host:
         return weights
     return layout.put_parameters(stack_layers(weights, model) if model.scan_layers else weights)
 
@@ -157,7 +163,7 @@ def _load_source_weights(
     if other is not None and other != fingerprint:
         raise UserError(
             f"training.init_from: the run {source.path} has tokenizer {other[:12]}, this run has {fingerprint[:12]}: "
-            f"leave the settings of tokenizer out, and it is taken from there"
+            f"remove the settings of tokenizer to use that of the run"
         )
     _, shapes = abstract_model(replace(model, scan_layers=False))
     return load_run_weights(source, load_run_config(source), shapes, model.vocab_size, place)

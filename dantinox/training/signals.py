@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks the loop to save and stop, the second ends the process.
+"""Handling of SIGTERM and SIGINT: the first signal makes the loop save and stop, the second ends the process.
 
 The exit code of the process is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
 """
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Which signal asked to stop, if one did. Until `can_save` is set there is nothing to save: a signal exits at once."""
+    """The signal that requested a stop, if any. Until `can_save` is set, a signal exits immediately."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -39,13 +39,13 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Handles the signals inside the block. Only the main thread can: elsewhere the request never comes."""
+    """Handles the signals inside the block. In a thread other than the main thread, signals cannot be handled."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as `nohup` and `&` ask for
-    previous = {number: signal.signal(number, request.receive) for number in heard}
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # `nohup` and `&` ignore some
+    previous = {number: signal.signal(number, request.receive) for number in handled}
     try:
         yield request
     finally:

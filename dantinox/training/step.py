@@ -30,9 +30,9 @@ EVAL_TOKENS_PER_CALL = 8192
 
 
 class State(NamedTuple):
-    """All that the next step depends on, and so all that exact resume needs. The data and dropout of a step follow from `step`.
+    """Everything that the next step depends on, which is what exact resume needs. Data and dropout are functions of `step`.
 
-    Where adapters are trained, `parameters` are theirs alone; what stays as it is, is another argument of the programs.
+    With adapters, `parameters` holds only the adapters; the frozen weights are a separate argument of the programs.
     `loss_since_eval` and `loss_since_log` are `[sum of step losses, steps]` since the last row of the log and of metrics.jsonl.
     """
 
@@ -44,16 +44,19 @@ class State(NamedTuple):
 
     @property
     def weights(self) -> Parameters:
-        """What is evaluated, sampled and exported: the moving average where there is one, else the parameters."""
+        """The weights for evaluation, sampling and export: the moving average if there is one, else the parameters."""
         return self.optimizer.average if isinstance(self.optimizer, EMAState) else self.parameters
 
 
 class Metrics(NamedTuple):
-    """Of one step, left on the device until they are read. `loss` in nats per token, before the update; `rates` as of
-    `Optimizer`: those that the update applied.
+    """Metrics of one step, on the device until they are read.
 
-    `expert_counts`: how many tokens each expert of each layer got, `[L, E]`, where there are experts. `rewards`: of preferences
-    the mean margin, and the share of pairs in which the preferred answer has the larger reward.
+    Attributes:
+      loss: nats per token before the update (per pair in preference training).
+      grad_norm: norm of the gradient.
+      rates: the learning rates that the update applied; see `Optimizer`.
+      expert_counts: tokens of each expert of each layer, `[L, E]`; None without experts.
+      rewards: in preference training the mean margin, and the share of pairs whose chosen answer has the larger reward.
     """
 
     loss: jax.Array
@@ -64,7 +67,7 @@ class Metrics(NamedTuple):
 
 
 def abstract_batch(rows: int, length: int, objective: str = "next_token") -> Any:
-    """The shapes of a batch of `rows` windows, or pairs."""
+    """Returns the shapes of a batch of `rows` windows or preference pairs."""
     if objective == "dpo":
         int32, float32 = (jax.ShapeDtypeStruct((rows, 2, length), dtype) for dtype in (jnp.int32, jnp.float32))
         return Preferences(int32, int32, int32, float32, jax.ShapeDtypeStruct((rows, 2), jnp.float32))  # type: ignore[arg-type]
@@ -72,12 +75,12 @@ def abstract_batch(rows: int, length: int, objective: str = "next_token") -> Any
 
 
 def select_rows(batch: Any, rows: np.ndarray | None = None) -> Any:
-    """Some rows of a batch, or all."""
+    """Returns the selected rows of a batch, or the whole batch if `rows` is None."""
     return batch if rows is None else type(batch)(*(array[rows] for array in batch))
 
 
 class TracedProgram(NamedTuple):
-    """A program before it is lowered, the tokens `rows × length` that a call of it reads, and options of its compiler."""
+    """A traced program, the tokens `rows × length` that a call reads, and compiler options."""
 
     rows: int
     length: int
@@ -86,16 +89,16 @@ class TracedProgram(NamedTuple):
 
 
 class TrainStep:
-    """The optimizer step of a training, the state that it works on, and the programs that belong to it.
+    """The optimizer step of a training, its state and its programs.
 
     Args:
-      steps: of the schedule.
-      layout: of the devices that share the step; None: one device.
-      factor: on the peak learning rates, in place of that of `training.schedule`.
+      steps: length of the schedule.
+      layout: layout of the devices that share the step; None: one device.
+      factor: schedule of the peak learning rates; None: that of `training.schedule`.
 
     Attributes:
-      optimizer: with its learning rates; the only one of a training.
-      shapes: of the state, with its sharding where several devices share it. Nothing is allocated for them.
+      optimizer: the optimizer with its learning rates.
+      shapes: shapes of the state, with shardings on a mesh. They allocate no memory.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class TrainStep:
         self.shapes: State = self.layout.place_shapes(State(count, parameters, moments, sums, sums))
 
     def initial_state(self, given: Mapping[str, np.ndarray] | None = None) -> State:
-        """The state before the first step: fresh weights by `training.seed`, or the given ones."""
+        """Returns the state before the first step, with the given weights or fresh ones from `training.seed`."""
         model, layout = self.model, self.layout
         places = None if layout.mesh is None else layout.shardings(self.shapes)
 
@@ -120,8 +123,8 @@ class TrainStep:
         if given is not None:
             parameters = layout.put_parameters(given)
         elif places is None:
-            parameters = fresh() if model.lora is None else jax.jit(fresh)()  # which makes nothing that it does not give
-        else:  # no device has all of them at any time
+            parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
+        else:  # sharded from the start: no device ever holds all of them
             parameters = jax.jit(fresh, out_shardings=places.parameters)()
         moments = jax.jit(self.optimizer.init, out_shardings=None if places is None else places.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
@@ -129,7 +132,7 @@ class TrainStep:
 
     @cached_property
     def program(self) -> Any:
-        """The step as one `jax.jit`: (state, which is donated; batch; frozen weights) → (next state, metrics)."""
+        """The step as one `jax.jit`: (donated state, batch, frozen weights) → (next state, metrics)."""
         places = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
         return jax.jit(self._step, donate_argnums=0, out_shardings=places)
 
@@ -156,7 +159,7 @@ class TrainStep:
     def _gradient(
         self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters
     ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
-        """Of the mean loss of a batch, that loss, the experts' tokens, the rewards: from one device's parts of everything."""
+        """Returns gradients of the mean loss of a batch, the loss, expert counts and rewards, from one device's shards."""
         model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
         build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(count_targets(batch)), 1.0)
@@ -180,7 +183,7 @@ class TrainStep:
         return layout.reduce_gradients(gradients), layout.psum(nats) / count, counts_LE, rewards
 
     def traced(self) -> dict[str, TracedProgram]:
-        """The programs of a run by their names, `train` and `evaluation`, of shapes alone."""
+        """Traces the programs of a run, `train` and `evaluation`, from shapes only."""
         config, model, layout, t = self.config, self.model, self.layout, self.config.training
         rows, length = t.batch_size, config.model.max_context
         eval_rows = max(1, EVAL_TOKENS_PER_CALL // (2 * length if t.objective == "dpo" else length)) * layout.batch_shards
@@ -201,14 +204,15 @@ class TrainStep:
 
 
 def _keep_if_finite(finite: jax.Array, after: Any, before: Any) -> Any:
-    """What an update gave where its numbers are finite, else what was before; counts of steps go on, as the schedule does."""
+    """Returns `after` if the step was finite, else `before`. Integer step counts always advance, like the schedule."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b) if jnp.issubdtype(a.dtype, jnp.floating) else a, after, before)
 
 
 def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int) -> Parameters:
-    """The routers' biases moved by `rate` up where an expert had fewer tokens than the mean, down where more.
+    """Moves each expert's router bias by `rate`: up if it had fewer tokens than the mean, down if it had more.
 
-    `kinds`: of rolled layers; of layers apart each is one.
+    Args:
+      kinds: number of layer kinds in a stack of scanned layers; without scanning, each layer is its own kind.
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
     moved = {}
@@ -221,8 +225,11 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
 def _accumulate_gradients(
     objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, nothing: Any
 ) -> tuple[Parameters, Any]:
-    """Sums of gradients, and of what an objective gives besides (zeros: `nothing`), over equal parts of a batch, of which one
-    is in memory at a time."""
+    """Sums gradients and auxiliary outputs of an objective over equal parts of a batch, one part in memory at a time.
+
+    Args:
+      nothing: zeros of the structure of the auxiliary outputs.
+    """
     gradient = jax.grad(objective, has_aux=True)
     if parts == 1:
         return gradient(parameters, batch, key)
@@ -238,10 +245,12 @@ def _accumulate_gradients(
 
 
 def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float = 0.0) -> Any:
-    """The summed losses of one batch with dropout off, as one `jax.jit`: (parameters, batch, frozen) → Sums without routing.
+    """Returns the evaluation of one batch without dropout, as one `jax.jit`.
+
+    The program maps (parameters, batch, frozen weights) to `LossSums` without routing.
 
     Args:
-      beta: of preferences.
+      beta: the beta of `dpo_losses`.
     """
     layout, (build, _) = layout or Layout(model), abstract_model(model)
 
@@ -254,7 +263,7 @@ def make_eval_step(model: ModelConfig, layout: Layout | None = None, beta: float
 
 
 def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any:
-    """`pair_logprobs` of pairs as one `jax.jit`: (parameters, pairs, frozen) → [P, 2], each where its pair is."""
+    """`pair_logprobs` of pairs as one `jax.jit`: (parameters, pairs, frozen weights) → `[P, 2]`, sharded like the pairs."""
     layout, (build, _) = layout or Layout(model), abstract_model(model)
 
     def reference(parameters: Parameters, pairs: Preferences, base: Parameters) -> jax.Array:
@@ -265,13 +274,13 @@ def make_reference_step(model: ModelConfig, layout: Layout | None = None) -> Any
 
 
 class Programs:
-    """The compiled programs of a run. Compiling allocates nothing of the model's size, so the memory plan comes first."""
+    """The compiled programs of a run, and the memory plan, which is known before the weights are allocated."""
 
     def __init__(self, step: TrainStep):
         train, evaluation = step.traced().values()
         self.eval_rows = evaluation.rows
         train_lowered, eval_lowered = train.program.lower(), evaluation.program.lower()
-        # XLA leaves a core idle for long stretches of a compilation: the evaluation is compiled beside the step.
+        # XLA often leaves a core idle while it compiles, so the evaluation is compiled in parallel with the step.
         self._evaluate: Future[Any] = Future()
         Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         self.train: Callable[[State, Batch, Parameters], tuple[State, Metrics]] = compile_program(train_lowered, train.options)
@@ -279,7 +288,7 @@ class Programs:
         self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(whole) // 4)
 
     def evaluate(self, parameters: Parameters, batch: Batch, base: Parameters) -> LossSums:
-        """The summed losses of a validation batch of `eval_rows` rows."""
+        """Returns the summed losses of a validation batch of `eval_rows` rows."""
         return self._evaluate.result()(parameters, batch, base)
 
     def _compile(self, lowered: Any, options: dict[str, str]) -> None:

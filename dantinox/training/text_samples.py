@@ -1,4 +1,4 @@
-"""Text samples during training, and the check of their prompt before the first step."""
+"""Text samples during training."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,12 +20,13 @@ Sampler = Callable[[Transformer], str]
 
 
 def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
-    """What writes a text with a model as it is, or None where the settings ask for no samples.
+    """Returns a function that generates a text sample with a model; None without `training.sample_every`.
 
-    Without `training.sample_prompt` a sample starts from a line break, or from the begin token where the vocabulary has none.
+    Without `training.sample_prompt` a sample starts from a line break, or from the begin token if the vocabulary has no line
+    break. The prompt and the settings are checked here, before the first step.
 
     Raises:
-      UserError: the prompt cannot be encoded or fills the context, or a token named in `generation` is none.
+      UserError: the prompt cannot be encoded or fills the context, or a token named in `generation` is not in the vocabulary.
     """
     if config.training.sample_every is None:
         return None
@@ -35,19 +36,19 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
         raise UserError(f"training.sample_prompt must be shorter than model.max_context {tokens + room} tokens, got {tokens}")
     settings: dict[str, Any] = {"seed": config.training.seed, "n": 1}
     settings["max_new_tokens"] = min(config.generation.max_new_tokens, room)
-    # Nothing can have been measured on a model that is being made, and it is to be seen as it is.
+    # There is no calibration of a model in training, and its samples should not depend on cache compression.
     settings["kv_budget"] = None
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
         settings["router_preset"] = "guide"
-    sampling_params(tokenizer, [overlay(config, settings)])  # raises what a sample would raise
+    sampling_params(tokenizer, [overlay(config, settings)])  # raises the errors of a sample early
     settings["tensor_parallel"] = max_tensor_parallel(config.architecture(tokenizer.vocab_size), jax.local_device_count())
     return lambda model: prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
 
 
 def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
-    """A model as a sample wants it, layers apart, with adapters beside the weights that they are for.
+    """Builds a model for sampling, with unstacked layers, from weights that include any adapters.
 
-    Weights from a host's memory go to as many devices as can share them.
+    Weights in host memory are sharded over as many local devices as possible.
     """
     apart = replace(model, scan_layers=False)
     build, shapes = abstract_model(apart)
@@ -59,7 +60,7 @@ def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Tran
 
 
 def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
-    """The text and how many tokens it is."""
+    """Returns the prompt and its number of tokens."""
     given = config.training.sample_prompt
     try:
         return given or "\n", len(tokenizer.encode(given or "\n"))
@@ -67,6 +68,6 @@ def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
         if given:
             raise UserError(f"training.sample_prompt: {error}") from None
         if tokenizer.bos_id is None:
-            lacking = "the vocabulary has neither a line break nor a begin token"
-            raise UserError(f"training.sample_prompt must be given: {lacking}") from None
+            reason = "the vocabulary has neither a line break nor a begin token"
+            raise UserError(f"training.sample_prompt must be set: {reason}") from None
         return "", 1

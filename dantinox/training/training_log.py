@@ -20,8 +20,8 @@ from dantinox.run import RunDirectory
 from dantinox.training.memory import used_gb
 from dantinox.training.step import Metrics
 
-TIMED_STEPS = 3  # from which the duration of a training is estimated, after one that is not timed
-MIN_ESTIMATE = 60  # seconds; shorter trainings get no estimate
+TIMED_STEPS = 3  # steps that the estimate of the duration is based on, after one step that is not timed
+MIN_ESTIMATE = 60  # seconds; a shorter estimate is not printed
 
 
 class NonFiniteLoss(UserError):
@@ -36,20 +36,20 @@ class NonFiniteLoss(UserError):
 
 
 class Clock:
-    """Seconds per step, without those of evaluations, samples and checkpoints."""
+    """Measures seconds per step, without evaluations, samples and checkpoints."""
 
     def __init__(self) -> None:
         self.steps, self._since, self._average = 0, time.perf_counter(), 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time spent inside does not count."""
+        """Excludes the time inside the block."""
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - before
 
     def seconds_per_step(self) -> float:
-        """The mean since the last call, to be called when the device has finished the steps."""
+        """Returns the mean since the last call. Call it when the device has finished the steps."""
         now = time.perf_counter()
         if self.steps:
             self._average = (now - self._since) / self.steps
@@ -61,8 +61,8 @@ class TrainingLog:
     """The console and the log files of a training, and the metrics of the steps since the last row.
 
     Attributes:
-      clock: of the rows; pause it for whatever is no training step.
-      recent: metrics of the steps since they were last checked, still on the device.
+      clock: the clock of the rows; pause it for anything that is not a training step.
+      recent: metrics of the steps since the last check, still on the device.
     """
 
     def __init__(self, config: Config, model: ModelConfig, layout: Layout, run: RunDirectory, console: Console):
@@ -72,7 +72,7 @@ class TrainingLog:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begins at a step: at the start of a training, and after a rewind."""
+        """Starts counting from a step, at the start of a training and after a rewind."""
         self.clock, self._estimate = Clock(), Clock()
         self.recent: list[Metrics] = []
         self._checked = step
@@ -84,7 +84,7 @@ class TrainingLog:
             yield
 
     def add(self, step: int, steps: int, metrics: Metrics) -> None:
-        """Takes the metrics of a step; after the first few, estimates how long all `steps` will take."""
+        """Adds the metrics of a step. After the first few steps, prints an estimate of the remaining time."""
         self.recent.append(metrics)
         self.clock.steps += 1
         self._first = self._first or step
@@ -97,22 +97,22 @@ class TrainingLog:
             self.console.note(duration_line(steps - step, seconds))
 
     def row_metrics(self, step: int) -> dict[str, Any]:
-        """Waits for the device, then reads what every row ends with: times, rates, the gradient's norm, tokens, memory."""
+        """Waits for the device and returns the metrics that end every row: times, rates, gradient norm, tokens, memory."""
         metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
         tokens, context = tokens_per_step(self.config), self.config.model.max_context
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
         row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
         row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
         chip = find_chip(jax.devices()[0])
-        if chip is not None:  # a share of the published bfloat16 FLOP/s
+        if chip is not None:  # MFU relative to the published bfloat16 FLOP/s
             row["mfu"] = row["tokens_per_s"] * training_flops(self.model, context) / chip.flops / self.layout.devices
         return row
 
     def interval(self, step: int, steps: int, mean_loss: float) -> None:
-        """Writes a row of `logging.log_every` steps; `mean_loss` is over the steps since the row before.
+        """Writes a row of `logging.log_every` steps; `mean_loss` is the mean over the steps since the previous row.
 
         Raises:
-          NotFinite: see `check`.
+          NonFiniteLoss: see `check`.
         """
         newest = self.recent[-1]
         row = {"step": step, "train_loss": mean_loss} | self.row_metrics(step) | reward_metrics(newest.rewards)
@@ -123,19 +123,19 @@ class TrainingLog:
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (steps - step)})
 
     def evaluation(self, row: dict[str, Any], rewards: dict[str, float]) -> None:
-        """Writes the row of an evaluation, whose `train_loss` is the mean over the steps since the evaluation before."""
+        """Writes the row of an evaluation. Its `train_loss` is the mean over the steps since the previous evaluation."""
         self.files.evaluation(row)
         if rewards:
             self.files.event("preferences", {"step": row["step"]} | rewards)
-        # An interval of the same step has a `train_loss` over other steps.
+        # The `train_loss` of an interval at the same step covers other steps.
         renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
         self.console.evaluation(renamed | rewards)
 
     def check(self, step: int, mean_loss: float) -> None:
-        """Looks at the steps since the last check, of which `step` is the last. Checkpoints are written after a check.
+        """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a check.
 
         Raises:
-          NotFinite: a loss or gradient is NaN or infinite, and `training.nan_policy` is not to skip such steps.
+          NonFiniteLoss: a loss or gradient is NaN or infinite, and `training.nan_policy` is not `skip`.
         """
         skips = self.config.training.nan_policy == "skip"
         if skips:
@@ -162,13 +162,13 @@ def tokens_per_step(config: Config) -> int:
 
 
 def duration_line(steps: int, seconds_per_step: float) -> str:
-    """`about 35m00s for 500 steps at 4.2 s a step, evaluations not counted`."""
+    """Returns `about 35m00s for 500 steps at 4.2 s a step, evaluations not counted`."""
     each = f"{seconds_per_step:.2g} s" if seconds_per_step >= 0.1 else f"{1e3 * seconds_per_step:.2g} ms"
     return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} a step, evaluations not counted"
 
 
 def reward_metrics(rewards: Any, prefix: str = "") -> dict[str, float]:
-    """Mean margin and accuracy of preferences as a row has them; nothing for other objectives."""
+    """Returns the mean margin and accuracy of preference pairs as columns of a row; empty for other objectives."""
     if rewards is None:
         return {}
     margin, accuracy = np.asarray(rewards, np.float64).tolist()

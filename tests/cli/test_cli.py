@@ -722,7 +722,7 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert_one_sentence(dantinox("train", "--data_path", text, "--run_dir", run), "is not empty: add --resume")
     text.write_text("another text")
     code, _, err = dantinox("train", "--run_dir", run, "--resume")
-    assert code == 0 and "the corpus has changed since this run began: it goes on with the tokens it has\n" in err
+    assert code == 0 and "the corpus has changed since this run began: the run continues with its saved tokens\n" in err
     text.unlink()
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--steps", 5, "--sample_prompt", "è")
     assert code == 0 and "resumed from step 4" in err and "finished at step 5" in err and "corpus" not in err

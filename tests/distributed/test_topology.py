@@ -146,6 +146,6 @@ def test_a_rewind_and_given_weights_are_those_of_one_device(workshop, monkeypatc
         losses[devices] = [
             row["val_loss"] for r in (run, workshop.train(f"after {devices}", after)) for row in read_csv(r.log(config))
         ]
-    assert workshop.notes.getvalue().count("back to step 6, the batches of steps 7 to 10 are passed over") == 2
+    assert workshop.notes.getvalue().count("back to step 6, the batches of steps 7 to 10 are skipped") == 2
     assert len(losses[8]) == 5
     np.testing.assert_allclose(losses[8], losses[1], rtol=0, atol=1e-5)

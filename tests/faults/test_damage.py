@@ -68,7 +68,7 @@ def test_a_damaged_checkpoint_steps_back_and_stays(copied, kind):
     before = contents(run.checkpoints / "12")
     restored = Checkpoints(run.checkpoints, 2, (run.log(settings), run.metrics)).restore(abstract(settings, run))
     assert restored.step == 8 and int(restored.state.step) == 8
-    assert str(largest) in restored.notes[0] and "stepping back to step 8" in restored.notes[0]
+    assert str(largest) in restored.notes[0] and "going back to step 8" in restored.notes[0]
     aside = run.checkpoints / "damaged-12"
     assert contents(aside) == before
     assert any("put aside" in remark for remark in verify_run(run).remarks)
@@ -79,7 +79,7 @@ def test_a_run_that_stepped_back_ends_as_if_nothing_had_happened(finished, copie
     (run.checkpoints / "12" / "_CHECKPOINT_METADATA").write_bytes(b"{}")
     (run.checkpoints / "damaged-12").mkdir()  # of an earlier accident
     notes = launch(settings, run.path, resume=True)
-    assert "resumed from step 8" in notes and f"what is damaged stays in {run.checkpoints / 'damaged-12-2'}" in notes
+    assert "resumed from step 8" in notes and f"the damaged step is kept in {run.checkpoints / 'damaged-12-2'}" in notes
     assert run.weights.read_bytes() == finished[1].weights.read_bytes()
     assert verify_run(run).damage == [] and (run.checkpoints / "12").is_dir()
 
@@ -144,10 +144,10 @@ def test_damaged_logs_are_refused_and_lost_ones_told(copied):
     settings, run = copied
     content = run.metrics.read_bytes()
     run.metrics.write_bytes(content.replace(b"1", b"2", 1))
-    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* up to step 12: put the right file there"):
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: its SHA-256 .* up to step 12: restore the original file"):
         launch(settings, run.path, resume=True)
     run.metrics.unlink()
-    assert "metrics.jsonl is missing up to step 12: it begins anew" in launch(settings, run.path, resume=True)
+    assert "metrics.jsonl is missing up to step 12: starting a new one" in launch(settings, run.path, resume=True)
 
 
 def test_weights_that_are_gone_come_back_and_damaged_ones_are_refused(copied):
@@ -218,7 +218,7 @@ def test_200_damages_are_refused_or_stepped_back_from(finished, tmp_path):
             else:
                 assert copy.weights.read_bytes() == expected, (kind, path)
                 assert any(name in notes for name in both), (kind, path, notes)
-                kinds = ("stepping back", "stepped back"), ("what is damaged stays", "put aside"), ("", "named, and not read")
+                kinds = ("going back", "stepped back"), ("the damaged step is kept", "put aside"), ("", "named, and not read")
                 resumed[next(name for said, name in kinds if said in notes)] += 1
             shutil.rmtree(copy.path)
     print(

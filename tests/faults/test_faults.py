@@ -75,7 +75,7 @@ def test_rewind_goes_back_and_past_the_batch(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="rewind")
     store = poisoned(config, 9)
     run = workshop.train("run", config, store=store)
-    said = "back to step 6, the batches of steps 7 to 10 are passed over"
+    said = "back to step 6, the batches of steps 7 to 10 are skipped"
     assert said in workshop.notes.getvalue()
     events = [row for row in read_jsonl(run.metrics) if row["kind"] == "rewind"]
     assert [(row["step"], row["bad_step"], row["passed_over"]) for row in events] == [(7, 10, 4)]
@@ -97,8 +97,8 @@ def test_rewind_goes_back_and_past_the_batch(workshop):
 def test_rewind_without_a_checkpoint_begins_again_and_gives_up_at_last(workshop):
     config = small_config(training__optimizer="adamw", training__nan_policy="rewind", training__steps=6)
     workshop.train("run", config, store=poisoned(config, 1))
-    assert "back to step 0, the batches of steps 1 to 2 are passed over" in workshop.notes.getvalue()
-    with pytest.raises(UserError, match="going back 3 times did not help"):
+    assert "back to step 0, the batches of steps 1 to 2 are skipped" in workshop.notes.getvalue()
+    with pytest.raises(UserError, match="3 rewinds to the same checkpoint did not help"):
         workshop.train("lost", config, store=poisoned(config, *range(3, 40)))
 
 
@@ -167,7 +167,7 @@ def test_a_directory_that_vanishes_is_a_sentence(workshop, gone):
 
     store.batch = vanishing
     with pytest.raises(
-        UserError, match=r"cannot (write|read) .*run.*: (there is no such directory any more|No such file or directory)"
+        UserError, match=r"cannot (write|read) .*run.*: (the directory no longer exists|No such file or directory)"
     ):
         workshop.train("run", config, store=store)
 

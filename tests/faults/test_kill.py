@@ -119,7 +119,7 @@ def test_signals_save_and_exit_in_time_and_two_of_them_exit_at_once(tmp_path):
         seconds[path.name] = round(time.monotonic() - begun, 1)
         assert running.returncode == 128 + numbers[-1], errors
         assert seconds[path.name] < (10 if len(numbers) == 1 else 0.4)
-        assert "Traceback" not in errors and ("is saved, --resume goes on from it" in errors) == (len(numbers) == 1)
+        assert "Traceback" not in errors and ("is saved, continue with --resume" in errors) == (len(numbers) == 1)
         assert process(path, "resume").returncode == 0
         assert outcome(path) == expected, path
     print("seconds from a signal to the exit:", seconds)

@@ -251,7 +251,7 @@ def test_a_training_that_will_take_long_says_so_after_its_first_steps(workshop, 
     config = small_config(training__steps=12, training__optimizer="adamw")
     workshop.train("short", config)
     assert "evaluations not counted" not in workshop.notes.getvalue()
-    monkeypatch.setattr(training_log, "LEAST_ESTIMATE", 0)
+    monkeypatch.setattr(training_log, "MIN_ESTIMATE", 0)
     workshop.train("run", config)
     assert re.search(r"about \S+ for 8 steps at \S+ m?s a step, evaluations not counted\n", workshop.notes.getvalue())
     assert training_log.duration(500, 4.2) == "about 35m00s for 500 steps at 4.2 s a step, evaluations not counted"
@@ -262,7 +262,7 @@ def test_a_training_of_few_steps_is_warned_of(epochs, warned):
     config = small_config().model_copy(deep=True)
     t = config.training.model_copy(update={"steps": None, "epochs": epochs, "warmup_steps": 0, "batch_size": 300})
     lines = list(launching.plan_lines(config.model_copy(update={"training": t}), Tokens(), small_store(config)))
-    warning = "warning: training.epochs 1 of this corpus (336 rows, 300 of them a step) is a training of 2 steps: raise"
+    warning = "warning: training.epochs 1 of this corpus (336 rows, 300 of them a step) gives only 2 steps: raise"
     assert any(line.startswith(warning) for line in lines) == warned
 
 

@@ -61,7 +61,7 @@ def test_resumed_runs_equal_the_uninterrupted_one(workshop, kind, every, stops):
         run = workshop.train(f"cut{stop}", config, resume=True)
         assert outcome(run, config) == expected
     notes = workshop.notes.getvalue()
-    assert ("there is no complete checkpoint: starting at step 0" in notes) == (kind == "muon")
+    assert ("no complete checkpoint found: starting at step 0" in notes) == (kind == "muon")
     assert "resumed from step" in notes
 
 
@@ -103,13 +103,13 @@ def test_a_damaged_newest_step_is_left_for_the_one_before(workshop):
     damaged = run.checkpoints / "24" / "state" / "manifest.ocdbt"
     damaged.write_bytes(b"")
     assert outcome(workshop.train("whole", config, resume=True), config) == expected
-    assert f"{damaged} is damaged: it has 0 bytes, 115 were written: stepping back to step 18" in workshop.notes.getvalue()
+    assert f"{damaged} is damaged: it has 0 bytes, 115 were written: going back to step 18" in workshop.notes.getvalue()
     assert "resumed from step 18" in workshop.notes.getvalue()
     assert (run.checkpoints / "damaged-24" / "state" / "manifest.ocdbt").read_bytes() == b""
     for step in run.checkpoints.glob("[0-9]*/state/manifest.ocdbt"):
         step.write_bytes(b"")
     before = sorted(run.path.rglob("*"))
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: .*24/state/manifest.ocdbt is damaged"):
+    with pytest.raises(UserError, match=r"all checkpoints in .* are damaged: .*24/state/manifest.ocdbt is damaged"):
         workshop.train("whole", config, resume=True)
     assert sorted(run.path.rglob("*")) == before
 
@@ -129,11 +129,11 @@ def test_other_versions_and_gpus_are_told_of(monkeypatch):
     now = run_facts(config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1]))
     assert check_facts(now, now, deterministic=False) == []
     saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
-    version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__}: the run may not go on bit for bit"
+    version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__} now: results may not be bit-exact"
     assert check_facts(saved, now, deterministic=False) == [version]
     monkeypatch.setattr(resume, "get_platform", lambda: get_platform("gpu"))
     (note,) = check_facts(now, now, deterministic=False)
-    assert "the run may not go on bit for bit (training.deterministic: true does)" in note
+    assert "results may not be bit-exact (set training.deterministic: true)" in note
     assert check_facts(now, now, deterministic=True) == []
 
 

@@ -42,7 +42,7 @@ def test_what_would_end_in_no_sample_is_said_at_once(changed, says):
 def test_a_vocabulary_without_a_line_break_starts_from_its_begin_token():
     assert make_sampler(settings(), letters("abc")) is not None
     tree = letters("abc").to_json().replace("<bos>", "<other>")
-    with pytest.raises(UserError, match="must be given: the vocabulary has neither a line break nor a begin token"):
+    with pytest.raises(UserError, match="must be set: the vocabulary has neither a line break nor a begin token"):
         make_sampler(settings(), Tokenizer(tree))
 
 
