@@ -110,8 +110,10 @@ def first_page(parser: LayeredParser) -> str:
     lines += ["most used flags:" if layered else "flags:"]
     lines += [line for entry in _most_used(parser) for line in entry]
     if layered:
-        lines += ["", f"sections ({parser.prog} --help SECTION shows one, --help-all shows every flag):"]
+        lines += ["", "sections, with the number of their flags:"]
         lines += [line for name, title in titles.items() for line in _entry(f"  {name} ({_count(parser, name)})", title)]
+        text = f"{parser.prog} --help SECTION shows a section or a group, --help-all shows every flag."
+        lines += ["", *textwrap.wrap(text, _width())]
     elif commands:
         lines += ["", f"{parser.prog} {next(iter(commands))} --help describes a command, here {next(iter(commands))}."]
     return _joined(lines)
@@ -167,9 +169,9 @@ def _section_lines(parser: LayeredParser, name: str) -> list[str]:
     for key in groups:
         lines += ["", f" {key}: {GROUPS[key].title}"] if key else []
         lines += _setting_lines(parser, name, key)
-    aliases = [(path, pair) for path, pair in parser.settings.items() if path != pair[0].key and path.startswith(f"{name}.")]
+    aliases = {path: record for path, (record, _) in parser.settings.items() if path != record.key and record.section == name}
     lines += ["", " other names:"] if aliases else []
-    for path, (record, _) in aliases:
+    for path, record in aliases.items():
         lines += _entry(f"  --{flat_name(path)}", f"alias of --{flat_name(record.key)}")
     return lines
 
